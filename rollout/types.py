@@ -1,0 +1,145 @@
+"""What crosses the seams of rollout/: prompts in, trajectories out, and the two protocols between them.
+
+Invariant: every per-token array of a `Completion` or a `Trajectory` has the same length, and entry t always speaks
+about token t itself (the log-probability *of* token t, the version that *sampled* token t), never about its successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+PROMPT_VERSION = -1
+"""Entry of `Trajectory.versions` for tokens that no policy sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one completion is drawn. `temperature == 0` is greedy decoding."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    """Stop tokens cannot be sampled before this many tokens."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: the whole vocabulary."""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One completion to sample. `output` is what earlier, aborted attempts already sampled: it is continued, not redone."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    seed: int = 0
+    """Token i of the completion is a function of (weights, prompt, seed, i), whatever else is in the batch."""
+    group_id: str = ""
+    """Requests of one group share their prompt; a router keeps them together."""
+    output: Completion | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Sampled tokens, `output` of the request included. `logprobs` are of the distribution actually sampled from
+    (after temperature, top_p, top_k and the min_new_tokens mask), in nats."""
+
+    token_ids: np.ndarray  # [n] int32
+    logprobs: np.ndarray  # [n] float32
+    versions: np.ndarray  # [n] int32: version of the weights that sampled each token
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """A generator's answer to health(): its weight version and load."""
+
+    version: int
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of the data set, tokenised. `index` is its row number in the data set after filtering."""
+
+    query_id: str
+    index: int
+    task: str
+    text: str
+    token_ids: np.ndarray  # [n] int32
+    solutions: tuple[str, ...]
+    meta: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """Prompt and completion with everything the trainer needs, per token."""
+
+    query_id: str
+    token_ids: np.ndarray  # [n] int32, prompt then completion
+    loss_mask: np.ndarray  # [n] bool, True where a policy sampled the token
+    rollout_logprobs: np.ndarray  # [n] float32, 0 on the prompt
+    versions: np.ndarray  # [n] int32, PROMPT_VERSION on the prompt
+    reward: float
+    finish_reason: FinishReason
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version that sampled the first token of the completion: what the staleness bound is about."""
+        sampled = self.versions[self.loss_mask]
+        return int(sampled.min()) if sampled.size else PROMPT_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightBucket:
+    """Full (unsharded) tensors under their Hugging Face names, ready to be copied into a generator."""
+
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+class Generator(Protocol):
+    """Samples completions; the same protocol for the embedded engine, a SGLang server, and the router over several."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample until a stop token, max_new_tokens, or an abort (finish_reason "abort", with what there is so far)."""
+        ...
+
+    async def pause(self) -> None:
+        """Return when no further token of the current version can appear."""
+        ...
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        """Copy a bucket in place. Call between pause() and resume()."""
+        ...
+
+    async def resume(self, version: int) -> None:
+        """Go on sampling; tokens from now on carry `version`."""
+        ...
+
+    async def health(self) -> Health: ...
+
+    async def close(self) -> None: ...
+
+
+class Workflow(Protocol):
+    """Turns one prompt into its group of trajectories; users bring their own by import path."""
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]: ...
+
+
+Reward = Callable[[Prompt, str], float]
+"""(prompt, completion text) -> score. Runs in a worker process under a time limit."""
