@@ -1,0 +1,137 @@
+"""linear_logprobs against plain torch, and the memory it needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_adapter.logprobs import linear_logprobs
+
+VOCAB, HIDDEN, TOKENS = 97, 24, 53
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logp = ((hidden @ weight.t()) / temperature).log_softmax(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator) * 0.5
+    return hidden, weight, torch.randint(VOCAB, (TOKENS,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, TOKENS, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy_weight", [None, 0.3])
+def test_values_and_gradients_equal_those_of_torch(chunk_tokens, temperature, entropy_weight):
+    hidden, weight, targets = problem()
+    coefficients = torch.linspace(-1, 1, TOKENS)
+    results = []
+    for fused in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if fused:
+            logprobs, entropy = linear_logprobs(
+                h, w, targets, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=entropy_weight is not None
+            )
+        else:
+            logprobs, entropy = reference(h, w, targets, temperature)
+        loss = (coefficients * logprobs).sum()
+        if entropy_weight is not None:
+            loss = loss + entropy_weight * (coefficients * entropy).sum()
+        loss.backward()
+        results.append((logprobs.detach(), entropy, h.grad, w.grad))
+    (logprobs, entropy, grad_h, grad_w), (ref_logprobs, ref_entropy, ref_grad_h, ref_grad_w) = results
+    assert (entropy is None) == (entropy_weight is None)
+    torch.testing.assert_close(logprobs, ref_logprobs, rtol=1e-6, atol=1e-6)
+    if entropy is not None:
+        torch.testing.assert_close(entropy, ref_entropy, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad_h, ref_grad_h, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad_w, ref_grad_w, rtol=1e-6, atol=1e-6)
+
+
+def test_an_entropy_alone_has_its_gradient():
+    hidden, weight, targets = problem(1)
+    grads = []
+    for fused in (True, False):
+        h = hidden.clone().requires_grad_()
+        entropy = (
+            linear_logprobs(h, weight, targets, with_entropy=True)[1] if fused else reference(h, weight, targets, 1.0)[1]
+        )
+        entropy.sum().backward()
+        grads.append(h.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_second_backward_through_the_same_graph_gives_the_same_gradient():
+    hidden, weight, targets = problem(2)
+    h = hidden.clone().requires_grad_()
+    loss = linear_logprobs(h, weight, targets)[0].sum()
+    (first,) = torch.autograd.grad(loss, h, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, h)
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-7)
+
+
+def test_zero_tokens_give_a_zero_gradient():
+    weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
+    logprobs, _ = linear_logprobs(torch.empty(0, HIDDEN), weight, torch.empty(0, dtype=torch.int64))
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_extreme_logits_stay_finite():
+    weight = torch.eye(8) * 200
+    logprobs, entropy = linear_logprobs(torch.eye(8)[:2], weight, torch.tensor([0, 1]), with_entropy=True)
+    assert logprobs.tolist() == [0.0, 0.0]
+    assert entropy.tolist() == [0.0, 0.0]
+    logprobs, _ = linear_logprobs(torch.eye(8)[:2], weight, torch.tensor([1, 0]))
+    assert logprobs.tolist() == [-200.0, -200.0]
+
+
+def test_bfloat16_weights_give_float32_results_close_to_the_exact_ones():
+    hidden, weight, targets = problem(3)
+    h, w = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    logprobs, _ = linear_logprobs(h, w, targets, chunk_tokens=16)
+    logprobs.sum().backward()
+    expected, _ = reference(h.detach().float(), w.detach().float(), targets, 1.0)
+    assert logprobs.dtype == torch.float32
+    assert w.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(logprobs.detach(), expected, rtol=0.02, atol=0.05)
+
+
+def test_temperature_zero_is_refused():
+    hidden, weight, targets = problem()
+    with pytest.raises(ValueError, match="temperature=0"):
+        linear_logprobs(hidden, weight, targets, temperature=0.0)
+
+
+MEMORY_PROGRAM = """
+import resource, sys, torch
+from mcore_adapter.logprobs import linear_logprobs
+torch.set_num_threads(1)
+tokens, vocab, h = int(sys.argv[1]), 16384, 16
+hidden = torch.randn(tokens, h).requires_grad_()
+weight = torch.randn(vocab, h).requires_grad_()
+targets = torch.randint(vocab, (tokens,))
+def step(n):
+    logprobs, entropy = linear_logprobs(hidden[:n], weight, targets[:n], chunk_tokens=64, with_entropy=True)
+    (logprobs + entropy).sum().backward()
+step(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(tokens)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_peak_memory_is_that_of_a_chunk_not_of_all_logits():
+    """2,048 tokens x 16,384 words are 128 MiB of fp32 logits; a chunk of 64 tokens is 4 MiB."""
+    process = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM, "2048"], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert float(process.stdout) < 32
