@@ -37,7 +37,12 @@ def test_values_and_gradients_equal_those_of_torch(chunk_tokens, temperature, en
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if fused:
             logprobs, entropy = linear_logprobs(
-                h, w, targets, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=entropy_weight is not None
+                h,
+                w,
+                targets,
+                temperature=temperature,
+                chunk_tokens=chunk_tokens,
+                with_entropy=entropy_weight is not None,
             )
         else:
             logprobs, entropy = reference(h, w, targets, temperature)
@@ -61,7 +66,9 @@ def test_an_entropy_alone_has_its_gradient():
     for fused in (True, False):
         h = hidden.clone().requires_grad_()
         entropy = (
-            linear_logprobs(h, weight, targets, with_entropy=True)[1] if fused else reference(h, weight, targets, 1.0)[1]
+            linear_logprobs(h, weight, targets, with_entropy=True)[1]
+            if fused
+            else reference(h, weight, targets, 1.0)[1]
         )
         entropy.sum().backward()
         grads.append(h.grad)
