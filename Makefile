@@ -1,0 +1,53 @@
+# `make demo` and `make test` need python3.11 or newer, pip and make; everything else is set up in .venv, without root.
+
+CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3 python
+# The first candidate that really runs and is new enough (a shim may exist and yet not run).
+FIND_PYTHON = for p in $(CANDIDATES); do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; exit 0; }; done; \
+	echo "Slipstream needs python 3.11 or newer; none of: $(CANDIDATES). Name one: make PYTHON=/path/to/python" >&2; exit 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Without --no-compile pip spends a minute compiling modules that are never imported.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# The CPU build of torch: 0.2 GB instead of several with the CUDA libraries.
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+.PHONY: help demo test lint setup clean
+
+help:
+	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (about 8 minutes)"
+	@echo "make test   run the test suite (PYTEST_ARGS='tests/rollout' for a part)"
+	@echo "make lint   ruff and mypy"
+	@echo "make setup  only create $(VENV)"
+	@echo "make clean  remove $(VENV) and the demo's output"
+
+demo: $(STAMP)
+	$(BIN)/python -m tools.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+# A Python without ensurepip still makes an environment: the outer pip then installs pip into it.
+# torch goes in first, alone: only this line asks the index of CPU builds (an unreachable one is skipped with a warning).
+$(STAMP): setup.py pyproject.toml
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { python=$$($(FIND_PYTHON)) || exit 1; \
+	echo "Setting up $(VENV) with $$python (once; takes a few minutes)"; \
+	"$$python" -m venv $(VENV) >/dev/null 2>&1 || { \
+		"$$python" -m venv --clear --without-pip $(VENV) && \
+		"$$python" -m pip --python $(BIN)/python install --quiet pip; }; }
+	$(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) "$$(sed -n 's/^    "\(torch[^"]*\)".*/\1/p' setup.py)"
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs/demo
