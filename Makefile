@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Without --no-compile pip spends a minute compiling modules that are never imported.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # The CPU build of torch: 0.2 GB instead of several with the CUDA libraries.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n 2 --dist loadfile
@@ -38,15 +38,15 @@ lint: $(STAMP)
 setup: $(STAMP)
 
 # A Python without ensurepip still makes an environment: the outer pip then installs pip into it.
-# torch goes in first, alone: only this line asks the index of CPU builds (an unreachable one is skipped with a warning).
+# torch goes in first, alone: the only look-up at the index of CPU builds (pip skips that index where it is unreachable).
 $(STAMP): setup.py pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { python=$$($(FIND_PYTHON)) || exit 1; \
 	echo "Setting up $(VENV) with $$python (once; takes a few minutes)"; \
 	"$$python" -m venv $(VENV) >/dev/null 2>&1 || { \
 		"$$python" -m venv --clear --without-pip $(VENV) && \
-		"$$python" -m pip --python $(BIN)/python install --quiet pip; }; }
-	$(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) "$$(sed -n 's/^    "\(torch[^"]*\)".*/\1/p' setup.py)"
-	$(PIP) -e '.[dev]'
+		"$$python" -m pip --python $(BIN)/python install -qq pip; }; }
+	@$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$$(sed -n 's/^    "\(torch[^"]*\)".*/\1/p' setup.py)"
+	@$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:

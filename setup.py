@@ -17,7 +17,7 @@ DEPENDENCIES = [
     "psutil>=6,<8",
     "pydantic>=2.10,<3",
     "PyYAML>=6.0.2,<7",
-    "math-verify[antlr4_13_2]==0.9.0",
+    "math-verify[antlr4-13-2]==0.9.0",
     "rich>=13,<16",
     "tensorboard>=2.19,<3",
     "matplotlib>=3.9,<4",
