@@ -39,9 +39,10 @@ class PackedBatch:
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
         """Positions in [0, T) of the tokens of `sequences`, in that order: [sum of their lengths] int64."""
-        starts, lens = self.cu_seqlens[:-1], self.seq_lens
-        pieces = [torch.arange(int(starts[i]), int(starts[i] + lens[i])) for i in sequences]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        chosen = torch.as_tensor(sequences, dtype=torch.int64)
+        lens = self.seq_lens[chosen]
+        shift = self.cu_seqlens[chosen] - (lens.cumsum(0) - lens)
+        return torch.arange(int(lens.sum())) + shift.repeat_interleave(lens)
 
     def select(self, sequences: Sequence[int]) -> PackedBatch:
         """The batch of these sequences, in this order."""

@@ -35,8 +35,8 @@ def plan_microbatches(
     longest = max(range(len(seq_lens)), key=lambda i: seq_lens[i])
     if seq_lens[longest] > max_tokens_per_mb:
         raise ValueError(
-            f"max_tokens_per_mb={max_tokens_per_mb}: sequence {longest} of the batch has {seq_lens[longest]} tokens and "
-            f"cannot be split; set it to at least {seq_lens[longest]}"
+            f"max_tokens_per_mb={max_tokens_per_mb}: sequence {longest} of the batch has {seq_lens[longest]} tokens "
+            f"and cannot be split; set it to at least {seq_lens[longest]}"
         )
     costs = [n * (1.0 + attention_cost * n) for n in seq_lens]
     order = sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i))

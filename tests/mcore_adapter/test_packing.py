@@ -1,0 +1,78 @@
+"""Packing on its own: where every token goes, for arbitrary lengths and layouts."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_adapter.batch import PackedBatch
+from mcore_adapter.packing import PackingLayout, pack_microbatch
+
+CPU = torch.device("cpu")
+
+
+def batch_of(lens: list[int], seed: int = 0) -> PackedBatch:
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *lens]).cumsum(0)
+    total = int(cu_seqlens[-1])
+    loss_mask = torch.rand(total, generator=generator) < 0.6
+    loss_mask[cu_seqlens[:-1]] = False
+    return PackedBatch(
+        token_ids=torch.arange(1, total + 1),  # every token is unique, 0 is padding
+        cu_seqlens=cu_seqlens,
+        loss_mask=loss_mask,
+        fields={"advantages": torch.randn(total, generator=generator)},
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3), st.randoms())
+def test_context_parallel_ranks_together_hold_every_token_once_with_its_predictor(lens, cp, sp, random):
+    batch = batch_of(lens)
+    sequences = random.sample(range(len(lens)), random.randint(1, len(lens)))
+    expected = batch.select(sequences)
+    seen_tokens, seen_trained = [], []
+    for rank in range(cp):
+        layout = PackingLayout(cp_size=cp, cp_rank=rank, sequence_parallel_size=sp)
+        packed = pack_microbatch(batch, sequences, layout, device=CPU)
+        assert packed.num_tokens == expected.num_tokens
+        assert packed.token_ids.shape[1] % sp == 0
+        cu_seqlens = packed.packed_seq_params.cu_seqlens_q
+        assert int(cu_seqlens[-1]) == packed.token_ids.shape[1] * cp
+        if cp > 1:
+            assert torch.all(cu_seqlens % (2 * cp) == 0)
+        # the packed position that predicts a trained token holds the token before it
+        assert torch.equal(packed.token_ids[0, packed.rows], packed.targets - 1)
+        own = torch.arange(expected.num_tokens) if packed.token_index is None else packed.token_index
+        assert torch.equal(packed.fields["advantages"], expected.fields["advantages"][own])
+        assert torch.equal(packed.fields["loss_mask"], expected.loss_mask[own])
+        assert torch.equal(packed.targets, expected.token_ids[own][packed.trained])
+        starts = expected.cu_seqlens[:-1].repeat_interleave(expected.seq_lens)
+        within = torch.arange(expected.num_tokens) - starts
+        assert torch.equal(packed.position_ids[0, packed.rows] + 1, within[own][packed.trained])
+        seen_tokens += own.tolist()
+        seen_trained += packed.targets.tolist()
+    assert sorted(seen_tokens) == list(range(expected.num_tokens))
+    assert sorted(seen_trained) == sorted(expected.token_ids[expected.loss_mask].tolist())
+
+
+def test_without_tensor_or_context_parallelism_nothing_is_padded():
+    packed = pack_microbatch(batch_of([3, 5, 2]), [2, 0, 1], PackingLayout(), device=CPU)
+    assert packed.token_ids.tolist() == [[9, 10, 1, 2, 3, 4, 5, 6, 7, 8]]
+    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 2, 5, 10]
+    assert packed.packed_seq_params.max_seqlen_q == 5
+
+
+def test_sequence_parallelism_pads_the_end_only_as_a_sequence_of_its_own():
+    packed = pack_microbatch(batch_of([3, 2]), [0, 1], PackingLayout(sequence_parallel_size=4), device=CPU)
+    assert packed.token_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
+    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5, 8]
+
+
+def test_a_filler_has_one_token_and_trains_nothing():
+    packed = pack_microbatch(batch_of([3, 2]), [], PackingLayout(sequence_parallel_size=2), device=CPU)
+    assert packed.num_tokens == 1
+    assert packed.trained.numel() == 0
+    assert packed.fields["loss_mask"].tolist() == [False]
+    assert packed.fields["advantages"].tolist() == [0.0]
