@@ -45,7 +45,7 @@ $(STAMP): setup.py pyproject.toml
 	"$$python" -m venv $(VENV) >/dev/null 2>&1 || { \
 		"$$python" -m venv --clear --without-pip $(VENV) && \
 		"$$python" -m pip --python $(BIN)/python install -qq pip; }; }
-	@$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$$(sed -n 's/^    "\(torch[^"]*\)".*/\1/p' setup.py)"
+	@$(PIP) --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) "$$(sed -n 's/^    "\(torch[^"]*\)".*/\1/p' setup.py)"
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
