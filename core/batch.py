@@ -1,0 +1,66 @@
+"""One training step's data on the driver: trajectories laid end to end, with what is known per sequence beside them.
+
+Packed in the rollout actor with numpy (flat arrays cross processes without copies), turned into the trainer's
+`PackedBatch` on arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mcore_adapter.batch import PackedBatch
+from rollout.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """N trajectories of T tokens; the trajectories of a group are adjacent."""
+
+    token_ids: np.ndarray  # [T] int32
+    cu_seqlens: np.ndarray  # [N + 1] int64
+    loss_mask: np.ndarray  # [T] bool
+    rollout_logprobs: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32
+    rewards: np.ndarray  # [N] float32
+    group_ids: np.ndarray  # [N] int64, 0 .. number of groups - 1
+    prompt_lens: np.ndarray  # [N] int64
+    no_eos: np.ndarray  # [N] bool
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.rewards)
+
+    def to_packed(self) -> PackedBatch:
+        """The part that the engines see, with rollout_logprobs as its first field."""
+        return PackedBatch(
+            token_ids=torch.from_numpy(self.token_ids.astype(np.int64)),
+            cu_seqlens=torch.from_numpy(self.cu_seqlens.copy()),
+            loss_mask=torch.from_numpy(self.loss_mask.copy()),
+            fields={"rollout_logprobs": torch.from_numpy(self.rollout_logprobs.copy())},
+        )
+
+    def ages(self, version: int) -> np.ndarray:
+        """[N] int64: version minus the version of each trajectory's oldest trained token."""
+        trained = np.where(self.loss_mask, self.versions, version)
+        return version - np.minimum.reduceat(trained, self.cu_seqlens[:-1]).astype(np.int64)
+
+
+def pack_trajectories(groups: Sequence[Sequence[Trajectory]]) -> RolloutBatch:
+    """Lay groups of trajectories end to end. Every trajectory has at least one prompt token and one sampled token."""
+    flat = [t for group in groups for t in group]
+    lens = np.fromiter((len(t.token_ids) for t in flat), np.int64, len(flat))
+    return RolloutBatch(
+        token_ids=np.concatenate([t.token_ids for t in flat]),
+        cu_seqlens=np.concatenate((np.zeros(1, np.int64), lens.cumsum())),
+        loss_mask=np.concatenate([t.loss_mask for t in flat]),
+        rollout_logprobs=np.concatenate([t.rollout_logprobs for t in flat]),
+        versions=np.concatenate([t.versions for t in flat]),
+        rewards=np.fromiter((t.reward for t in flat), np.float32, len(flat)),
+        group_ids=np.repeat(np.arange(len(groups)), [len(g) for g in groups]),
+        prompt_lens=np.fromiter((int(np.argmax(t.versions >= 0)) for t in flat), np.int64, len(flat)),
+        no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
+    )

@@ -1,0 +1,274 @@
+"""Ray: starts or joins a cluster, places one actor per rank of the device map, and takes them all away again.
+
+With core/launch_actors.py this is the only place that knows Ray. What the loop sees are the three clients below
+(`TrainerGroup`, `GeneratorPool`, `RolloutClient`): plain objects with blocking calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from allocation import Allocation, RoleAllocation
+from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
+
+if TYPE_CHECKING:
+    from core.batch import RolloutBatch
+    from core.losses import LossFn
+    from mcore_adapter.batch import PackedBatch
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchError(RuntimeError):
+    """The cluster could not be started, or a worker of it died or did not answer. The message says which."""
+
+
+class Cluster(AbstractContextManager["Cluster"]):
+    """A Ray cluster of our own (or a joined one) with everything this run put on it.
+
+    Leaving the context kills the run's actors and, if the cluster is ours, the cluster: by process id, never by name.
+    """
+
+    def __init__(self, *, ray_address: str | None, num_actors: int, startup_timeout_seconds: float, log_folder: Path):
+        self._address = ray_address or os.environ.get("RAY_ADDRESS")
+        self._num_actors = num_actors
+        self._timeout = startup_timeout_seconds
+        self.log_folder = log_folder
+        self._actors: list[Any] = []
+        self._groups: list[PlacementGroup] = []
+
+    def __enter__(self) -> Cluster:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        common: dict[str, Any] = {
+            "namespace": f"slipstream-{os.getpid()}",
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "runtime_env": {
+                "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+            },
+        }
+        try:
+            if self._address is None:
+                ray.init(address="local", num_cpus=self._num_actors, include_dashboard=False, **common)
+            else:
+                _check_reachable(self._address)
+                ray.init(address=self._address, **common)
+        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as e:
+            ray.shutdown()
+            raise LaunchError(
+                f"launch.ray_address={self._address}: Ray does not answer there ({type(e).__name__}: {e}); start it with "
+                "`ray start --head`, or unset launch.ray_address and RAY_ADDRESS to let the run start its own"
+                if self._address
+                else f"Ray could not be started on this machine: {type(e).__name__}: {e}"
+            ) from e
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        for group in self._groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+    def reserve(self, allocation: Allocation) -> None:
+        """One bundle a node of the device map; actors are put on the bundle of their slot's node. Raises LaunchError
+        when the cluster does not get the resources in time."""
+        per_node = {
+            node: sum(slot.node == node for role in allocation.roles.values() for slot in role.slots)
+            for node in range(allocation.n_nodes)
+        }
+        needs_gpu = allocation.generator.backend == "sglang"
+        bundles = [
+            {"CPU": 1.0, **({"GPU": float(allocation.n_gpus_per_node)} if needs_gpu and n else {})}
+            for n in per_node.values()
+        ]
+        group = placement_group(bundles, strategy="STRICT_SPREAD" if needs_gpu else "PACK")
+        self._groups.append(group)
+        if not group.wait(self._timeout):
+            raise LaunchError(
+                f"Ray did not grant {bundles} within launch.startup_timeout_seconds={self._timeout:g}; "
+                f"the cluster has {ray.cluster_resources()}"
+            )
+
+    def start_actor(
+        self, actor_class: Any, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
+    ) -> Any:
+        """Create one actor on the bundle of `node`, writing to {log_folder}/{name}.log."""
+        actor = actor_class.options(
+            name=name,
+            num_cpus=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node),
+            runtime_env={"env_vars": dict(env)},
+        ).remote(name, str(self.log_folder / f"{name}.log"), *args)
+        self._actors.append(actor)
+        return actor
+
+
+def _check_reachable(address: str) -> None:
+    """Fail at once on a dead cluster; Ray itself would retry for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float | None = None) -> list[Any]:
+    """Results of `refs` in order. The first failure ends the wait: its traceback, under the name of the worker.
+
+    Raises LaunchError when a worker died or none answered in time; otherwise the worker's own exception."""
+    by_ref = dict(zip(refs, names, strict=True))
+    pending = list(refs)
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    results: dict[Any, Any] = {}
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+        if not ready:
+            raise LaunchError(f"no answer within {timeout_seconds:g} s from {', '.join(by_ref[r] for r in pending)}")
+        try:
+            results[ready[0]] = ray.get(ready[0])
+        except RayTaskError as e:
+            logger.error("%s failed:\n%s", by_ref[ready[0]], e)
+            raise e.as_instanceof_cause() from e
+        except (RayActorError, GetTimeoutError) as e:
+            raise LaunchError(f"{by_ref[ready[0]]} died: {e}") from e
+    return [results[r] for r in refs]
+
+
+class TrainerGroup:
+    """The ranks of one parallel layout; holds one or more engines ("actor", "critic", "ref"), each on all ranks."""
+
+    def __init__(
+        self, cluster: Cluster, placed: RoleAllocation, *, name: str, device: str, port: int, threads: int, seed: int
+    ):
+        self.layout = placed.layout
+        world = len(placed.slots)
+        self._names = [f"{name}-rank{rank}" for rank in range(world)]
+        env = {"OMP_NUM_THREADS": str(threads)}
+        self._ranks = [
+            cluster.start_actor(
+                TrainerRank, self._names[rank], rank, world, device, threads, seed,
+                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": str(slot.gpu) if device == "cuda" else ""},
+            )
+            for rank, slot in enumerate(placed.slots)
+        ]  # fmt: skip
+        address = gather([self._ranks[0].rendezvous.remote(port)], names=self._names[:1])[0]
+        self._starting = [rank.start.remote(self.layout, address) for rank in self._ranks]
+
+    def wait_started(self, timeout_seconds: float) -> None:
+        """Return when every rank has joined the process group."""
+        gather(self._starting, names=self._names, timeout_seconds=timeout_seconds)
+
+    def call(self, method: str, *args: object, **kwargs: object) -> list[Any]:
+        """The same call on every rank; results in rank order."""
+        return gather([getattr(r, method).remote(*args, **kwargs) for r in self._ranks], names=self._names)
+
+    def put(self, batch: PackedBatch) -> Any:
+        """Place a batch in the object store; every other method takes the handle."""
+        return ray.put(batch_to_wire(batch))
+
+    def train_step(self, engine: str, batch: Any, sequences: Sequence[int], loss_fn: LossFn, **kwargs: object) -> dict:
+        """One optimizer update on these sequences of the batch; metrics as every rank sees them."""
+        return self.call("train_step", engine, batch, list(sequences), loss_fn, **kwargs)[0]
+
+    def per_token(self, method: str, engine: str, batch: PackedBatch, handle: Any, **kwargs: object) -> torch.Tensor:
+        """`method` ("logprobs" or "values") of an engine for every token of the batch: [T] float32."""
+        out = torch.zeros(batch.num_tokens)
+        for shard in self.call(method, engine, handle, **kwargs):
+            if shard is not None:
+                sequences, values = shard
+                out[batch.token_index(sequences)] = torch.from_numpy(values.copy())
+        return out
+
+    def export_weights(self, engine: str, bucket_bytes: int) -> list[Any]:
+        """The engine's weights as object-store handles of buckets, full tensors under Hugging Face names."""
+        return self.call("export_weights", engine, bucket_bytes)[0]
+
+
+class GeneratorPool:
+    """All generator replicas: where weights go. Requests reach them from the rollout actor."""
+
+    def __init__(self, cluster: Cluster, placed: RoleAllocation, *, backend: str, threads: int, **settings: object):
+        replica_size = placed.layout.tp * placed.layout.pp
+        self._names = [f"generator-{i}" for i in range(placed.layout.dp)]
+        self.actors = [
+            cluster.start_actor(
+                GeneratorActor, name, backend, threads, settings,
+                node=placed.slots[i * replica_size].node, env={"OMP_NUM_THREADS": str(threads)},
+            )
+            for i, name in enumerate(self._names)
+        ]  # fmt: skip
+        self._starting = [actor.start.remote() for actor in self.actors]
+
+    def wait_started(self, timeout_seconds: float) -> None:
+        """Return when every replica is ready for weights."""
+        gather(self._starting, names=self._names, timeout_seconds=timeout_seconds)
+
+    def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
+        """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
+        refs = [actor.receive.remote(list(buckets), version) for actor in self.actors]
+        return gather(refs, names=self._names, timeout_seconds=timeout_seconds)
+
+
+class RolloutClient:
+    """The rollout actor (data set, producer, buffer, rewards) as the loop sees it."""
+
+    def __init__(self, cluster: Cluster, generators: GeneratorPool, settings: Mapping[str, object]):
+        self._actor = cluster.start_actor(RolloutActor, "rollout", generators.actors, dict(settings))
+        self._starting = self._actor.start.remote()
+
+    def wait_started(self, timeout_seconds: float) -> dict[str, Any]:
+        """Facts about the data set: num_prompts, mean_prompt_tokens."""
+        return gather([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
+
+    def _call(self, method: str, *args: object) -> Any:
+        return gather([getattr(self._actor, method).remote(*args)], names=["rollout"])[0]
+
+    def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
+        """The next batch, oldest first, and the producer's figures; waits until the staleness bound can be kept."""
+        return self._call("take", version)
+
+    def begin(self, version: int, state: object | None) -> None:
+        """Start sampling, from the beginning or from a recover checkpoint's state."""
+        self._call("begin", version, state)
+
+    def set_version(self, version: int) -> None:
+        """The generators now sample with this version: admit what it allows."""
+        self._call("set_version", version)
+
+    def state_dict(self) -> object:
+        return self._call("state_dict")
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy and completion length over the evaluation set."""
+        return self._call("evaluate")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def interruptible(function: Callable[[], int]) -> int:
+    """Run the driver with SIGTERM turned into the same orderly exit as Ctrl-C."""
+    import signal
+
+    def stop(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt(f"signal {signum}")
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        return function()
+    finally:
+        signal.signal(signal.SIGTERM, previous)

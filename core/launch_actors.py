@@ -1,0 +1,279 @@
+"""The Ray actors: one trainer rank, one generator replica, the rollout side. Each is a thin shell: it gives the object
+that does the work a process, a log file and a way to be called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+import torch
+
+from core.logs import log_to_file
+from mcore_adapter.batch import PackedBatch
+from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+
+if TYPE_CHECKING:
+    from mcore_adapter.engine import EngineSettings, MegatronEngine, OptimizerSettings
+
+    from allocation import ParallelLayout
+    from core.losses import LossFn
+
+logger = logging.getLogger(__name__)
+
+
+def batch_to_wire(batch: PackedBatch) -> dict[str, Any]:
+    """numpy arrays cross the object store without copies; torch tensors do not."""
+    return {
+        "token_ids": batch.token_ids.numpy(),
+        "cu_seqlens": batch.cu_seqlens.numpy(),
+        "loss_mask": batch.loss_mask.numpy(),
+        "fields": {name: value.numpy() for name, value in batch.fields.items()},
+    }
+
+
+def batch_from_wire(wire: dict[str, Any]) -> PackedBatch:
+    """The inverse of `batch_to_wire`; the tensors own their memory (the store's pages are read-only)."""
+    return PackedBatch(
+        token_ids=torch.from_numpy(wire["token_ids"].copy()),
+        cu_seqlens=torch.from_numpy(wire["cu_seqlens"].copy()),
+        loss_mask=torch.from_numpy(wire["loss_mask"].copy()),
+        fields={name: torch.from_numpy(value.copy()) for name, value in wire["fields"].items()},
+    )
+
+
+def bucket_to_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One flat byte array and where each tensor lies in it."""
+    layout = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
+    return {"layout": layout, "bytes": torch.cat(flat).numpy() if flat else np.empty(0, np.uint8)}
+
+
+def bucket_from_wire(wire: dict[str, Any]) -> WeightBucket:
+    """The inverse of `bucket_to_wire`."""
+    flat = torch.from_numpy(wire["bytes"].copy())
+    tensors, start = {}, 0
+    for name, dtype_name, shape in wire["layout"]:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        end = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        tensors[name] = flat[start:end].view(dtype).view(shape)
+        start = end
+    return WeightBucket(tensors=tensors)
+
+
+@ray.remote(max_restarts=0)
+class TrainerRank:
+    """One process of the trainer's world. Every method is called on all ranks at once, in the same order."""
+
+    def __init__(self, name: str, log_file: str, rank: int, world: int, device: str, threads: int, seed: int):
+        log_to_file(name, log_file)
+        torch.set_num_threads(threads)
+        self._rank, self._world, self._seed, self._device_kind = rank, world, seed, device
+        self._engines: dict[str, MegatronEngine] = {}
+        self._scope = ExitStack()
+
+    def rendezvous(self, port: int) -> str:
+        """Where the ranks meet: this node's address and a free port of it (or `port`, when it is not 0)."""
+        host = ray.util.get_node_ip_address()
+        if port == 0:
+            with socket.socket() as s:
+                s.bind((host, 0))
+                port = s.getsockname()[1]
+        return f"tcp://{host}:{port}"
+
+    def start(self, layout: ParallelLayout, init_method: str) -> None:
+        """Join the process group."""
+        from mcore_adapter.device import get_device
+        from mcore_adapter.parallel import initialize_parallel
+
+        self._device = get_device(self._device_kind)
+        self._scope.enter_context(self._device.activate())
+        self._parallel = initialize_parallel(
+            layout,
+            rank=self._rank,
+            world_size=self._world,
+            init_method=init_method,
+            device=self._device,
+            seed=self._seed,
+        )
+
+    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> None:
+        """Make an engine under a name."""
+        from mcore_adapter.engine import MegatronEngine
+
+        self._engines[engine] = MegatronEngine(
+            parallel=self._parallel, device=self._device, settings=settings, optimizer=optimizer
+        )
+
+    def train_step(
+        self, engine: str, wire: dict[str, Any], sequences: list[int], loss_fn: LossFn, **kwargs: Any
+    ) -> dict[str, float]:
+        batch = batch_from_wire(wire)
+        if len(sequences) != batch.num_sequences:
+            batch = batch.select(sequences)
+        return self._engines[engine].train_step(batch, loss_fn, **kwargs)
+
+    def logprobs(self, engine: str, wire: dict[str, Any], **kwargs: Any) -> tuple[list[int], np.ndarray] | None:
+        shard = self._engines[engine].logprobs(batch_from_wire(wire), **kwargs)
+        return None if shard is None else (shard.sequences, shard.values.float().cpu().numpy())
+
+    def values(self, engine: str, wire: dict[str, Any], **kwargs: Any) -> tuple[list[int], np.ndarray] | None:
+        shard = self._engines[engine].values(batch_from_wire(wire), **kwargs)
+        return None if shard is None else (shard.sequences, shard.values.float().cpu().numpy())
+
+    def export_weights(self, engine: str, bucket_bytes: int) -> list[Any]:
+        """Rank 0 puts the buckets into the object store and returns their handles; the others return []."""
+        buckets = self._engines[engine].iter_hf_weights(bucket_bytes)
+        wires = (bucket_to_wire(tensors) for tensors in buckets)
+        return [ray.put(wire) for wire in wires if wire["layout"]]
+
+    def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
+        self._engines[engine].save_hf(path, tokenizer_from=tokenizer_from)
+
+    def save(self, engine: str, path: str) -> None:
+        self._engines[engine].save(path)
+
+    def load(self, engine: str, path: str) -> None:
+        self._engines[engine].load(path)
+
+
+@ray.remote(max_restarts=0)
+class GeneratorActor:
+    """One generator replica."""
+
+    def __init__(self, name: str, log_file: str, backend: str, threads: int, settings: dict[str, Any]):
+        log_to_file(name, log_file)
+        torch.set_num_threads(threads)
+        self._backend, self._settings = backend, settings
+
+    async def start(self) -> None:
+        if self._backend == "mock":
+            from rollout.mock import MockGenerator
+
+            self._generator = MockGenerator(vocab_size=self._settings["vocab_size"])
+        else:
+            from rollout.embedded import EmbeddedGenerator
+
+            self._generator = EmbeddedGenerator(
+                self._settings["model_path"],
+                max_running=self._settings["max_running"],
+                interrupt=self._settings["interrupt"],
+                dtype=self._settings["dtype"],
+            )
+
+    async def submit(self, requests: list[GenerateRequest]) -> None:
+        self._generator.submit(requests)
+
+    async def drain(self) -> list[tuple[str, Completion]]:
+        return await self._generator.drain()
+
+    async def receive(self, handles: list[Any], version: int) -> float:
+        """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
+        wires = await asyncio.gather(*handles)
+        buckets = [bucket_from_wire(wire) for wire in wires]
+        start = time.perf_counter()
+        await self._generator.pause()
+        for bucket in buckets:
+            await self._generator.update_weights(bucket)
+        await self._generator.resume(version)
+        return time.perf_counter() - start
+
+    async def health(self) -> Health:
+        return await self._generator.health()
+
+
+class ActorGenerator(Generator):
+    """A generator replica in another process. Requests of one turn of the event loop travel together, and so do the
+    completions that are ready: two calls a batch, whatever its size."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._outbox: list[GenerateRequest] = []
+        self._pending: dict[str, asyncio.Future[Completion]] = {}
+        self._pump: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._pending[request.request_id] = future
+        if not self._outbox:
+            loop.call_soon(self._flush)
+        self._outbox.append(request)
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._receive())
+        return await future
+
+    def _flush(self) -> None:
+        self._actor.submit.remote(self._outbox)
+        self._outbox = []
+
+    async def _receive(self) -> None:
+        try:
+            while self._pending:
+                for request_id, completion in await self._actor.drain.remote():
+                    future = self._pending.pop(request_id, None)
+                    if future is not None and not future.done():
+                        future.set_result(completion)
+        except ray.exceptions.RayError as e:
+            pending, self._pending = self._pending, {}
+            for future in pending.values():
+                if not future.done():
+                    future.set_exception(ConnectionError(f"the generator's process is gone: {e}"))
+
+    async def pause(self) -> None:
+        raise NotImplementedError("weights reach a remote replica through GeneratorActor.receive")
+
+    update_weights = resume = pause  # type: ignore[assignment]
+
+    async def health(self) -> Health:
+        return await self._actor.health.remote()
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+
+
+@ray.remote(max_restarts=0, max_concurrency=64)
+class RolloutActor:
+    """The rollout side: data set, producer, buffer and rewards, in one event loop."""
+
+    def __init__(self, name: str, log_file: str, generators: Sequence[Any], settings: dict[str, Any]):
+        log_to_file(name, log_file)
+        torch.set_num_threads(1)
+        self._generators, self._settings = generators, settings
+
+    async def start(self) -> dict[str, Any]:
+        from core.rollout_service import RolloutService
+
+        self._service = RolloutService([ActorGenerator(a) for a in self._generators], **self._settings)
+        return self._service.describe()
+
+    async def begin(self, version: int, state: Any) -> None:
+        await self._service.begin(version, state)
+
+    async def take(self, version: int) -> Any:
+        return await self._service.take(version)
+
+    async def set_version(self, version: int) -> None:
+        self._service.set_version(version)
+
+    async def evaluate(self) -> dict[str, float]:
+        return await self._service.evaluate()
+
+    async def state_dict(self) -> Any:
+        return self._service.state_dict()
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
+def process_id() -> int:
+    return os.getpid()

@@ -1,0 +1,57 @@
+"""Log lines as users of the tutorial know them: `20250222-10:26:34.877 quickstart INFO: message`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+
+class LineFormatter(logging.Formatter):
+    """`{date}-{time}.{milliseconds} {logger} {level}: {message}`; module loggers of this project speak as `name`."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self._name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).strftime("%Y%m%d-%H:%M:%S.%f")[:-3]
+        line = f"{when} {self._name or record.name} {record.levelname}: {record.getMessage()}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def log_to_file(name: str, path: str) -> None:
+    """Everything this process says goes to `path`: log records, and whatever libraries write to stdout and stderr."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
+    handler.setFormatter(LineFormatter(name))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def log_to_terminal(name: str, path: Path, *, level: str, console: Console) -> None:
+    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and in a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    terminal: logging.Handler
+    if console.is_terminal:
+        terminal = RichHandler(
+            console=console, show_time=False, show_level=False, show_path=False, markup=False, highlighter=None
+        )
+    else:
+        terminal = logging.StreamHandler(console.file)
+    handlers = [terminal, logging.FileHandler(path)]
+    for handler in handlers:
+        handler.setFormatter(LineFormatter(name))
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)

@@ -1,0 +1,194 @@
+"""The one place that reports: components return dict[str, float], only the monitor writes.
+
+Log lines and metric names are those of the tutorial our users know; the same figures go to TensorBoard, and to Weights &
+Biases or MLflow when asked for. `StepTimer` measures each phase once, for the log, the metrics and the summary alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+logger = logging.getLogger(__name__)
+
+
+class StepTimer:
+    """Seconds of each phase of the current step."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def finish(self) -> tuple[float, dict[str, float]]:
+        """(seconds since the last finish, seconds by phase); starts the next step."""
+        now = time.perf_counter()
+        total, phases = now - self._began, self._seconds
+        self._began, self._seconds = now, {}
+        return total, phases
+
+
+class MetricSink(Protocol):
+    """Somewhere scalars go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files under {logs}/tensorboard."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), max_queue=50)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class JsonLinesSink:
+    """One JSON object a step in {logs}/metrics.jsonl, for plots and scripts."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open for the whole run)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """A Weights & Biases run (extra `wandb`); keyword arguments are those of wandb.init."""
+
+    def __init__(self, *, folder: Path, **options: Any) -> None:
+        import wandb
+
+        self._run = wandb.init(dir=str(folder), resume="allow", **options)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowSink:
+    """An MLflow run (extra `mlflow`)."""
+
+    def __init__(self, *, uri: str, experiment: str, name: str) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=name)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class Monitor:
+    """Progress bar, log lines and metric sinks of one run."""
+
+    def __init__(self, *, console: Console, sinks: list[MetricSink], total_steps: int, done_steps: int, elapsed: float):
+        self._sinks = sinks
+        self._elapsed = elapsed
+        self._finished_here = 0
+        self._spent_here = 0.0
+        self._total_steps = total_steps
+        self._progress = Progress(
+            TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=total_steps, completed=done_steps)
+
+    def __enter__(self) -> Monitor:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+        for sink in self._sinks:
+            sink.close()
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Seconds of training, earlier attempts included."""
+        return self._elapsed
+
+    def rpc(self, name: str, metrics: Mapping[str, float]) -> None:
+        """`RPC name actor_train returns {...}`"""
+        logger.info("RPC name %s returns %s", name, {k: float(v) for k, v in metrics.items()})
+
+    def staleness(self, ages: np.ndarray) -> None:
+        """How old the batch was: trajectories by age in steps."""
+        values, counts = np.unique(ages, return_counts=True)
+        histogram = ", ".join(f"{v}: {c}" for v, c in zip(values, counts, strict=True))
+        logger.info("Staleness of the batch (age in steps: trajectories): {%s}", histogram)
+
+    def step(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        total_epochs: int,
+        epoch_step: int,
+        steps_per_epoch: int,
+        mean_batch_tokens: float,
+        seconds: float,
+        phases: Mapping[str, float],
+        metrics: Mapping[str, float],
+        headline: str,
+    ) -> None:
+        """Everything there is to say at the end of step `step` (counting from 1)."""
+        self._elapsed += seconds
+        self._finished_here += 1
+        self._spent_here += seconds
+        eta = ""
+        # The first two steps carry warm-up: an estimate from them would mislead.
+        if step > 2:
+            left = self._spent_here / self._finished_here * (self._total_steps - step)
+            eta = f" Estimated remaining time: {left:.3f}s."
+        logger.info(
+            "Epoch %d/%d step %d/%d (global step %d) finishes. Average #tokens per batch is %d. "
+            "#End to end# execution time: *%.3f*s. Total time consumption: %.3fs.%s",
+            epoch, total_epochs, epoch_step, steps_per_epoch, step, round(mean_batch_tokens), seconds, self._elapsed, eta,
+        )  # fmt: skip
+        spent = ", ".join(f"{name} {value:.3f}s" for name, value in phases.items())
+        logger.info("Where the step went: %s, other %.3fs.", spent, seconds - sum(phases.values()))
+        times = {f"time/{name.replace(' ', '_')}": value for name, value in phases.items()}
+        self.write(step, {**metrics, **times, "time/step": seconds})
+        self._progress.update(self._task, completed=step, description=headline)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Scalars to every sink, without a log line."""
+        for sink in self._sinks:
+            sink.write(step, metrics)

@@ -1,0 +1,138 @@
+"""What runs inside the rollout actor: data set, rewards, workflow, router, producer, and evaluation on the same generators."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from rollout.producer import RolloutProducer
+from rollout.router import Router
+from rollout.workflow import WORKFLOWS
+from transformers import AutoTokenizer
+
+from core.batch import RolloutBatch, pack_trajectories
+from rollout.dataset import PromptDataset
+from rollout.plugins import load_plugin
+from rollout.reward import RewardPool
+from rollout.types import GenerateRequest, Generator, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutService:
+    """Owns the sampling side of a run. `begin` starts it; `take` hands out batches; `close` ends every task it made."""
+
+    def __init__(
+        self,
+        generators: Sequence[Generator],
+        *,
+        tokenizer_path: str,
+        dataset_path: str,
+        eval_path: str | None,
+        num_eval_prompts: int | None,
+        max_prompt_len: int,
+        batch_size: int,
+        group_size: int,
+        max_staleness: int,
+        over_age: str,
+        sampling: SamplingParams,
+        eval_sampling: SamplingParams | None,
+        max_in_flight: int,
+        workflow: str,
+        reward: str,
+        reward_workers: int,
+        reward_timeout_seconds: float,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        stop = stop_token_ids(self._tokenizer)
+        self._eval_sampling = eval_sampling and replace(eval_sampling, stop_token_ids=stop)
+        self._dataset = PromptDataset.load(
+            dataset_path, self._tokenizer, max_prompt_len=max_prompt_len, seed=seed, shuffle=shuffle
+        )
+        self._eval_prompts: list[Prompt] = []
+        if eval_path is not None:
+            held_out = PromptDataset.load(eval_path, self._tokenizer, max_prompt_len=max_prompt_len, seed=seed)
+            self._eval_prompts = list(held_out.prompts)[:num_eval_prompts]
+        self._rewards = RewardPool(reward, num_workers=reward_workers, timeout_seconds=reward_timeout_seconds)
+        self._router = Router(list(generators))
+        workflow_class: Any = WORKFLOWS.get(workflow) or load_plugin(workflow)
+        self._producer = RolloutProducer(
+            self._dataset,
+            workflow_class(
+                tokenizer=self._tokenizer,
+                reward=self._rewards,
+                sampling=replace(sampling, stop_token_ids=stop),
+                group_size=group_size,
+                seed=seed,
+            ),
+            self._router,
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            over_age=over_age,
+            max_in_flight=max_in_flight,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """num_prompts, mean_prompt_tokens and the number of evaluation prompts."""
+        prompts = self._dataset.prompts
+        return {
+            "num_prompts": len(prompts),
+            "mean_prompt_tokens": float(np.mean([len(p.token_ids) for p in prompts])),
+            "num_eval_prompts": len(self._eval_prompts),
+        }
+
+    async def begin(self, version: int, state: Any) -> None:
+        """Start sampling at this version, from the beginning or from a recover checkpoint's state."""
+        if state is not None:
+            self._producer.load_state_dict(state)
+        self._producer.set_version(version)
+        await self._producer.__aenter__()
+
+    async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
+        """The next batch, packed, and the producer's figures."""
+        groups = await self._producer.take(version)
+        return pack_trajectories(groups), self._producer.stats()
+
+    def set_version(self, version: int) -> None:
+        self._producer.set_version(version)
+
+    def state_dict(self) -> Any:
+        return self._producer.state_dict()
+
+    async def evaluate(self) -> dict[str, float]:
+        """One completion for each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean length in
+        tokens, share of completions cut off by the limit."""
+        assert self._eval_sampling is not None, "evaluation.path is set"
+        requests = [
+            GenerateRequest(
+                request_id=f"eval-{p.index}", prompt_ids=p.token_ids, sampling=self._eval_sampling, seed=p.index
+            )
+            for p in self._eval_prompts
+        ]
+        completions = await asyncio.gather(*(self._router.generate(r) for r in requests))
+        texts = [self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        scores = await asyncio.gather(
+            *(self._rewards.score(p, t) for p, t in zip(self._eval_prompts, texts, strict=True))
+        )
+        return {
+            "accuracy": float(np.mean([s > 0 for s in scores])),
+            "mean_length_tokens": float(np.mean([len(c.token_ids) for c in completions])),
+            "no_eos_ratio": float(np.mean([c.finish_reason == "length" for c in completions])),
+        }
+
+    async def close(self) -> None:
+        """Cancel what runs and end the reward workers."""
+        await self._producer.__aexit__(None, None, None)
+        await self._router.close()
+        self._rewards.close()
+
+
+def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's end-of-sequence token, and its pad token where that is another."""
+    return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id) if t is not None}))

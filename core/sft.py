@@ -1,0 +1,165 @@
+"""Supervised fine-tuning: the same ranks, engine, checkpoints and log lines as PPO, without generators."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from core.checks import resolve_allocation
+from core.housekeeping import Actions, Housekeeping
+from core.launch import Cluster
+from core.losses import sft_loss
+from core.monitor import Monitor, StepTimer
+from core.recover import RecoverStore, RunIdentity, RunState
+from core.run import find_start, metric_sinks, run_with_retries, save_model
+from core.schedule import Schedule
+from core.sft_data import AnswerDataset
+from core.trainer import EngineRef
+from core.workers import TrainedEngines, TrainerGroups, build_engine, device_kind, threads_per_process
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from allocation import Allocation
+    from core.config import SFTConfig
+    from core.paths import RunPaths
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "default"
+"""The tutorial's name of the model that SFT trains; part of the path of a saved model."""
+
+
+class SFTTrainer:
+    """Take a batch, update, report."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineRef,
+        train: AnswerDataset,
+        valid: AnswerDataset | None,
+        schedule: Schedule,
+        batch_size: int,
+        valid_batch_size: int,
+        monitor: Monitor,
+    ) -> None:
+        self._engine, self._train, self._valid = engine, train, valid
+        self._schedule, self._monitor = schedule, monitor
+        self._batch_size, self._valid_batch_size = batch_size, valid_batch_size
+
+    def run(self, start: RunState, housekeeping: Housekeeping) -> None:
+        """Train from `start` to the end of the schedule."""
+        timer = StepTimer()
+        for step in range(start.step + 1, self._schedule.total_steps + 1):
+            epoch, epoch_step = self._schedule.position(step)
+            with timer("data"):
+                batch = self._train.batch(epoch, epoch_step, self._batch_size)
+                handle = self._engine.group.put(batch)
+            with timer("update"):
+                metrics = self._engine.group.train_step(
+                    self._engine.name, handle, range(batch.num_sequences), sft_loss,
+                    max_tokens_per_mb=self._engine.train_tokens_per_mb,
+                )  # fmt: skip
+            metrics = {"loss": metrics["nll"], "ppl": math.exp(min(metrics["nll"], 700.0)), **metrics}
+            housekeeping.after_step(step, timer)
+            self._monitor.rpc("trainDefault", metrics)
+            seconds, phases = timer.finish()
+            self._monitor.step(
+                step=step, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
+                steps_per_epoch=self._schedule.steps_per_epoch,
+                mean_batch_tokens=self._train.mean_tokens * self._batch_size, seconds=seconds, phases=phases,
+                metrics={**metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences)},
+                headline=f"loss {metrics['loss']:.3f}",
+            )  # fmt: skip
+
+    def evaluate(self, step: int) -> None:
+        """Loss in nats per answer token over the validation set."""
+        assert self._valid is not None, "evaluation is due only with a validation set"
+        loss = tokens = 0.0
+        for batch in self._valid.in_order(self._valid_batch_size):
+            handle = self._engine.group.put(batch)
+            logprobs = self._engine.group.per_token(
+                "logprobs", self._engine.name, batch, handle, max_tokens_per_mb=self._engine.inference_tokens_per_mb
+            )
+            loss -= float((logprobs * batch.loss_mask).sum())
+            tokens += float(batch.loss_mask.sum())
+        result = {"eval/loss": loss / tokens, "eval/ppl": math.exp(min(loss / tokens, 700.0))}
+        self._monitor.rpc("evaluate", result)
+        self._monitor.write(step, result)
+
+
+def run_sft(config: SFTConfig, paths: RunPaths, console: Console) -> int:
+    """Train; returns the exit code."""
+    return run_with_retries(config, lambda resume: _attempt(config, paths, console, resume=resume))
+
+
+def _attempt(config: SFTConfig, paths: RunPaths, console: Console, *, resume: bool) -> None:
+    """One life of all processes, from the beginning or from the newest recover checkpoint."""
+    from transformers import AutoTokenizer
+
+    allocation = resolve_allocation(config)
+    data, patience = config.dataset, config.launch.startup_timeout_seconds
+    recover = RecoverStore(
+        paths.recover, RunIdentity(train_bs_n_seqs=data.train_bs_n_seqs, group_size=1, n_nodes=config.n_nodes)
+    )
+    start = find_start(recover, config.recover_mode, paths.recover, resume=resume)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    options: dict[str, Any] = {"max_seqlen": data.max_seqlen, "seed": config.seed, "shuffle": config.shuffle_dataset}
+    train = AnswerDataset(data.train_path, tokenizer, **options)
+    valid = AnswerDataset(data.valid_path, tokenizer, **options) if data.valid_path else None
+    schedule = Schedule.from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
+    with Cluster(
+        ray_address=config.launch.ray_address,
+        num_actors=len(allocation.trainer.slots),
+        startup_timeout_seconds=patience,
+        log_folder=paths.logs,
+    ) as cluster:
+        cluster.reserve(allocation)
+        engine = _start_engine(config, allocation, cluster, schedule.total_steps)
+        engines = TrainedEngines([engine])
+        if start.checkpoint is not None:
+            engines.load(start.checkpoint)
+            logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
+        with Monitor(
+            console=console,
+            sinks=metric_sinks(config, paths),
+            total_steps=schedule.total_steps,
+            done_steps=start.state.step,
+            elapsed=start.state.elapsed_seconds,
+        ) as monitor:
+            trainer = SFTTrainer(
+                engine=engine, train=train, valid=valid, schedule=schedule, batch_size=data.train_bs_n_seqs,
+                valid_batch_size=data.valid_bs_n_seqs, monitor=monitor,
+            )  # fmt: skip
+            housekeeping = Housekeeping(
+                schedule=schedule,
+                control=config.exp_ctrl,
+                actions=Actions(
+                    evaluate=trainer.evaluate if valid is not None else None,
+                    save_model=lambda name: save_model(engines, paths.checkpoints, name, config.model.path),
+                    save_engines=engines.save,
+                    rollout_state=lambda: None,
+                    driver_state=lambda: (monitor.elapsed_seconds, {}),
+                ),
+                recover=None if config.recover_mode == "disabled" else recover,
+            )
+            trainer.run(start.state, housekeeping)
+
+
+def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, total_updates: int) -> EngineRef:
+    """Start the ranks and load the model."""
+    launch, device = config.launch, device_kind(allocation)
+    threads = threads_per_process(allocation, asked=launch.threads_per_process, max_staleness=0)
+    groups = TrainerGroups(cluster, device=device, port=launch.master_port, threads=threads, seed=config.seed)
+    limit = config.max_tokens_per_mb()
+    engine = EngineRef(
+        group=groups.group(allocation.trainer), name=ENGINE, train_tokens_per_mb=limit, inference_tokens_per_mb=limit
+    )
+    groups.wait_started(launch.startup_timeout_seconds)
+    build_engine(
+        engine, config.model, path=config.model.path, total_updates=total_updates, embedded=device == "cpu",
+        seed=config.seed,
+    )  # fmt: skip
+    return engine

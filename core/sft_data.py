@@ -1,0 +1,91 @@
+"""Prompts with answers for supervised fine-tuning: read, tokenised, and cut into packed batches.
+
+Invariant: only answer tokens (end-of-sequence included) are trained on; epoch e visits the rows in an order that is a
+function of (seed, e) alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_adapter.batch import PackedBatch
+from rollout.dataset_rows import DatasetError, read_records
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_KEYS = (
+    ("prompt", ("answer", "solutions")),
+    ("problem", ("solution", "answer")),
+    ("question", ("answer",)),
+    ("input", ("target",)),
+)
+
+
+def read_pairs(path: str | Path) -> list[tuple[str, str]]:
+    """(prompt, answer) of every row: {"prompt", "answer"} as in the tutorial, or GSM8K, MATH and MAWPS rows as they are.
+
+    Raises DatasetError, with file and line, for a row that has no prompt or no answer, and for an empty file."""
+    pairs = []
+    for number, record in read_records(path):
+        prompt_key, answer_keys = next(
+            ((p, answers) for p, answers in _ANSWER_KEYS if p in record), ("prompt", ("answer",))
+        )
+        answer = next((record[k] for k in answer_keys if record.get(k) is not None), None)
+        if isinstance(answer, list) and answer:
+            answer = answer[0]
+        if isinstance(answer, float) and answer.is_integer():
+            answer = int(answer)
+        prompt = record.get(prompt_key)
+        if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | int | float) or answer == "":
+            raise DatasetError(f"{path}:{number}: needs a text {prompt_key!r} and one of {list(answer_keys)}")
+        pairs.append((prompt, str(answer)))
+    if not pairs:
+        raise DatasetError(f"{path}: no rows; a data set needs at least one json object per line")
+    return pairs
+
+
+class AnswerDataset:
+    """Tokenised prompt-answer sequences."""
+
+    def __init__(self, path: str | Path, tokenizer: Any, *, max_seqlen: int, seed: int, shuffle: bool) -> None:
+        pairs = read_pairs(path)
+        prompts = tokenizer([p for p, _ in pairs])["input_ids"]
+        answers = tokenizer([a for _, a in pairs], add_special_tokens=False)["input_ids"]
+        rows = [(p, a + [tokenizer.eos_token_id]) for p, a in zip(prompts, answers, strict=True)]
+        self._rows = [(p, a) for p, a in rows if p and len(p) + len(a) <= max_seqlen]
+        if not self._rows:
+            raise DatasetError(f"{path}: none of {len(rows)} rows has at most dataset.max_seqlen={max_seqlen} tokens")
+        logger.info("%s: %d rows, %d longer than max_seqlen=%d", path, len(self), len(rows) - len(self), max_seqlen)
+        self._seed, self._shuffle = seed, shuffle
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of a row, answer included."""
+        return float(np.mean([len(p) + len(a) for p, a in self._rows]))
+
+    def batch(self, epoch: int, epoch_step: int, batch_size: int) -> PackedBatch:
+        """Batch `epoch_step` (from 1) of `epoch` (from 1); the last one of an epoch may be smaller."""
+        order = np.arange(len(self))
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self))
+        return self._pack([self._rows[i] for i in order[(epoch_step - 1) * batch_size : epoch_step * batch_size]])
+
+    def in_order(self, batch_size: int) -> list[PackedBatch]:
+        """Every row once, as they stand in the file."""
+        return [self._pack(self._rows[i : i + batch_size]) for i in range(0, len(self), batch_size)]
+
+    def _pack(self, rows: list[tuple[list[int], list[int]]]) -> PackedBatch:
+        lens = torch.tensor([0] + [len(p) + len(a) for p, a in rows])
+        return PackedBatch(
+            token_ids=torch.tensor([t for p, a in rows for t in p + a]),
+            cu_seqlens=lens.cumsum(0),
+            loss_mask=torch.tensor([x for p, a in rows for x in [False] * len(p) + [True] * len(a)]),
+        )

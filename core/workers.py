@@ -1,0 +1,230 @@
+"""The processes of one attempt, made from configuration and allocation: trainer ranks, generators, the rollout side."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
+from core.launch import Cluster, GeneratorPool, RolloutClient, TrainerGroup
+from core.trainer import EngineRef
+from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from rollout.types import SamplingParams
+
+if TYPE_CHECKING:
+    from core.config import ModelTrainEvalConfig, PPOMATHConfig
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_ROLES = {
+    "actor": ("actor_train", "actor_inf"),
+    "critic": ("critic_train", "critic_inf"),
+    "ref": ("ref_inf",) * 2,
+}
+
+
+def device_kind(allocation: Allocation) -> str:
+    """The allocation string alone decides: real servers need GPUs, the embedded and the mock generator do not."""
+    return "cuda" if allocation.generator.backend == "sglang" else "cpu"
+
+
+def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int) -> int:
+    """CPU threads of a trainer rank or a generator: `asked`, or the cores divided among those that work at once.
+
+    Without staleness trainer and generators take turns, so each side may use all cores."""
+    if asked:
+        return asked
+    num_generators = allocation.generator.layout.dp
+    num_ranks = len({slot for name, role in allocation.roles.items() if name != "actor_gen" for slot in role.slots})
+    busy = num_generators + num_ranks if max_staleness else max(num_generators, num_ranks)
+    return max(1, (os.cpu_count() or 1) // busy)
+
+
+class TrainerGroups:
+    """One group of ranks for each distinct layout and place in the device map; roles that agree share theirs."""
+
+    def __init__(self, cluster: Cluster, *, device: str, port: int, threads: int, seed: int) -> None:
+        self._cluster = cluster
+        self._options: dict[str, Any] = {"device": device, "threads": threads, "seed": seed}
+        self._port = port
+        self._groups: dict[tuple[ParallelLayout, tuple[Slot, ...]], TrainerGroup] = {}
+
+    def group(self, placed: RoleAllocation) -> TrainerGroup:
+        """The group of this role, started if it is the first to ask."""
+        key = (placed.layout, placed.slots)
+        if key not in self._groups:
+            name = f"trainer{len(self._groups) or ''}"
+            port = self._port and self._port + len(self._groups)
+            self._groups[key] = TrainerGroup(self._cluster, placed, name=name, port=port, **self._options)
+        return self._groups[key]
+
+    def wait_started(self, timeout_seconds: float) -> None:
+        """Return when every rank of every group has joined."""
+        for group in self._groups.values():
+            group.wait_started(timeout_seconds)
+
+
+class TrainedEngines(list[EngineRef]):
+    """The engines that checkpoints hold; a reference never changes and is not among them."""
+
+    def save(self, folder: Path) -> None:
+        """A distributed checkpoint of every engine under `folder`."""
+        for engine in self:
+            engine.group.call("save", engine.name, str(folder / engine.name))
+
+    def load(self, folder: Path) -> None:
+        """The inverse of `save`."""
+        for engine in self:
+            engine.group.call("load", engine.name, str(folder / engine.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOWorkers:
+    """Every process of one PPO attempt, by what the loop calls them for."""
+
+    actor: EngineRef
+    critic: EngineRef | None
+    reference: EngineRef | None
+    generators: GeneratorPool
+    rollout: RolloutClient
+    groups: TrainerGroups
+    embedded: bool
+
+    @property
+    def trained(self) -> TrainedEngines:
+        return TrainedEngines(e for e in (self.actor, self.critic) if e is not None)
+
+
+def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cluster) -> PPOWorkers:
+    """Start every process; they come up side by side, so nothing here waits for another."""
+    device = device_kind(allocation)
+    threads = threads_per_process(
+        allocation, asked=config.launch.threads_per_process, max_staleness=config.staleness.max_staleness
+    )
+    groups = TrainerGroups(cluster, device=device, port=config.launch.master_port, threads=threads, seed=config.seed)
+    generators = GeneratorPool(
+        cluster,
+        allocation.generator,
+        backend=allocation.generator.backend,
+        threads=threads,
+        model_path=config.actor.path,
+        max_running=config.generator.max_running,
+        interrupt=config.generator.interrupt,
+        dtype=config.generator.dtype or config.actor.dtype(embedded=device == "cpu"),
+    )
+    return PPOWorkers(
+        actor=_engine_ref("actor", config, allocation, groups),
+        critic=_engine_ref("critic", config, allocation, groups) if config.uses_critic else None,
+        reference=_engine_ref("ref", config, allocation, groups) if config.uses_reference else None,
+        generators=generators,
+        rollout=RolloutClient(cluster, generators, rollout_settings(config, allocation)),
+        groups=groups,
+        embedded=device == "cpu",
+    )
+
+
+def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, groups: TrainerGroups) -> EngineRef:
+    """An engine's group of ranks and its microbatch limits. Training and inference of one engine share their weights,
+    hence their ranks."""
+    train, inference = _ENGINE_ROLES[engine]
+    return EngineRef(
+        group=groups.group(allocation.roles[train]),
+        name=engine,
+        train_tokens_per_mb=config.max_tokens_per_mb(train),
+        inference_tokens_per_mb=config.max_tokens_per_mb(inference),
+    )
+
+
+def build_ppo_engines(config: PPOMATHConfig, workers: PPOWorkers, *, total_updates: int) -> None:
+    """Load actor, critic and reference on their ranks."""
+    common: dict[str, Any] = {"embedded": workers.embedded}
+    build_engine(
+        workers.actor, config.actor, path=config.actor.path, total_updates=total_updates, seed=config.seed, **common
+    )
+    if workers.critic is not None:
+        build_engine(
+            workers.critic, config.critic, path=config.critic_path, total_updates=total_updates, seed=config.seed + 1,
+            is_critic=True, **common,
+        )  # fmt: skip
+    if workers.reference is not None:
+        build_engine(
+            workers.reference, config.ref, path=config.ref_path, total_updates=None, seed=config.seed, **common
+        )
+
+
+def build_engine(
+    ref: EngineRef,
+    model: ModelTrainEvalConfig,
+    *,
+    path: str,
+    total_updates: int | None,
+    embedded: bool,
+    seed: int,
+    is_critic: bool = False,
+) -> None:
+    """Load one model on all its ranks; with an optimizer when it is trained for `total_updates` updates."""
+    settings = EngineSettings(
+        hf_path=path,
+        is_critic=is_critic,
+        init_from_scratch=model.init_from_scratch,
+        init_critic_from_actor=model.init_critic_from_actor,
+        dtype=model.dtype(embedded=embedded),
+        recompute=model.recompute(embedded=embedded),
+        seed=seed,
+    )
+    optimizer = None
+    if total_updates is not None:
+        o = model.optimizer
+        optimizer = OptimizerSettings(
+            lr=o.lr,
+            min_lr_ratio=o.min_lr_ratio,
+            lr_scheduler_type=o.lr_scheduler_type,
+            warmup_steps_proportion=o.warmup_steps_proportion,
+            total_steps=total_updates,
+            weight_decay=o.weight_decay,
+            beta1=o.beta1,
+            beta2=o.beta2,
+            eps=o.eps,
+            gradient_clipping=o.gradient_clipping,
+        )
+    ref.group.call("build", ref.name, settings, optimizer)
+
+
+def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str, object]:
+    """The arguments of core/rollout_service.py, from the configuration."""
+    gen, evaluation = config.ppo.gen, config.evaluation
+    sampling = SamplingParams(
+        max_new_tokens=gen.max_new_tokens,
+        min_new_tokens=gen.min_new_tokens,
+        temperature=gen.temperature,
+        top_p=gen.top_p,
+        top_k=gen.top_k,
+    )
+    eval_sampling = SamplingParams(
+        max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
+    )
+    # Enough prompts to fill every replica's batch twice over: one that finishes never leaves its place empty.
+    slots = config.generator.max_running * allocation.generator.layout.dp
+    return {
+        "tokenizer_path": config.actor.path,
+        "dataset_path": config.dataset.path,
+        "eval_path": evaluation.path,
+        "num_eval_prompts": evaluation.num_prompts,
+        "max_prompt_len": config.dataset.max_prompt_len,
+        "batch_size": config.dataset.train_bs_n_seqs,
+        "group_size": config.group_size,
+        "max_staleness": config.staleness.max_staleness,
+        "over_age": config.staleness.over_age,
+        "sampling": sampling,
+        "eval_sampling": eval_sampling if evaluation.path else None,
+        "max_in_flight": max(1, -(-2 * slots // config.group_size)),
+        "workflow": config.workflow.type,
+        "reward": config.reward.function,
+        "reward_workers": config.reward.num_workers,
+        "reward_timeout_seconds": config.reward.timeout_seconds,
+        "seed": config.seed,
+        "shuffle": config.shuffle_dataset,
+    }

@@ -1,0 +1,42 @@
+"""What an engine is made from: plain values that the driver can name without importing megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Which model, and how it is held."""
+
+    hf_path: str
+    """Folder with config.json and safetensors (not needed with init_from_scratch)."""
+    is_critic: bool = False
+    """A value head instead of the language-model head."""
+    init_from_scratch: bool = False
+    """Random weights from `seed`, the same in every layout."""
+    init_critic_from_actor: bool = False
+    """A critic whose folder holds a language model: everything but the value head is loaded from it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "selective", "full"] = "none"
+    seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float
+    min_lr_ratio: float = 0.0
+    """Where the schedule ends, as a share of lr."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps_proportion: float = 0.0
+    """Share of total_steps in which the rate rises linearly from 0 to lr."""
+    total_steps: int
+    """Optimizer updates of the whole run."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-5
+    gradient_clipping: float = 1.0

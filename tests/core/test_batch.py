@@ -1,0 +1,46 @@
+"""Trajectories laid end to end keep every token's own data."""
+
+import numpy as np
+
+from core.batch import pack_trajectories
+from core.trainer import split_minibatches
+from rollout.types import PROMPT_VERSION, FinishReason, Trajectory
+
+
+def trajectory(
+    prompt: list[int], sampled: list[int], versions: list[int], reward: float, finish: FinishReason
+) -> Trajectory:
+    n = len(prompt)
+    return Trajectory(
+        query_id="q",
+        token_ids=np.array(prompt + sampled, np.int32),
+        loss_mask=np.array([False] * n + [True] * len(sampled)),
+        rollout_logprobs=np.array([0.0] * n + [-0.5] * len(sampled), np.float32),
+        versions=np.array([PROMPT_VERSION] * n + versions, np.int32),
+        reward=reward,
+        finish_reason=finish,
+    )
+
+
+def test_packing_keeps_order_groups_and_ages() -> None:
+    batch = pack_trajectories(
+        [
+            [trajectory([1, 2], [3], [4], 1.0, "stop"), trajectory([1, 2], [5, 6], [3, 4], 0.0, "length")],
+            [trajectory([7], [8, 9], [5, 5], 0.5, "stop")],
+        ]
+    )
+    assert batch.token_ids.tolist() == [1, 2, 3, 1, 2, 5, 6, 7, 8, 9]
+    assert batch.cu_seqlens.tolist() == [0, 3, 7, 10]
+    assert batch.group_ids.tolist() == [0, 0, 1] and batch.prompt_lens.tolist() == [2, 2, 1]
+    assert batch.no_eos.tolist() == [False, True, False]
+    assert batch.ages(5).tolist() == [1, 2, 0]
+    packed = batch.to_packed()
+    assert packed.select([1]).token_ids.tolist() == [1, 2, 5, 6]
+    assert packed.select([2, 0]).fields["rollout_logprobs"].tolist() == [0.0, -0.5, -0.5, 0.0, 0.0, -0.5]
+
+
+def test_minibatches_cover_every_sequence_once_and_differ_by_one_at_most() -> None:
+    parts = split_minibatches(10, 4, seed=3)
+    assert sorted(i for part in parts for i in part) == list(range(10))
+    assert {len(part) for part in parts} == {2, 3}
+    assert len(split_minibatches(2, 4, seed=0)) == 2
