@@ -1,0 +1,44 @@
+"""From one line of configuration to places: which ranks of which role run on which GPU of which node.
+
+    parse("sglang.d4m2p1+d2m4p1", n_nodes=2, n_gpus_per_node=8) -> Allocation
+
+Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and a process without GPUs.
+"""
+
+from allocation.checks import batch_errors, check_batch, check_model, model_errors
+from allocation.device_mapping import DeviceMapping, parse_device_mappings
+from allocation.errors import AllocationError
+from allocation.layout import (
+    GENERATOR_BACKENDS,
+    GENERATOR_ROLE,
+    MEGATRON_ROLES,
+    ROLES,
+    TRAINER_ROLE,
+    Backend,
+    ParallelLayout,
+)
+from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
+from allocation.resolve import parse
+
+__all__ = [
+    "GENERATOR_BACKENDS",
+    "GENERATOR_ROLE",
+    "MEGATRON_ROLES",
+    "ROLES",
+    "TRAINER_ROLE",
+    "Allocation",
+    "AllocationError",
+    "AllocationRow",
+    "Backend",
+    "DeviceMapping",
+    "ParallelLayout",
+    "RoleAllocation",
+    "Slot",
+    "batch_errors",
+    "check_batch",
+    "check_model",
+    "format_allocation",
+    "model_errors",
+    "parse",
+    "parse_device_mappings",
+]

@@ -1,0 +1,183 @@
+"""Does a layout suit the model and the batch? Checked before anything starts, from numbers of the two configurations.
+
+Invariant: the `*_errors` functions find every broken rule and raise nothing; `check_*` raise the first of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from allocation.errors import AllocationError, divisors, nearest_of
+from allocation.layout import GENERATOR_ROLE, ParallelLayout
+
+_TRAINING_ROLES = ("actor_train", "critic_train")
+
+
+def check_model(
+    layout: ParallelLayout,
+    role: str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    num_layers: int,
+    vocab_size: int,
+    path: str,
+    intermediate_size: int = 0,
+    num_experts: int = 0,
+    key: str = "allocation_mode",
+) -> None:
+    """Raise AllocationError for the first rule of `model_errors` that is broken."""
+    errors = model_errors(
+        layout,
+        role,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        path=path,
+        intermediate_size=intermediate_size,
+        num_experts=num_experts,
+        key=key,
+    )
+    if errors:
+        raise errors[0]
+
+
+def model_errors(
+    layout: ParallelLayout,
+    role: str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    num_layers: int,
+    vocab_size: int,
+    path: str,
+    intermediate_size: int = 0,
+    num_experts: int = 0,
+    key: str = "allocation_mode",
+) -> list[AllocationError]:
+    """Every way in which the model at `path` cannot be split as `layout` says.
+
+    A generator pads its vocabulary and may give its stages unequal numbers of layers, so these two rules are for the
+    roles that Megatron runs. `intermediate_size` 0: not checked; `num_experts` 0: a dense model.
+    """
+    megatron = role != GENERATOR_ROLE
+    tensor_rules = [
+        (num_heads, f"m{layout.tp} must divide num_attention_heads={num_heads}"),
+        (intermediate_size, f"m{layout.tp} must divide intermediate_size={intermediate_size}"),
+        (vocab_size if megatron else 0, f"m{layout.tp} must divide vocab_size={vocab_size}"),
+    ]
+
+    def shares_kv_heads(tp: int) -> bool:
+        return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
+
+    working = [
+        tp for tp in divisors(num_heads) if shares_kv_heads(tp) and all(size % tp == 0 for size, _ in tensor_rules)
+    ]
+    nearest_tp = f"m = {nearest_of(layout.tp, working)}"
+    broken = [(rule, nearest_tp) for size, rule in tensor_rules if size % layout.tp]
+    if not shares_kv_heads(layout.tp):
+        rule = (
+            f"num_key_value_heads={num_kv_heads} and m{layout.tp}: one must be a multiple of the other, so that the "
+            f"tensor-parallel ranks hold whole KV heads or equal numbers of them share one"
+        )
+        broken.append((rule, nearest_tp))
+    chunks = layout.pp * layout.vpp
+    if megatron and num_layers % chunks:
+        stages = nearest_of(layout.pp, [p for p in divisors(num_layers) if num_layers % (p * layout.vpp) == 0])
+        virtual = nearest_of(layout.vpp, [v for v in divisors(num_layers) if num_layers % (v * layout.pp) == 0])
+        nearest = f"p = {stages}" if stages else f"v = {virtual}" if virtual else "p1 without v"
+        text = f"p{layout.pp}" + (f" x v{layout.vpp} = {chunks} chunks" if layout.vpp > 1 else "")
+        broken.append((f"{text} must divide num_hidden_layers={num_layers}", nearest))
+    if num_experts == 0 and (layout.ep, layout.etp) != (1, 1):
+        broken.append((f"e{layout.ep}: the model has no experts to spread", "e1"))
+    elif num_experts % layout.ep:
+        nearest = f"e = {nearest_of(layout.ep, divisors(num_experts))}"
+        broken.append((f"e{layout.ep} must divide num_experts={num_experts}", nearest))
+    return [AllocationError(f"{role}:{layout} of {path}: {rule}", key=key, nearest=near) for rule, near in broken]
+
+
+def check_batch(
+    layout: ParallelLayout, role: str, *, train_bs_n_seqs: int, group_size: int = 1, ppo_n_minibatches: int = 1
+) -> None:
+    """Raise AllocationError for the first rule of `batch_errors` that is broken."""
+    errors = batch_errors(
+        layout, role, train_bs_n_seqs=train_bs_n_seqs, group_size=group_size, ppo_n_minibatches=ppo_n_minibatches
+    )
+    if errors:
+        raise errors[0]
+
+
+def batch_errors(
+    layout: ParallelLayout, role: str, *, train_bs_n_seqs: int, group_size: int = 1, ppo_n_minibatches: int = 1
+) -> list[AllocationError]:
+    """Every way in which a batch of train_bs_n_seqs prompts x group_size answers cannot be dealt out to the role.
+
+    The data-parallel ranks are world_size / tp / pp / cp; expert parallelism does not divide. Every role but the
+    generator needs a sequence for each of them. A training role makes ppo_n_minibatches updates of a batch and needs
+    the same number of sequences, at least one, for each rank in each update: the batch is a multiple of
+    ppo_n_minibatches * dp.
+    """
+    counts = {
+        "dataset.train_bs_n_seqs": train_bs_n_seqs,
+        "group_size": group_size,
+        "ppo.ppo_n_minibatches": ppo_n_minibatches,
+    }
+    errors = [
+        AllocationError("must be from 1 up", key=key, value=count, nearest="1")
+        for key, count in counts.items()
+        if count < 1
+    ]
+    if errors or role == GENERATOR_ROLE:
+        return errors
+    updates = ppo_n_minibatches if role in _TRAINING_ROLES else 1
+    error = _dealing_error(layout, role, train_bs_n_seqs, group_size, updates)
+    return [error] if error else []
+
+
+def _dealing_error(
+    layout: ParallelLayout, role: str, prompts: int, group_size: int, updates: int
+) -> AllocationError | None:
+    sequences, unit = prompts * group_size, updates * layout.dp
+    batch = f"{prompts} prompts x group_size={group_size} = {sequences} sequences"
+    ranks = f"{layout.dp} data-parallel ranks of {role}:{layout}"
+    if sequences < layout.dp:
+        return AllocationError(
+            f"{batch} are fewer than the {ranks}",
+            key="dataset.train_bs_n_seqs",
+            value=prompts,
+            nearest=str(-(-layout.dp // group_size)) if updates == 1 else _nearest_batches(prompts, group_size, unit),
+        )
+    if role not in _TRAINING_ROLES or sequences % unit == 0:
+        return None
+    nearest_batches = _nearest_batches(prompts, group_size, unit)
+    nearest_updates = _nearest_updates(sequences, updates, layout.dp) or f"dataset.train_bs_n_seqs={nearest_batches}"
+    if sequences < unit:
+        return AllocationError(
+            f"an update has {sequences // updates} of the {batch}, fewer than the {ranks}: a rank without sequences "
+            f"has no step to schedule",
+            nearest_updates,
+            key="ppo.ppo_n_minibatches",
+            value=updates,
+        )
+    if sequences % updates:
+        return AllocationError(f"must divide {batch}", nearest_updates, key="ppo.ppo_n_minibatches", value=updates)
+    return AllocationError(
+        f"{batch} must be a multiple of ppo_n_minibatches={updates} x {layout.dp} = {unit}, for the {ranks} "
+        f"(world size {layout.world_size} / m{layout.tp} / p{layout.pp} / c{layout.cp}; e does not divide)",
+        nearest_batches,
+        key="dataset.train_bs_n_seqs",
+        value=prompts,
+    )
+
+
+def _nearest_batches(prompts: int, group_size: int, unit: int) -> str:
+    """Numbers of prompts next to `prompts` whose sequences are a multiple of `unit`."""
+    step = unit // math.gcd(unit, group_size)
+    below = prompts // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+def _nearest_updates(sequences: int, updates: int, dp: int) -> str | None:
+    """Numbers of minibatches next to `updates` that deal `sequences` out evenly; None if no number does."""
+    return nearest_of(updates, divisors(sequences // dp)) if sequences % dp == 0 else None

@@ -1,0 +1,148 @@
+"""Explicit slots for each role (`actor_train.device_mapping: list(range(0,8))`) instead of an allocation string.
+
+Invariant: as in resolve.py, every slot of the cluster is used and every role has a place; here roles may overlap in
+part, and rank r runs on entry r, in the order that the user wrote.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from allocation.errors import AllocationError
+from allocation.expression import parse_devices
+from allocation.grammar import parse_role_layout, role_name
+from allocation.layout import (
+    GENERATOR_BACKENDS,
+    GENERATOR_ROLE,
+    MEGATRON_ROLES,
+    ROLES,
+    TRAINER_ROLE,
+    Backend,
+    ParallelLayout,
+    check_generator_layout,
+    generator_layout_for,
+    nearest_layout,
+)
+from allocation.placement import Cluster
+from allocation.plan import FALLBACK, Allocation, RoleAllocation, Slot, spans
+from allocation.sizes import make_cluster
+
+DeviceMapping: TypeAlias = tuple[str | Sequence[int], ParallelLayout | str | None]
+"""(slots in rank order, layout). None for the layout: data parallel over all of them."""
+
+
+def parse_device_mappings(
+    mappings: Mapping[str, DeviceMapping],
+    *,
+    n_nodes: int,
+    n_gpus_per_node: int,
+    default_backend: Backend = "embedded",
+) -> Allocation:
+    """Place every role on the slots written for it: {"actor_train": ("list(range(0,8))", layout), ...}.
+
+    Slot i is GPU i % n_gpus_per_node of node i // n_gpus_per_node. Roles whose slots overlap are colocated. A role
+    without a mapping takes that of the role it falls back to (plan.FALLBACK; the generator: the trainer's slots). The
+    layout of actor_gen may name its backend ('sglang.d4m2p1'). Raises AllocationError; its key is the device_mapping.
+    """
+    cluster = make_cluster(n_nodes, n_gpus_per_node)
+    slots = [Slot(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus_per_node)]
+    roles: dict[str, RoleAllocation] = {}
+    used: set[int] = set()
+    read: dict[str, list[int]] = {}
+    for name, (mapping, layout) in mappings.items():
+        try:
+            role = _placed_role(name, roles)
+            # Colocated roles repeat one text: read it once.
+            devices = read.get(str(mapping)) or parse_devices(mapping, limit=cluster.num_slots)
+            _check_devices(devices, cluster)
+            backend, degrees = _role_layout(role, layout, len(devices), default_backend)
+        except AllocationError as error:
+            raise error.within(f"{name}.device_mapping", mapping) from None
+        read[str(mapping)] = devices
+        used.update(devices)
+        roles[role] = RoleAllocation(role, backend, degrees, tuple(slots[i] for i in devices))
+    if TRAINER_ROLE not in roles:
+        raise AllocationError(
+            "missing, and every run has a trainer",
+            key=f"{TRAINER_ROLE}.device_mapping",
+            nearest=f"list(range(0,{cluster.num_slots}))",
+        )
+    _check_all_used(used, cluster)
+    trainer = roles[TRAINER_ROLE]
+    if GENERATOR_ROLE not in roles:
+        shared = generator_layout_for(trainer.layout, default_backend)
+        roles[GENERATOR_ROLE] = RoleAllocation(GENERATOR_ROLE, default_backend, shared, trainer.slots)
+    for role in MEGATRON_ROLES:
+        if role not in roles:
+            roles[role] = replace(roles[FALLBACK[role]], role=role)
+    return Allocation({role: roles[role] for role in ROLES}, n_nodes, n_gpus_per_node)
+
+
+def _placed_role(name: str, taken: Mapping[str, RoleAllocation]) -> str:
+    role = role_name(name)
+    if role not in ROLES:
+        raise AllocationError(f"{name} has no place of its own; roles: {', '.join(ROLES)}")
+    if role in taken:
+        raise AllocationError(f"{role} has two device mappings")
+    return role
+
+
+def _check_devices(devices: Sequence[int], cluster: Cluster) -> None:
+    total = cluster.num_slots
+    everything = f"list(range(0,{total}))"
+    if not devices:
+        raise AllocationError("names no slot", nearest=everything)
+    if min(devices) < 0 or max(devices) >= total:
+        wrong = max(devices) if max(devices) >= total else min(devices)
+        raise AllocationError(
+            f"slot {wrong} does not exist: n_nodes={cluster.n_nodes} x n_gpus_per_node={cluster.n_gpus_per_node} = "
+            f"{total} slots, 0 to {total - 1}",
+            nearest=f"{everything}, or n_nodes={wrong // cluster.n_gpus_per_node + 1}" if wrong > 0 else everything,
+        )
+    if len(set(devices)) != len(devices):
+        twice = next(device for device, count in Counter(devices).items() if count > 1)
+        raise AllocationError(f"slot {twice} is given to two ranks of the role", nearest=str(sorted(set(devices))))
+
+
+def _role_layout(
+    role: str, layout: ParallelLayout | str | None, num_devices: int, default_backend: Backend
+) -> tuple[Backend, ParallelLayout]:
+    backend, degrees = parse_role_layout(layout) if isinstance(layout, str) else (None, layout)
+    degrees = degrees or ParallelLayout(dp=num_devices)
+    if role == GENERATOR_ROLE:
+        backend = backend or default_backend
+        if backend not in GENERATOR_BACKENDS:
+            raise AllocationError(f"{role} runs on {', '.join(GENERATOR_BACKENDS)}, not on {backend}")
+        check_generator_layout(degrees, backend)
+    elif backend in GENERATOR_BACKENDS:
+        raise AllocationError(f"{role} runs on megatron, not on {backend}", nearest=str(degrees))
+    else:
+        backend = "megatron"
+    if degrees.world_size != num_devices:
+        raise AllocationError(
+            f"lists {num_devices} slots for the {degrees.world_size} ranks of {degrees}",
+            nearest=f"{degrees.world_size} slots, or layout {nearest_layout(degrees, num_devices)}",
+        )
+    return backend, degrees
+
+
+def _check_all_used(used: set[int], cluster: Cluster) -> None:
+    """A slot that no role names would stand idle for the whole run: the counts are wrong, or the mappings are."""
+    idle = sorted(set(range(cluster.num_slots)) - used)
+    if not idle:
+        return
+    needed = max(used) + 1
+    nearest = f"extend a device_mapping to {cluster.num_slots - 1}"
+    if len(used) == needed and needed % cluster.n_gpus_per_node == 0:
+        nearest = f"n_nodes={needed // cluster.n_gpus_per_node}"
+    elif len(used) == needed and needed % cluster.n_nodes == 0:
+        nearest = f"n_gpus_per_node={needed // cluster.n_nodes}"
+    raise AllocationError(
+        f"no role uses slots {spans(idle)} of the {cluster.num_slots} in n_nodes={cluster.n_nodes} x "
+        f"n_gpus_per_node={cluster.n_gpus_per_node}; all must be used",
+        key="device_mapping",
+        nearest=nearest,
+    )

@@ -1,0 +1,141 @@
+"""How a role is split over ranks, and which layouts lie near one that does not work. Bottom of this package.
+
+Invariant: a `ParallelLayout` that exists is consistent in itself; whether it fits a cluster or a model is checked by
+resolve.py and checks.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from allocation.errors import AllocationError, divisors, nearest_of
+
+Backend = Literal["sglang", "embedded", "mock", "megatron"]
+GENERATOR_BACKENDS: tuple[Backend, ...] = ("sglang", "embedded", "mock")
+
+GENERATOR_ROLE = "actor_gen"
+TRAINER_ROLE = "actor_train"
+MEGATRON_ROLES = ("actor_train", "actor_inf", "critic_train", "critic_inf", "ref_inf")
+ROLES = (GENERATOR_ROLE, *MEGATRON_ROLES)
+
+MAX_SLOTS = 1_000_000
+"""Largest cluster and largest degree: a bound on what a typing error can make this package compute."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Degrees of parallelism of one role.
+
+    `ep` (expert parallelism) and `etp` (tensor parallelism inside an expert) spread the experts of a MoE model over the
+    same ranks: they do not enter `world_size`. `vpp` is the number of model chunks that a pipeline stage holds.
+    Raises AllocationError where the degrees contradict each other.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "ep", "vpp", "etp"):
+            degree = getattr(self, name)
+            if not isinstance(degree, int) or isinstance(degree, bool) or not 1 <= degree <= MAX_SLOTS:
+                raise AllocationError(
+                    f"must be a whole number from 1 to {MAX_SLOTS}", key=name, value=degree, nearest="1"
+                )
+        if self.vpp > 1 and self.pp == 1:
+            raise AllocationError(
+                f"v{self.vpp} cuts the stages of a pipeline into chunks, and there is one stage (p1)",
+                key="layout",
+                value=self._dims(),
+                nearest="v1, or p2",
+            )
+        per_stage = self.dp * self.tp * self.cp
+        if per_stage % (self.ep * self.etp):
+            working = [n for n in range(1, min(per_stage, 2 * self.ep) + 1) if per_stage % (n * self.etp) == 0]
+            nearest = nearest_of(self.ep, working)
+            raise AllocationError(
+                f"expert parallelism {self.ep} x expert tensor parallelism {self.etp} must divide the "
+                f"{per_stage} ranks of a pipeline stage (d{self.dp} x m{self.tp} x c{self.cp})",
+                key="layout",
+                value=self._dims(),
+                nearest=nearest and f"e = {nearest}",
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the role. Expert parallelism does not enter."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of each expert."""
+        return self.dp * self.tp * self.cp // (self.ep * self.etp)
+
+    def _dims(self) -> str:
+        extra = "".join(f"{c}{n}" for c, n in (("c", self.cp), ("e", self.ep), ("v", self.vpp)) if n != 1)
+        return f"d{self.dp}m{self.tp}p{self.pp}{extra}"
+
+    def __str__(self) -> str:
+        """Canonical: d, m, p always, then c, e, v where they differ from 1; the attn|ffn form where etp does."""
+        if self.etp == 1:
+            return self._dims()
+        attn = ParallelLayout(self.dp, self.tp, self.pp, self.cp, vpp=self.vpp)
+        experts = f"d{self.expert_dp}m{self.etp}p{self.pp}" + (f"e{self.ep}" if self.ep != 1 else "")
+        return f"(attn:{attn}|ffn:{experts})"
+
+
+def generator_layout_for(trainer: ParallelLayout, backend: Backend) -> ParallelLayout:
+    """The generator's layout where one layout is given for every role: the same slots, without what is training only.
+
+    A server keeps m and p, and the context-parallel ranks become further replicas. An embedded replica is one process,
+    so there is one on every slot.
+    """
+    if backend == "embedded":
+        return ParallelLayout(dp=trainer.world_size)
+    return ParallelLayout(dp=trainer.dp * trainer.cp, tp=trainer.tp, pp=trainer.pp)
+
+
+def check_generator_layout(layout: ParallelLayout, backend: Backend) -> None:
+    """Raises AllocationError where `backend` cannot run a generator of this layout."""
+    if backend == "embedded" and layout != ParallelLayout(dp=layout.dp):
+        raise AllocationError(
+            "an embedded generator is one process a replica, so m, p, c, e and v must be 1",
+            key="embedded",
+            value=str(layout),
+            nearest=f"embedded.{ParallelLayout(dp=layout.world_size)}",
+        )
+    if (layout.cp, layout.vpp, layout.etp) != (1, 1, 1):
+        raise AllocationError(
+            "c, v and (attn:|ffn:) are for training; a generator takes d, m, p and e",
+            key=backend,
+            value=str(layout),
+            nearest=f"{backend}.{ParallelLayout(dp=layout.dp * layout.cp, tp=layout.tp, pp=layout.pp)}",
+        )
+    if layout.tp % layout.ep:
+        raise AllocationError(
+            f"the experts of a server are spread over its tensor-parallel ranks: e{layout.ep} must divide m{layout.tp}",
+            key=backend,
+            value=str(layout),
+            nearest=f"e = {nearest_of(layout.ep, divisors(layout.tp))}",
+        )
+
+
+def nearest_layout(layout: ParallelLayout, world_size: int) -> ParallelLayout:
+    """The layout closest to `layout` on exactly `world_size` ranks: d moves first, then c, p and m; e and v follow."""
+
+    def distance(shape: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
+        steps = (abs(math.log2(a / b)) for a, b in zip(shape, (layout.tp, layout.pp, layout.cp), strict=True))
+        return sum(weight * step for weight, step in zip((3, 2, 1), steps, strict=True)), shape
+
+    sizes = divisors(world_size)
+    shapes = [(tp, pp, cp) for tp in sizes for pp in sizes for cp in {1, layout.cp} if world_size % (tp * pp * cp) == 0]
+    tp, pp, cp = min(shapes, key=distance)
+    dp = world_size // (tp * pp * cp)
+    ep, etp = (layout.ep, layout.etp) if (dp * tp * cp) % (layout.ep * layout.etp) == 0 else (1, 1)
+    return ParallelLayout(dp, tp, pp, cp, ep, layout.vpp if pp > 1 else 1, etp)

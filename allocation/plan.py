@@ -1,0 +1,206 @@
+"""The result: `Allocation`, every role on its slots, and the text that stands for it.
+
+Invariant: `RoleAllocation.slots` has one entry per rank, in rank order. For the roles that Megatron runs this is
+Megatron's order (tp fastest, then cp, dp, pp); a generator's ranks go replica by replica (tp fastest, then pp, dp), so
+that the slots of one server are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
+
+from allocation.layout import (
+    GENERATOR_ROLE,
+    MEGATRON_ROLES,
+    ROLES,
+    TRAINER_ROLE,
+    Backend,
+    ParallelLayout,
+    generator_layout_for,
+)
+from allocation.placement import Cluster, split
+
+FALLBACK = {
+    "actor_inf": TRAINER_ROLE,
+    "critic_train": TRAINER_ROLE,
+    "critic_inf": "critic_train",
+    "ref_inf": TRAINER_ROLE,
+}
+"""Whose layout a role takes where none is written for it."""
+
+
+class Slot(NamedTuple):
+    """One place for a process: a GPU of a node, or without GPUs the n-th process of a node."""
+
+    node: int
+    gpu: int
+
+
+class AllocationRow(NamedTuple):
+    """One line of the table printed at start-up; `_fields` are the column names."""
+
+    role: str
+    backend: str
+    layout: str
+    num_slots: int
+    placement: str
+    """Nodes and the slots used on each: 'nodes 0-7: 0-7; node 8: 0-3'."""
+    tp_groups_across_nodes: int
+
+
+@dataclass(frozen=True)
+class RoleAllocation:
+    """How one role is split and where it runs; `slots[r]` is the place of rank r."""
+
+    role: str
+    backend: Backend
+    layout: ParallelLayout
+    slots: tuple[Slot, ...]
+
+    @property
+    def replicas(self) -> list[tuple[Slot, ...]]:
+        """Of a generator: the slots of each replica (a server: pp stages of tp ranks), in the server's rank order."""
+        size = self.layout.tp * self.layout.pp
+        return [self.slots[i : i + size] for i in range(0, len(self.slots), size)]
+
+    @property
+    def tp_groups_across_nodes(self) -> int:
+        """Tensor-parallel groups with ranks on more than one node."""
+        tp = self.layout.tp
+        if tp == 1:
+            return 0
+        return sum(len({slot.node for slot in self.slots[i : i + tp]}) > 1 for i in range(0, len(self.slots), tp))
+
+    def row(self) -> AllocationRow:
+        return AllocationRow(
+            role=self.role,
+            backend=self.backend,
+            layout=str(self.layout),
+            num_slots=len(self.slots),
+            placement=describe_slots(self.slots),
+            tp_groups_across_nodes=self.tp_groups_across_nodes,
+        )
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A whole run on a cluster of n_nodes x n_gpus_per_node slots: every role in `ROLES`, by name."""
+
+    roles: Mapping[str, RoleAllocation]
+    n_nodes: int
+    n_gpus_per_node: int
+
+    @property
+    def generator(self) -> RoleAllocation:
+        return self.roles[GENERATOR_ROLE]
+
+    @property
+    def trainer(self) -> RoleAllocation:
+        return self.roles[TRAINER_ROLE]
+
+    @property
+    def colocated(self) -> bool:
+        """True where the generator and the trainer share at least one slot."""
+        return not set(self.generator.slots).isdisjoint(self.trainer.slots)
+
+    def table(self) -> list[AllocationRow]:
+        """Rows for printing, the generator first."""
+        return [self.roles[role].row() for role in ROLES]
+
+    def __str__(self) -> str:
+        return format_allocation(self)
+
+
+def place(
+    cluster: Cluster,
+    *,
+    backend: Backend,
+    generator: ParallelLayout,
+    trainer: Mapping[str, ParallelLayout],
+    disaggregated: bool,
+) -> Allocation:
+    """Give every rank its slot. `trainer` has a layout for each of MEGATRON_ROLES; the sizes must fit (resolve.py)."""
+    if disaggregated:
+        others = [layout for role, layout in trainer.items() if role != TRAINER_ROLE]
+        generator_pool, trainer_pool = split(cluster, generator, trainer[TRAINER_ROLE], others)
+    else:
+        generator_pool = trainer_pool = cluster.whole()
+    slots = [Slot(node, gpu) for node in range(cluster.n_nodes) for gpu in range(cluster.n_gpus_per_node)]
+    orders: dict[ParallelLayout, tuple[Slot, ...]] = {}
+    roles = {
+        GENERATOR_ROLE: RoleAllocation(
+            GENERATOR_ROLE, backend, generator, tuple(slots[i] for i in generator_pool.order(generator, generator=True))
+        )
+    }
+    for role in MEGATRON_ROLES:
+        layout = trainer[role]
+        if layout not in orders:
+            orders[layout] = tuple(slots[i] for i in trainer_pool.order(layout, generator=False))
+        roles[role] = RoleAllocation(role, "megatron", layout, orders[layout])
+    return Allocation(roles, cluster.n_nodes, cluster.n_gpus_per_node)
+
+
+def format_allocation(allocation: Allocation) -> str:
+    """The canonical text: `parse` gives an equal Allocation back, whatever its `default_backend`.
+
+    An allocation that no text of the grammar stands for (an explicit device_mapping in an order of its own) is
+    described instead, role by role: 'actor_gen=sglang.d8m1p1 on node 1: 0-7, actor_train=...'.
+    """
+    cluster = Cluster(allocation.n_nodes, allocation.n_gpus_per_node)
+    generator = allocation.generator
+    trainer = {role: allocation.roles[role].layout for role in MEGATRON_ROLES}
+    disaggregated = not allocation.colocated
+    sizes = {layout.world_size for layout in trainer.values()}
+    filled = len(allocation.trainer.slots) + (len(generator.slots) if disaggregated else 0)
+    if len(sizes) == 1 and filled == cluster.num_slots:
+        standard = place(
+            cluster,
+            backend=generator.backend,
+            generator=generator.layout,
+            trainer=trainer,
+            disaggregated=disaggregated,
+        )
+        if standard == allocation:
+            return format_layouts(generator.backend, generator.layout, trainer, disaggregated=disaggregated)
+    return ", ".join(
+        f"{role}={'' if a.backend == 'megatron' else f'{a.backend}.'}{a.layout} on {describe_slots(a.slots)}"
+        for role, a in allocation.roles.items()
+        if role not in FALLBACK or replace(a, role=FALLBACK[role]) != allocation.roles[FALLBACK[role]]
+    )
+
+
+def format_layouts(
+    backend: Backend, generator: ParallelLayout, trainer: Mapping[str, ParallelLayout], *, disaggregated: bool
+) -> str:
+    """The canonical text of these layouts; `trainer` has every one of MEGATRON_ROLES."""
+    named = [r for r in MEGATRON_ROLES if r == TRAINER_ROLE or trainer[r] != trainer[FALLBACK[r]]]
+    alike = len(named) == 1
+    side = str(trainer[TRAINER_ROLE]) if alike else ",".join(f"{role}:{trainer[role]}" for role in named)
+    if not disaggregated and alike and generator == generator_layout_for(trainer[TRAINER_ROLE], backend):
+        return f"{backend}.{side}"
+    return f"{backend}.{generator}{'+' if disaggregated else '|'}{side}"
+
+
+def describe_slots(slots: Sequence[Slot]) -> str:
+    """'nodes 0-7: 0-7; node 8: 0-3': nodes used alike are listed together."""
+    by_node: dict[int, list[int]] = {}
+    for node, gpu in slots:
+        by_node.setdefault(node, []).append(gpu)
+    used = [(node, spans(by_node[node])) for node in sorted(by_node)]
+    parts = []
+    for gpus, alike in groupby(used, key=lambda item: item[1]):
+        nodes = [node for node, _ in alike]
+        parts.append(f"node{'s' if len(nodes) > 1 else ''} {spans(nodes)}: {gpus}")
+    return "; ".join(parts)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """'0-3,8' for the numbers 0, 1, 2, 3, 8 in any order."""
+    parts = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
+        members = [n for _, n in run]
+        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(parts)

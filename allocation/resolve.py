@@ -1,0 +1,97 @@
+"""An allocation string meets a cluster.
+
+Invariant: an Allocation that comes out uses every slot of the cluster, gives every role in `ROLES` a layout, and has as
+many slots per role as the layout has ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from allocation.errors import AllocationError
+from allocation.grammar import REST, Spec, parse_spec
+from allocation.layout import (
+    MEGATRON_ROLES,
+    TRAINER_ROLE,
+    Backend,
+    ParallelLayout,
+    check_generator_layout,
+    generator_layout_for,
+)
+from allocation.placement import Cluster
+from allocation.plan import FALLBACK, Allocation, format_layouts, place
+from allocation.sizes import check_sizes, make_cluster
+
+
+def parse(
+    text: str,
+    *,
+    n_nodes: int,
+    n_gpus_per_node: int,
+    key: str = "allocation_mode",
+    default_backend: Backend = "embedded",
+) -> Allocation:
+    """Place every role as `text` says on a cluster of n_nodes x n_gpus_per_node slots.
+
+    The grammar is in grammar.py; without '+' every role uses all slots. `default_backend` is the generator's where the
+    text names none. Raises AllocationError.
+    """
+    cluster = make_cluster(n_nodes, n_gpus_per_node)
+    if not isinstance(text, str):
+        raise AllocationError("expected text", key=key, value=text, nearest="'sglang.d4m2p1+d2m4p1'")
+    try:
+        return _resolve(text.strip(), cluster, default_backend)
+    except AllocationError as error:
+        raise error.within(key, text) from None
+
+
+def _resolve(text: str, cluster: Cluster, default_backend: Backend) -> Allocation:
+    heuristic = _heuristic(cluster, default_backend)
+    if text in ("manual", "search"):
+        way = "set device_mapping for each role" if text == "manual" else "no search over layouts is made here"
+        raise AllocationError(f"{way}, or write the layouts", nearest=f"heuristic, or {_format(heuristic)}")
+    spec = heuristic if text == "heuristic" else parse_spec(text)
+    trainer = _layouts_by_role(spec.trainer)
+    backend = spec.backend or default_backend
+    generator = spec.generator
+    if generator is None:
+        generator = generator_layout_for(spec.trainer.get(REST, trainer[TRAINER_ROLE]), backend)
+    check_generator_layout(generator, backend)
+    check_sizes(cluster, backend, generator, trainer, disaggregated=spec.disaggregated)
+    return place(cluster, backend=backend, generator=generator, trainer=trainer, disaggregated=spec.disaggregated)
+
+
+def _heuristic(cluster: Cluster, backend: Backend) -> Spec:
+    """Half of the slots sample, the others train, all data parallel.
+
+    Half is rounded down; where there are several nodes it is half of the nodes. A single slot is shared.
+    """
+    if cluster.num_slots == 1:
+        return Spec(backend=backend, generator=ParallelLayout(), trainer={REST: ParallelLayout()})
+    granule = cluster.n_gpus_per_node if cluster.n_nodes > 1 else 1
+    sampling = cluster.num_slots // granule // 2 * granule
+    return Spec(
+        disaggregated=True,
+        backend=backend,
+        generator=ParallelLayout(dp=sampling),
+        trainer={REST: ParallelLayout(dp=cluster.num_slots - sampling)},
+    )
+
+
+def _format(spec: Spec) -> str:
+    assert spec.backend and spec.generator, "a heuristic spec says everything"
+    return format_layouts(
+        spec.backend, spec.generator, _layouts_by_role(spec.trainer), disaggregated=spec.disaggregated
+    )
+
+
+def _layouts_by_role(written: Mapping[str, ParallelLayout]) -> dict[str, ParallelLayout]:
+    """A layout for each Megatron role: its own, else that of '*', else that of the role it falls back to."""
+    if REST not in written and TRAINER_ROLE not in written:
+        raise AllocationError(
+            f"{TRAINER_ROLE} has no layout: name it, or give the rest one with *:", nearest=f"{TRAINER_ROLE}:d8m1p1"
+        )
+    layouts: dict[str, ParallelLayout] = {}
+    for role in MEGATRON_ROLES:
+        layouts[role] = written.get(role) or written.get(REST) or layouts[FALLBACK[role]]
+    return layouts
