@@ -70,8 +70,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as e:
             ray.shutdown()
             raise LaunchError(
-                f"launch.ray_address={self._address}: Ray does not answer there ({type(e).__name__}: {e}); start it with "
-                "`ray start --head`, or unset launch.ray_address and RAY_ADDRESS to let the run start its own"
+                f"launch.ray_address={self._address}: Ray does not answer there ({type(e).__name__}: {e}); start it "
+                "with `ray start --head`, or unset launch.ray_address and RAY_ADDRESS: the run then starts its own"
                 if self._address
                 else f"Ray could not be started on this machine: {type(e).__name__}: {e}"
             ) from e
@@ -152,7 +152,7 @@ class TrainerGroup:
     """The ranks of one parallel layout; holds one or more engines ("actor", "critic", "ref"), each on all ranks."""
 
     def __init__(
-        self, cluster: Cluster, placed: RoleAllocation, *, name: str, device: str, port: int, threads: int, seed: int
+        self, cluster: Cluster, placed: RoleAllocation, *, name: str, gpus: bool, port: int, threads: int, seed: int
     ):
         self.layout = placed.layout
         world = len(placed.slots)
@@ -160,8 +160,8 @@ class TrainerGroup:
         env = {"OMP_NUM_THREADS": str(threads)}
         self._ranks = [
             cluster.start_actor(
-                TrainerRank, self._names[rank], rank, world, device, threads, seed,
-                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": str(slot.gpu) if device == "cuda" else ""},
+                TrainerRank, self._names[rank], rank, world, gpus, threads, seed,
+                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": str(slot.gpu) if gpus else ""},
             )
             for rank, slot in enumerate(placed.slots)
         ]  # fmt: skip

@@ -73,10 +73,10 @@ def bucket_from_wire(wire: dict[str, Any]) -> WeightBucket:
 class TrainerRank:
     """One process of the trainer's world. Every method is called on all ranks at once, in the same order."""
 
-    def __init__(self, name: str, log_file: str, rank: int, world: int, device: str, threads: int, seed: int):
+    def __init__(self, name: str, log_file: str, rank: int, world: int, gpus: bool, threads: int, seed: int):
         log_to_file(name, log_file)
         torch.set_num_threads(threads)
-        self._rank, self._world, self._seed, self._device_kind = rank, world, seed, device
+        self._rank, self._world, self._seed, self._gpus = rank, world, seed, gpus
         self._engines: dict[str, MegatronEngine] = {}
         self._scope = ExitStack()
 
@@ -94,7 +94,7 @@ class TrainerRank:
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import initialize_parallel
 
-        self._device = get_device(self._device_kind)
+        self._device = get_device("auto" if self._gpus else "cpu")
         self._scope.enter_context(self._device.activate())
         self._parallel = initialize_parallel(
             layout,

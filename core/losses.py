@@ -79,7 +79,7 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The actor's loss: clipped surrogate, plus kl_coeff * KL to `ref_logprobs`, minus entropy_coeff * entropy.
 
-    Where `fields` has no old_logprobs, the batch is updated in one minibatch and the proximal policy is the current one.
+    Where `fields` has no old_logprobs, the batch is one minibatch, and the proximal policy is the current one.
     """
     assert output.logprobs is not None, "the actor's engine returns log-probabilities"
     mask = fields["loss_mask"]

@@ -1,7 +1,7 @@
 """The one place that reports: components return dict[str, float], only the monitor writes.
 
-Log lines and metric names are those of the tutorial our users know; the same figures go to TensorBoard, and to Weights &
-Biases or MLflow when asked for. `StepTimer` measures each phase once, for the log, the metrics and the summary alike.
+Log lines and metric names are those of the tutorial our users know; the same figures go to TensorBoard, and to Weights
+& Biases or MLflow when asked for. `StepTimer` measures each phase once, for log line and metrics alike.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class Monitor:
         logger.info(
             "Epoch %d/%d step %d/%d (global step %d) finishes. Average #tokens per batch is %d. "
             "#End to end# execution time: *%.3f*s. Total time consumption: %.3fs.%s",
-            epoch, total_epochs, epoch_step, steps_per_epoch, step, round(mean_batch_tokens), seconds, self._elapsed, eta,
+            epoch, total_epochs, epoch_step, steps_per_epoch, step, round(mean_batch_tokens), seconds, self._elapsed,
+            eta,
         )  # fmt: skip
         spent = ", ".join(f"{name} {value:.3f}s" for name, value in phases.items())
         logger.info("Where the step went: %s, other %.3fs.", spent, seconds - sum(phases.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from core.checks import resolve_allocation
+from core.config_allocation import resolve_allocation
 from core.housekeeping import Actions, Housekeeping
 from core.launch import Cluster
 from core.monitor import Monitor

@@ -1,8 +1,8 @@
 """Weight push: version n + 1 from the trainer's shards to every generator, while they go on sampling.
 
-A transport moves buckets of full tensors under Hugging Face names; what a generator does with its running requests when
-they arrive is its own `interrupt` setting. `LocalPush` goes through the object store, for trainers and generators without
-a GPU.
+A transport moves buckets of full tensors under Hugging Face names; what a generator does with its running requests
+when they arrive is its own `interrupt` setting. `LocalPush` goes through the object store, for trainers and generators
+without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs inside the rollout actor: data set, rewards, workflow, router, producer, and evaluation on the same generators."""
+"""What runs inside the rollout actor: data set, rewards, workflow, router, producer, and evaluation."""
 
 from __future__ import annotations
 
@@ -134,5 +134,5 @@ class RolloutService:
 
 
 def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's end-of-sequence token, and its pad token where that is another."""
+    """What ends a completion: the tokenizer's end-of-sequence token, and its pad token where that is another."""
     return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id) if t is not None}))

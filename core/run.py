@@ -33,7 +33,7 @@ class Start:
 
 def run_with_retries(config: ExperimentConfig, attempt: Callable[[bool], None]) -> int:
     """Call `attempt(resume)`; returns the exit code 0. With recover_mode=auto a lost worker costs another attempt from
-    the last recover checkpoint, at most `recover_retries` times; bad input is never retried. The last failure is raised.
+    the last recover checkpoint, at most `recover_retries` times; bad input never does. The last failure is raised.
     """
     retries = config.recover_retries if config.recover_mode == "auto" else 0
 

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from core.checks import resolve_allocation
+from core.config_allocation import resolve_allocation
 from core.housekeeping import Actions, Housekeeping
 from core.launch import Cluster
 from core.losses import sft_loss
@@ -16,7 +16,7 @@ from core.run import find_start, metric_sinks, run_with_retries, save_model
 from core.schedule import Schedule
 from core.sft_data import AnswerDataset
 from core.trainer import EngineRef
-from core.workers import TrainedEngines, TrainerGroups, build_engine, device_kind, threads_per_process
+from core.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process, uses_gpus
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,16 +150,16 @@ def _attempt(config: SFTConfig, paths: RunPaths, console: Console, *, resume: bo
 
 def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, total_updates: int) -> EngineRef:
     """Start the ranks and load the model."""
-    launch, device = config.launch, device_kind(allocation)
+    launch, gpus = config.launch, uses_gpus(allocation)
     threads = threads_per_process(allocation, asked=launch.threads_per_process, max_staleness=0)
-    groups = TrainerGroups(cluster, device=device, port=launch.master_port, threads=threads, seed=config.seed)
+    groups = TrainerGroups(cluster, gpus=gpus, port=launch.master_port, threads=threads, seed=config.seed)
     limit = config.max_tokens_per_mb()
     engine = EngineRef(
         group=groups.group(allocation.trainer), name=ENGINE, train_tokens_per_mb=limit, inference_tokens_per_mb=limit
     )
     groups.wait_started(launch.startup_timeout_seconds)
     build_engine(
-        engine, config.model, path=config.model.path, total_updates=total_updates, embedded=device == "cpu",
+        engine, config.model, path=config.model.path, total_updates=total_updates, embedded=not gpus,
         seed=config.seed,
     )  # fmt: skip
     return engine

@@ -27,7 +27,7 @@ _ANSWER_KEYS = (
 
 
 def read_pairs(path: str | Path) -> list[tuple[str, str]]:
-    """(prompt, answer) of every row: {"prompt", "answer"} as in the tutorial, or GSM8K, MATH and MAWPS rows as they are.
+    """(prompt, answer) of every row: {"prompt", "answer"}, or GSM8K, MATH and MAWPS rows as they are.
 
     Raises DatasetError, with file and line, for a row that has no prompt or no answer, and for an empty file."""
     pairs = []

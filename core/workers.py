@@ -26,9 +26,9 @@ _ENGINE_ROLES = {
 }
 
 
-def device_kind(allocation: Allocation) -> str:
+def uses_gpus(allocation: Allocation) -> bool:
     """The allocation string alone decides: real servers need GPUs, the embedded and the mock generator do not."""
-    return "cuda" if allocation.generator.backend == "sglang" else "cpu"
+    return "actor_gen" in allocation.roles and allocation.generator.backend == "sglang"
 
 
 def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int) -> int:
@@ -46,9 +46,9 @@ def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: in
 class TrainerGroups:
     """One group of ranks for each distinct layout and place in the device map; roles that agree share theirs."""
 
-    def __init__(self, cluster: Cluster, *, device: str, port: int, threads: int, seed: int) -> None:
+    def __init__(self, cluster: Cluster, *, gpus: bool, port: int, threads: int, seed: int) -> None:
         self._cluster = cluster
-        self._options: dict[str, Any] = {"device": device, "threads": threads, "seed": seed}
+        self._options: dict[str, Any] = {"gpus": gpus, "threads": threads, "seed": seed}
         self._port = port
         self._groups: dict[tuple[ParallelLayout, tuple[Slot, ...]], TrainerGroup] = {}
 
@@ -100,11 +100,11 @@ class PPOWorkers:
 
 def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cluster) -> PPOWorkers:
     """Start every process; they come up side by side, so nothing here waits for another."""
-    device = device_kind(allocation)
+    gpus = uses_gpus(allocation)
     threads = threads_per_process(
         allocation, asked=config.launch.threads_per_process, max_staleness=config.staleness.max_staleness
     )
-    groups = TrainerGroups(cluster, device=device, port=config.launch.master_port, threads=threads, seed=config.seed)
+    groups = TrainerGroups(cluster, gpus=gpus, port=config.launch.master_port, threads=threads, seed=config.seed)
     generators = GeneratorPool(
         cluster,
         allocation.generator,
@@ -113,7 +113,7 @@ def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cl
         model_path=config.actor.path,
         max_running=config.generator.max_running,
         interrupt=config.generator.interrupt,
-        dtype=config.generator.dtype or config.actor.dtype(embedded=device == "cpu"),
+        dtype=config.generator.dtype or config.actor.dtype(embedded=not gpus),
     )
     return PPOWorkers(
         actor=_engine_ref("actor", config, allocation, groups),
@@ -122,7 +122,7 @@ def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cl
         generators=generators,
         rollout=RolloutClient(cluster, generators, rollout_settings(config, allocation)),
         groups=groups,
-        embedded=device == "cpu",
+        embedded=not gpus,
     )
 
 

@@ -11,7 +11,7 @@ from rollout.types import Completion, GenerateRequest, Health, WeightBucket
 
 
 class MockGenerator:
-    """Uniform random tokens, lengths uniform in [max(1, min_new_tokens), max_new_tokens]; both functions of the seed."""
+    """Random tokens, lengths uniform in [max(1, min_new_tokens), max_new_tokens]; both functions of the seed."""
 
     def __init__(self, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
