@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:  # a --dry-run and the reward workers read this file; neither may pay for torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -69,7 +71,8 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row of the data set, tokenised. `index` is its row number in the data set after filtering."""
+    """One row of the data set, tokenised. `index` is its row number in the data set after filtering; `epoch` is the
+    pass over the data set that it is drawn in."""
 
     query_id: str
     index: int
@@ -77,6 +80,7 @@ class Prompt:
     text: str
     token_ids: np.ndarray  # [n] int32
     solutions: tuple[str, ...]
+    epoch: int = 0
     meta: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -1,0 +1,160 @@
+"""Prompts in the order in which they are trained: the first stage of the rollout pipeline.
+
+Invariant: the stream is a pure function of (rows, seed): position k is prompt `order(epoch)[k % n]` of epoch k // n, so
+the cursor is one integer and any position can be drawn again after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.dataset_rows import DatasetError, Row, scan_rows
+from rollout.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_ENCODE_BATCH_ROWS = 1024
+
+
+class Tokenizer(Protocol):
+    """What rollout needs of a Hugging Face tokenizer."""
+
+    def __call__(self, text: list[str]) -> Any:
+        """A mapping whose "input_ids" is one list of token ids per text."""
+        ...
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+
+
+class PromptDataset:
+    """Tokenised prompts with a seeded shuffle per epoch and a resumable cursor."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, num_filtered: int = 0) -> None:
+        """`prompts[i].index` must be i. Raises DatasetError when there is no prompt."""
+        if not prompts:
+            raise DatasetError("a data set needs at least one prompt")
+        self.prompts = tuple(prompts)
+        self.num_filtered = num_filtered
+        self._seed = seed
+        self._cursor = 0
+        self._orders: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        *,
+        max_prompt_len: int,
+        seed: int,
+        template: str = "{prompt}",
+    ) -> PromptDataset:
+        """Read a jsonl file (schemas: rollout/dataset_rows.py) and tokenise `template` around every prompt.
+
+        Prompts of more than `max_prompt_len` tokens are left out and counted. Raises DatasetError when the file cannot
+        be used, when every prompt is too long, or when the template has no place for the prompt.
+        """
+        if "{prompt}" not in template:
+            raise DatasetError(f"prompt template {template!r} has no {{prompt}}; write it where the prompt belongs")
+        rows = scan_rows(path)
+        texts = [template.replace("{prompt}", row.prompt) for row in rows]
+        encoded = _encode(tokenizer, texts)
+        prompts: list[Prompt] = []
+        for row, text, token_ids in zip(rows, texts, encoded, strict=True):
+            if 0 < len(token_ids) <= max_prompt_len:
+                prompts.append(_prompt(row, text, token_ids, index=len(prompts)))
+        num_filtered = len(rows) - len(prompts)
+        if not prompts:
+            shortest = min(len(token_ids) for token_ids in encoded)
+            raise DatasetError(
+                f"{path}: max_prompt_len={max_prompt_len} leaves none of {len(rows)} prompts; the shortest has "
+                f"{shortest} tokens: raise dataset.max_prompt_len to at least that"
+            )
+        logger.info(
+            "%s: %d prompts, %d longer than max_prompt_len=%d", path, len(prompts), num_filtered, max_prompt_len
+        )
+        return cls(prompts, seed=seed, num_filtered=num_filtered)
+
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+        return len(self.prompts)
+
+    @property
+    def position(self) -> int:
+        """Position in the stream of the prompt that next() gives."""
+        return self._cursor
+
+    def at(self, position: int) -> Prompt:
+        """The prompt at `position` of the endless stream, `epoch` filled in."""
+        epoch, offset = divmod(position, len(self.prompts))
+        prompt = self.prompts[self._order(epoch)[offset]]
+        return replace(prompt, epoch=epoch) if epoch else prompt
+
+    def next(self) -> Prompt:
+        """The prompt at the cursor, which moves on."""
+        prompt = self.at(self._cursor)
+        self._cursor += 1
+        return prompt
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._cursor, "seed": self._seed, "num_prompts": len(self), "checksum": self._checksum()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken. Raises DatasetError when rows or seed are not the ones of that run."""
+        mine = self.state_dict()
+        for key, setting in (
+            ("num_prompts", "dataset.path or max_prompt_len"),
+            ("checksum", "dataset.path"),
+            ("seed", "seed"),
+        ):
+            if state[key] != mine[key]:
+                raise DatasetError(
+                    f"the checkpoint's data set has {key}={state[key]}, this one {mine[key]}: "
+                    f"restore {setting} or start with recover_mode=disabled"
+                )
+        self._cursor = state["position"]
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "dataset/num_prompts": float(len(self)),
+            "dataset/num_filtered": float(self.num_filtered),
+            "dataset/epoch": self._cursor / len(self),
+        }
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """[n] permutation of the rows. Two epochs are kept: around an epoch's end the stream is drawn from both."""
+        if epoch not in self._orders:
+            while len(self._orders) >= 2:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
+        return self._orders[epoch]
+
+    def _checksum(self) -> int:
+        crc = 0
+        for prompt in self.prompts:
+            crc = zlib.crc32(f"{prompt.query_id}\0{prompt.text}\0{prompt.solutions}".encode(), crc)
+        return crc
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    batches = (texts[i : i + _ENCODE_BATCH_ROWS] for i in range(0, len(texts), _ENCODE_BATCH_ROWS))
+    return [token_ids for batch in batches for token_ids in tokenizer(batch)["input_ids"]]
+
+
+def _prompt(row: Row, text: str, token_ids: list[int], *, index: int) -> Prompt:
+    return Prompt(
+        query_id=row.query_id,
+        index=index,
+        task=row.task,
+        text=text,
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        solutions=row.solutions,
+        meta=row.meta,
+    )

@@ -1,0 +1,172 @@
+"""jsonl rows as users have them, read into one form. Standard library only: a --dry-run checks a data set with it.
+
+Four schemas are told apart by their keys: {"prompt", "solutions"} (the tutorial's), {"problem", "answer"} (MATH, AIME,
+AMC), {"question", "answer": "... #### n"} (GSM8K) and {"input", "target"} (MAWPS).
+Invariant: a `Row` that comes out of here has a prompt, a unique query_id and, for task "math", at least one solution in
+a box; whatever cannot be read that way is an error that names file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
+
+
+class DatasetError(ValueError):
+    """A data set that cannot be used; the message names the file, the line where there is one, and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One prompt before tokenisation. `meta` holds the keys of the row that the schema does not use."""
+
+    line: int
+    query_id: str
+    task: str
+    prompt: str
+    solutions: tuple[str, ...]
+    meta: Mapping[str, object] = field(default_factory=dict)
+
+
+def scan_rows(path: str | Path) -> list[Row]:
+    """Read and check every row of a jsonl file; blank lines are skipped. A repeated query_id is kept under a new name.
+
+    Raises DatasetError with file and line for the first row that cannot be used, and for a missing or empty file.
+    """
+    path = Path(path)
+    rows = _with_unique_ids(list(_read(path)), path)
+    if not rows:
+        raise DatasetError(f"{path}: no rows; a data set needs at least one json object per line")
+    return rows
+
+
+def boxed(answer: str | int | float) -> str:
+    """An answer as the tutorial writes it: 43.0 -> `\\boxed{43}`, 1e-3 -> `\\boxed{0.001}`; boxed text stays."""
+    if isinstance(answer, float):
+        answer = int(answer) if answer.is_integer() else f"{Decimal(str(answer)):f}"
+    text = str(answer).strip()
+    return text if "\\boxed" in text else f"\\boxed{{{text}}}"
+
+
+def _read(path: Path) -> Iterator[Row]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DatasetError(
+            f"{path}: cannot read the data set: {error.strerror}; set dataset.path to a jsonl file"
+        ) from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield _parse_line(line, number, default_id=f"{path.stem}-{number}")
+                except (ValueError, RecursionError) as error:
+                    raise DatasetError(f"{path}:{number}: {error}") from error
+
+
+def _parse_line(line: bytes, number: int, default_id: str) -> Row:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not a json object: {error.msg} at column {error.colno}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a json object, found {type(record).__name__}")
+    prompt_key, solutions, used = _answer(record)
+    prompt = _text(record, prompt_key)
+    id_key = next((key for key in ("query_id", "unique_id", "id") if record.get(key) is not None), None)
+    return Row(
+        line=number,
+        query_id=default_id if id_key is None else str(record[id_key]),
+        task=str(record.get("task", "math")),
+        prompt=prompt,
+        solutions=solutions,
+        meta={key: value for key, value in record.items() if key not in {*used, prompt_key, id_key, "task"}},
+    )
+
+
+def _answer(record: dict[str, object]) -> tuple[str, tuple[str, ...], set[str]]:
+    """(key of the prompt, solutions, keys that the solutions came from) of a row, whichever schema it has."""
+    if "prompt" in record:
+        return "prompt", _listed_solutions(record), {"solutions"}
+    if "problem" in record:
+        key = "answer" if "answer" in record else "solution"
+        return "problem", (_scalar_solution(record, key),), {key}
+    if "question" in record:
+        answer = _text(record, "answer")
+        _, marker, final = answer.rpartition("####")
+        if not marker or not final.strip():
+            raise ValueError("\"answer\" must end in '#### <number>', as GSM8K writes it")
+        return "question", (boxed(_THOUSANDS.sub("", final)),), {"answer"}
+    if "input" in record:
+        return "input", (_scalar_solution(record, "target"),), {"target"}
+    raise ValueError(
+        f"no prompt among the keys {sorted(record)}; a row has prompt + solutions, problem + answer, "
+        "question + answer, or input + target"
+    )
+
+
+def _listed_solutions(record: dict[str, object]) -> tuple[str, ...]:
+    """`solutions` of the tutorial's schema; tasks other than math may do without."""
+    solutions = record.get("solutions")
+    if solutions is None and record.get("task", "math") != "math":
+        return ()
+    if not isinstance(solutions, list) or not solutions or not all(isinstance(s, str) and s.strip() for s in solutions):
+        raise ValueError(f'"solutions" must be a list of non-empty strings, found {_shown(solutions)}')
+    return tuple(boxed(solution) if record.get("task", "math") == "math" else solution for solution in solutions)
+
+
+def _scalar_solution(record: dict[str, object], key: str) -> str:
+    value = record.get(key)
+    usable = isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip()
+    if not usable or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f'"{key}" must be a string or a number, found {_shown(value)}')
+    if key == "solution" and "\\boxed" not in str(value):
+        raise ValueError('"solution" has no \\boxed{...} and the row has no "answer"')
+    assert isinstance(value, str | int | float), "checked above"
+    return boxed(value)
+
+
+def _text(record: dict[str, object], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'"{key}" must be a non-empty string, found {_shown(value)}')
+    value.encode()  # a lone surrogate is valid json and would fail in the tokenizer, far from its line
+    return value
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+def _with_unique_ids(rows: list[Row], path: Path) -> list[Row]:
+    """Name the second row of an id `id#2`, and so on: nothing is lost and every count by query_id stays right."""
+    taken = {row.query_id for row in rows}
+    seen: dict[str, int] = {}
+    unique = []
+    for row in rows:
+        count = seen[row.query_id] = seen.get(row.query_id, 0) + 1
+        if count > 1:
+            name = f"{row.query_id}#{count}"
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            row = replace(row, query_id=name)
+        unique.append(row)
+    repeated = len(rows) - len(seen)
+    if repeated:
+        logger.warning(
+            "%s: %d rows repeat a query_id of an earlier row; kept, as <query_id>#2 and so on", path, repeated
+        )
+    return unique

@@ -1,0 +1,89 @@
+"""User code by import path: `my_pkg.my_mod:Name`, checked before the first prompt is sampled.
+
+Invariant: what is wrong with a path is said in one PluginError that names the path and the fix; an exception inside the
+user's module keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class PluginError(ValueError):
+    """An import path that does not lead to what is needed."""
+
+
+def load_plugin(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
+    """The object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments.
+
+    `kind` and the names in `arguments` are for the error. Raises PluginError; errors in the module itself propagate.
+    """
+    found = _find(spec, kind=kind)
+    _check_call(found, spec, kind=kind, args=arguments, kwargs={})
+    return found
+
+
+def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], **settings: Any) -> Any:
+    """Call the class or factory at `spec` with `settings` and check the methods of what it returns.
+
+    `methods` maps the name of each coroutine method to its positional arguments. Raises PluginError.
+    """
+    factory = _find(spec, kind=kind)
+    _check_call(factory, spec, kind=kind, args=(), kwargs=settings)
+    return check_methods(factory(**settings), spec, kind=kind, methods=methods)
+
+
+def check_methods(plugin: Any, spec: str, *, kind: str, methods: Mapping[str, Sequence[str]]) -> Any:
+    """`plugin` itself, once it has every coroutine method of `methods` with these positional arguments."""
+    for name, arguments in methods.items():
+        method = getattr(plugin, name, None)
+        if not inspect.iscoroutinefunction(method):
+            raise PluginError(f"{kind} {spec}: needs a method `async def {name}(self, {', '.join(arguments)})`")
+        _check_call(method, f"{spec}.{name}", kind=kind, args=arguments, kwargs={})
+    return plugin
+
+
+def _find(spec: str, *, kind: str) -> Any:
+    module_name, colon, name = spec.partition(":")
+    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise PluginError(f"{kind} {spec!r}: write it as package.module:Name")
+    missing = _missing_module(module_name)
+    if missing:
+        raise PluginError(f"{kind} {spec}: there is no module {missing!r}; install it or add its folder to PYTHONPATH")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise PluginError(f"{kind} {spec}: module {module_name} has no {name!r}{hint}")
+    return getattr(module, name)
+
+
+def _missing_module(module_name: str) -> str | None:
+    """The first part of a dotted name that does not exist, if any. Imports the packages on the way."""
+    parts = module_name.split(".")
+    for depth in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:depth])
+        if depth > 1 and not hasattr(importlib.import_module(".".join(parts[: depth - 1])), "__path__"):
+            return prefix
+        if importlib.util.find_spec(prefix) is None:
+            return prefix
+    return None
+
+
+def _check_call(found: Any, spec: str, *, kind: str, args: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+    called = f"({', '.join([*args, *(f'{name}=' for name in kwargs)])})"
+    if not callable(found):
+        raise PluginError(f"{kind} {spec}: is a {type(found).__name__}; it must be callable as {called}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # builtins without a signature: the call itself will tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise PluginError(f"{kind} {spec}: is called as {called}, its signature is {signature}: {error}") from error

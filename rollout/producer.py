@@ -1,0 +1,197 @@
+"""Keeps the generators busy: starts prompts as far ahead of the trainer as max_staleness allows.
+
+One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
+another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
+Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, over failures and
+restarts; how old it may be then is the buffer's business (rollout/buffer.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.buffer import Group, OverAge, StalenessBuffer, StepSchedule
+from rollout.dataset import PromptDataset
+from rollout.types import Generator, Prompt, Trajectory, Workflow
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutProducer:
+    """Prompts in, batches of finished groups out. `async with` starts the first prompts and cancels the last.
+
+    The trainer's part, for step i = 0, 1, ...: groups = await take(i), train, push the weights, set_version(i + 1).
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        workflow: Workflow,
+        generator: Generator,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        over_age: OverAge = "wait",
+        num_epochs: int | None = None,
+        max_in_flight: int | None = None,
+        max_retries: int = 3,
+        stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
+    ) -> None:
+        """`batch_size`: prompts of one step. `num_epochs`: prompts after that are not started; None: no end.
+
+        `max_in_flight` caps the prompts sampled at once. A workflow that raises is run again `max_retries` times, with
+        the same seeds; then take() raises its error. `stats_sources` are added to stats(): a reward pool's, ...
+        """
+        limits = (("batch_size", batch_size, 1), ("max_in_flight", max_in_flight, 1), ("max_retries", max_retries, 0))
+        for name, value, least in limits:
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        schedule = StepSchedule(num_prompts=len(dataset), batch_size=batch_size, num_epochs=num_epochs)
+        self._buffer = StalenessBuffer(schedule, max_staleness=max_staleness, over_age=over_age)
+        self._dataset = dataset
+        self._workflow = workflow
+        self._generator = generator
+        self._settings = {"batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age}
+        self._max_in_flight = max_in_flight
+        self._max_retries = max_retries
+        self._stats_sources = (dataset.stats, *stats_sources)
+        self._version = 0
+        self._again: deque[int] = deque()  # positions in flight at the checkpoint this run started from
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = False
+        self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_retries": 0, "num_failures": 0}
+
+    async def __aenter__(self) -> RolloutProducer:
+        self._running = True
+        self._start_prompts()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._running = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def take(self, version: int) -> list[Group]:
+        """The groups that step `version` trains on, oldest first; waits until they are there.
+
+        Raises the error of a workflow that kept failing.
+        """
+        return await self._buffer.take(version)
+
+    def set_version(self, version: int) -> None:
+        """The generators sample from weights of `version` now; starts the prompts that this allows."""
+        if version < self._version:
+            raise ValueError(f"set_version({version}): the weights are at version {self._version} already")
+        self._version = version
+        self._start_prompts()
+
+    def stats(self) -> dict[str, float]:
+        """Everything there is to plot: counts since the start, sizes now, waits and ages of the last batch."""
+        stats = {f"rollout/{name}": float(value) for name, value in self._counts.items()}
+        stats |= {"rollout/num_in_flight": float(len(self._tasks)), "rollout/version": float(self._version)}
+        stats |= self._buffer.stats()
+        for source in self._stats_sources:
+            stats |= source()
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types and numpy arrays; take it between two steps, after set_version()."""
+        return {
+            "settings": dict(self._settings),
+            "dataset": self._dataset.state_dict(),
+            "buffer": self._buffer.state_dict(),
+            "in_flight": sorted([*self._again, *self._buffer.in_flight()]),
+            "version": self._version,
+            "counts": dict(self._counts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; call before `async with`. What was in flight is sampled again, first."""
+        assert not self._running, "load_state_dict() comes before `async with`"
+        for name, saved in state["settings"].items():
+            if saved != self._settings[name]:
+                raise ValueError(
+                    f"{name}={self._settings[name]}, but the recover checkpoint was written with {saved}: "
+                    "set it back, or start afresh with recover_mode=disabled"
+                )
+        self._dataset.load_state_dict(state["dataset"])
+        self._buffer.load_state_dict(state["buffer"])
+        self._again = deque(state["in_flight"])
+        self._version = state["version"]
+        self._counts = dict(state["counts"])
+
+    def _start_prompts(self) -> None:
+        while self._running and (self._max_in_flight is None or len(self._tasks) < self._max_in_flight):
+            position = self._again[0] if self._again else self._dataset.position
+            if not self._buffer.may_start(position, self._version):
+                return
+            prompt = self._dataset.at(self._again.popleft()) if self._again else self._dataset.next()
+            self._buffer.start(position, self._version)
+            task = asyncio.create_task(self._run_prompt(position, prompt))
+            self._tasks.add(task)
+            task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._start_prompts()
+
+    async def _run_prompt(self, position: int, prompt: Prompt) -> None:
+        """Runs the workflow until it succeeds once; ends with put() or, out of retries, with fail()."""
+        for attempt in range(self._max_retries + 1):
+            try:
+                group = _checked(await self._workflow.run(prompt, self._generator), prompt)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - user code: counted, bounded, propagated
+                if _is_cancelled():
+                    raise
+                if isinstance(error, asyncio.CancelledError):
+                    error = RuntimeError("something that the workflow awaited was cancelled")
+                await self._on_error(error, prompt, attempt)
+                self._buffer.start(position, self._version)
+            else:
+                self._counts["num_prompts"] += 1
+                self._counts["num_trajectories"] += len(group)
+                self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
+                await self._buffer.put(position, group)
+                return
+
+    async def _on_error(self, error: BaseException, prompt: Prompt, attempt: int) -> None:
+        if attempt < self._max_retries:
+            self._counts["num_retries"] += 1
+            logger.warning(
+                "%s: attempt %d of %d failed: %r", prompt.query_id, attempt + 1, self._max_retries + 1, error
+            )
+            return
+        self._counts["num_failures"] += 1
+        self._running = False
+        error.add_note(
+            f"while sampling prompt {prompt.query_id} (epoch {prompt.epoch}), attempt {attempt + 1}, the last"
+        )
+        await self._buffer.fail(error)
+
+
+def _is_cancelled() -> bool:
+    """Is the current task itself being cancelled, rather than something that it awaited?"""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _checked(group: Any, prompt: Prompt) -> Group:
+    """`group` itself. Raises TypeError when a workflow's answer is not a group of well-formed trajectories."""
+    if not isinstance(group, list) or not group or not all(isinstance(t, Trajectory) for t in group):
+        raise TypeError(f"{prompt.query_id}: a workflow returns a non-empty list of Trajectory, not {group!r:.200}")
+    for trajectory in group:
+        n = len(trajectory.token_ids)
+        for name in ("loss_mask", "rollout_logprobs", "versions"):
+            array = getattr(trajectory, name)
+            if not isinstance(array, np.ndarray) or array.shape != (n,):
+                raise TypeError(
+                    f"{prompt.query_id}: {name} must be an array of {n} entries, one per token, not {array!r:.80}"
+                )
+    return group

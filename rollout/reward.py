@@ -1,0 +1,254 @@
+"""Scores completions in worker processes: between the workflow and whatever a reward function does with an answer.
+
+Invariant: every answer handed in gets exactly one score within about the time limit of the answers before it on its
+worker, whatever the reward function does: an answer that hangs, crashes, exhausts memory or raises scores WRONG and is
+counted. No worker outlives its pool, nor the process of its pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.math_reward import WRONG, math_reward
+from rollout.plugins import PluginError
+from rollout.reward_worker import LENGTH, RESULT, Outcome
+from rollout.types import Prompt, Reward
+
+logger = logging.getLogger(__name__)
+
+REWARDS: dict[str, Reward] = {"math": math_reward}
+
+_MAX_BATCH = 16
+"""Answers sent to a worker at once: enough to hide the pipe, few enough to wait behind one that hangs."""
+_KILL_GRACE_SECONDS = 0.5
+"""A worker ends slow Python code by itself at the limit, which spares its restart; this much later it is killed."""
+_START_TIMEOUT_SECONDS = 120.0
+_MAX_LOGGED_ERRORS = 3
+
+
+class RewardWorkerError(RuntimeError):
+    """A worker could not be started; the message carries what it said."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answer:
+    prompt: Prompt
+    text: str
+    score: asyncio.Future[float]
+
+
+class RewardPool:
+    """Worker processes around one reward function. Use as `async with`, or start() and close().
+
+    start() must be called from a thread that lives as long as the pool: Linux ends the workers with that thread.
+    """
+
+    def __init__(
+        self, reward: str, *, num_workers: int = 2, timeout_seconds: float = 5.0, memory_limit_gib: float = 4.0
+    ) -> None:
+        """`reward`: a name in REWARDS or an import path "pkg.mod:fn" of fn(prompt, text) -> float.
+
+        `timeout_seconds` is per answer; `memory_limit_gib` is what a worker may take on top of its imports.
+        """
+        if reward not in REWARDS and ":" not in reward:
+            raise PluginError(f"unknown reward {reward!r}: use one of {sorted(REWARDS)} or an import path pkg.mod:fn")
+        if num_workers < 1 or timeout_seconds <= 0 or memory_limit_gib <= 0:
+            raise ValueError(
+                f"num_workers={num_workers}, timeout_seconds={timeout_seconds}, memory_limit_gib={memory_limit_gib}: "
+                "all must be greater than 0"
+            )
+        self._reward = reward
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._memory_limit_bytes = int(memory_limit_gib * 2**30)
+        self._waiting: asyncio.Queue[_Answer] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._workers: set[_Worker] = set()
+        self._outcomes: Counter[Outcome] = Counter()
+        self._score_sum = 0.0
+        self._error: BaseException | None = None
+
+    async def __aenter__(self) -> RewardPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start the workers; return once each has loaded the reward function. RewardWorkerError if one cannot."""
+        starting = [asyncio.create_task(self._start_worker()) for _ in range(self._num_workers)]
+        try:
+            workers = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.wait(starting)
+            await self.close()
+            raise
+        self._tasks = [asyncio.create_task(self._serve(worker)) for worker in workers]
+        for serving in self._tasks:
+            serving.add_done_callback(self._on_serve_end)
+
+    async def close(self) -> None:
+        """End the workers. Scores still awaited are cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        for worker in list(self._workers):
+            self._end(worker)
+        self._error = RuntimeError("the reward pool is closed")
+        while not self._waiting.empty():
+            self._waiting.get_nowait().score.cancel()
+
+    async def score(self, prompt: Prompt, text: str) -> float:
+        """The reward of one completion; WRONG when it could not be scored."""
+        return (await self.score_many(prompt, [text]))[0]
+
+    async def score_many(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
+        """The rewards of several completions of one prompt, in order."""
+        if self._error is not None:
+            raise self._error
+        assert self._tasks, "start() comes before score()"
+        loop = asyncio.get_running_loop()
+        answers = [_Answer(prompt, text, loop.create_future()) for text in texts]
+        for answer in answers:
+            self._waiting.put_nowait(answer)
+        return await asyncio.gather(*(answer.score for answer in answers))
+
+    def stats(self) -> dict[str, float]:
+        """Answers since the start by outcome, and how many wait."""
+        counts = {f"reward/num_{outcome.name.lower()}": float(self._outcomes[outcome]) for outcome in Outcome}
+        return counts | {"reward/num_waiting": float(self._waiting.qsize())}
+
+    async def _serve(self, worker: _Worker) -> None:
+        """Consumes waiting answers on one worker, which is replaced when an answer hangs or kills it."""
+        while True:
+            batch = await self._next_batch()
+            try:
+                lost = await self._score_batch(worker, batch)
+            finally:
+                if (task := asyncio.current_task()) and task.cancelling():
+                    for answer in batch:
+                        answer.score.cancel()
+            if lost is not None:
+                for answer in lost:
+                    self._waiting.put_nowait(answer)
+                worker = await self._start_worker()
+
+    def _on_serve_end(self, task: asyncio.Task[None]) -> None:
+        """A worker cannot be replaced: everything that waits for a score, now or later, gets the error."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._error = error
+        while not self._waiting.empty():
+            answer = self._waiting.get_nowait()
+            if not answer.score.done():
+                answer.score.set_exception(error)
+
+    async def _next_batch(self) -> list[_Answer]:
+        """Waits for an answer, then takes this worker's share of what is waiting."""
+        batch = [await self._waiting.get()]
+        share = min(_MAX_BATCH, math.ceil((self._waiting.qsize() + 1) / self._num_workers))
+        while len(batch) < share:
+            batch.append(self._waiting.get_nowait())
+        return [answer for answer in batch if not answer.score.done()]  # the others were cancelled by their callers
+
+    async def _score_batch(self, worker: _Worker, batch: list[_Answer]) -> list[_Answer] | None:
+        """Scores `batch` in order. None when the worker is fit for more; else it is ended: what it did not get to."""
+        worker.send([(answer.prompt, answer.text) for answer in batch])
+        for i, answer in enumerate(batch):
+            try:
+                async with asyncio.timeout(self._timeout_seconds + _KILL_GRACE_SECONDS):
+                    score, outcome, message = await worker.receive()
+            except TimeoutError:
+                self._end(worker)
+                self._settle(answer, WRONG, Outcome.TIMEOUT)
+                return batch[i + 1 :]
+            except (asyncio.IncompleteReadError, ConnectionError):
+                self._settle(answer, WRONG, Outcome.CRASH, f"the worker died: {self._end(worker)}")
+                return batch[i + 1 :]
+            self._settle(answer, score, outcome, message)
+        return None
+
+    def _settle(self, answer: _Answer, score: float, outcome: Outcome, message: str = "") -> None:
+        self._outcomes[outcome] += 1
+        if message and self._outcomes[Outcome.ERROR] + self._outcomes[Outcome.CRASH] <= _MAX_LOGGED_ERRORS:
+            logger.warning(
+                "reward %s: an answer to %s scores as wrong: %s", self._reward, answer.prompt.query_id, message
+            )
+        if not answer.score.done():
+            answer.score.set_result(score)
+
+    async def _start_worker(self) -> _Worker:
+        worker = _Worker(self._reward, timeout_seconds=self._timeout_seconds, memory_bytes=self._memory_limit_bytes)
+        self._workers.add(worker)
+        try:
+            await worker.connect()
+            async with asyncio.timeout(_START_TIMEOUT_SECONDS):
+                _, outcome, message = await worker.receive()
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            raise RewardWorkerError(f"a worker of reward {self._reward} did not start: {self._end(worker)}") from error
+        if outcome is not Outcome.SCORED:
+            raise RewardWorkerError(f"reward {self._reward} cannot be loaded:\n{message}")
+        return worker
+
+    def _end(self, worker: _Worker) -> str:
+        self._workers.discard(worker)
+        return worker.kill()
+
+
+class _Worker:
+    """A worker process and this end of its socket."""
+
+    def __init__(self, reward: str, *, timeout_seconds: float, memory_bytes: int) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._writer: asyncio.StreamWriter | None = None
+        import_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with theirs:
+            fd = theirs.fileno()
+            argv = [str(fd), reward, str(timeout_seconds), str(memory_bytes), str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollout.reward_worker", *argv],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(fd,),
+                env=os.environ | {"PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for the pool; and kill() reaches what user code has started
+            )
+
+    async def connect(self) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+
+    def send(self, batch: list[tuple[Prompt, str]]) -> None:
+        assert self._writer is not None, "connect() comes first"
+        payload = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+        self._writer.write(LENGTH.pack(len(payload)) + payload)
+
+    async def receive(self) -> tuple[float, Outcome, str]:
+        """The next result. Raises IncompleteReadError or ConnectionError when the process has ended."""
+        score, outcome, length = RESULT.unpack(await self._reader.readexactly(RESULT.size))
+        message = await self._reader.readexactly(length) if length else b""
+        return score, Outcome(outcome), message.decode()
+
+    def kill(self) -> str:
+        """End the process and what it started; how it ended, in words."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        if self._writer is not None:
+            self._writer.close()
+        self._socket.close()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -1,0 +1,140 @@
+"""One reward worker: a process of its own that scores answers until its pool closes the socket. Started by reward.py.
+
+Over the socket come pickled lists of (prompt, text); back goes one `_RESULT` per answer, in order and as soon as it is
+known, so the pool always knows which answer is being scored when a worker hangs or dies.
+Invariant: whatever an answer does to this process, the pool gets a result or sees the process end; it never lives on
+without its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import math
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Iterator
+from enum import IntEnum
+
+from rollout.math_reward import WRONG, UnparsableAnswerError
+from rollout.plugins import PluginError, load_plugin
+from rollout.types import Prompt, Reward
+
+RESULT = struct.Struct("<dBI")
+"""Score, Outcome, length of the UTF-8 message that follows."""
+
+LENGTH = struct.Struct("<Q")
+"""Length of the pickle that follows."""
+
+
+class Outcome(IntEnum):
+    """How scoring one answer ended; all but SCORED come with the score of a wrong answer."""
+
+    SCORED = 0
+    UNPARSABLE = 1
+    ERROR = 2
+    MEMORY = 3
+    TIMEOUT = 4
+    CRASH = 5
+    """Given by the pool: the worker died."""
+
+
+class _TimeLimitError(BaseException):
+    """Not an Exception: sympy catches those."""
+
+
+def main(argv: list[str]) -> None:
+    """`argv`: socket's file descriptor, reward spec, seconds per answer, memory limit in bytes, parent's process id."""
+    fd, spec, timeout_seconds, memory_bytes, parent = int(argv[0]), argv[1], float(argv[2]), int(argv[3]), int(argv[4])
+    _die_with_parent(parent)
+    channel = socket.socket(fileno=fd)
+    try:
+        reward = _prepare(spec)
+    except Exception as error:  # noqa: BLE001 - user code: reported to the pool, which raises it
+        said = str(error) if isinstance(error, PluginError) else traceback.format_exc()
+        _send(channel, WRONG, Outcome.ERROR, said)
+        return
+    _limit_memory(memory_bytes)
+    signal.signal(signal.SIGALRM, _on_alarm)
+    _send(channel, 1.0, Outcome.SCORED, "")
+    with channel, channel.makefile("rb") as stream:
+        while header := stream.read(LENGTH.size):
+            for prompt, text in pickle.loads(stream.read(*LENGTH.unpack(header))):
+                _send(channel, *_score(reward, prompt, text, timeout_seconds))
+
+
+def _prepare(spec: str) -> Reward:
+    """The reward function, with the libraries that its first call would import already there."""
+    from rollout.reward import REWARDS
+
+    if spec in REWARDS:
+        importlib.import_module("math_verify")
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        return REWARDS[spec]
+    return load_plugin(spec, kind="reward function", arguments=("prompt", "text"))
+
+
+def _score(reward: Reward, prompt: Prompt, text: str, timeout_seconds: float) -> tuple[float, Outcome, str]:
+    try:
+        with _time_limit(timeout_seconds):
+            score = float(reward(prompt, text))
+        if not math.isfinite(score):
+            return WRONG, Outcome.ERROR, f"reward function returned {score}"
+    except UnparsableAnswerError:
+        return WRONG, Outcome.UNPARSABLE, ""
+    except MemoryError:
+        return WRONG, Outcome.MEMORY, ""
+    except _TimeLimitError:
+        return WRONG, Outcome.TIMEOUT, ""
+    except BaseException:  # noqa: BLE001 - an answer must not end the worker, not even by SystemExit
+        return WRONG, Outcome.ERROR, traceback.format_exc(limit=-8)
+    return score, Outcome.SCORED, ""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Ends Python code that takes longer. Code that never returns to the interpreter is the pool's to kill."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _on_alarm(signum: int, frame: object) -> None:
+    raise _TimeLimitError
+
+
+def _send(channel: socket.socket, score: float, outcome: Outcome, message: str) -> None:
+    encoded = message.encode(errors="replace")
+    channel.sendall(RESULT.pack(score, outcome, len(encoded)) + encoded)
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    """Cap the address space at what is mapped now plus `extra_bytes`, where the system tells what is mapped now."""
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as statm:
+            mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + extra_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _die_with_parent(parent: int) -> None:
+    """Linux ends this process with the thread that started it; elsewhere the closed socket does, between answers."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the reward pool ended before its worker started")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
