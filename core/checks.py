@@ -1,0 +1,165 @@
+"""Everything that can be known to go wrong before a process is started: the checks of --dry-run and of every start.
+
+Each check is a generator of problems; all of them run, so that all problems are seen at once. Nothing is written, and
+neither torch nor Ray is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationError, model_errors
+from core.check_models import ModelFolderError, read_model_folder
+from core.config import ExperimentConfig, PPOMATHConfig
+from core.config_allocation import resolve_allocation
+from core.config_base import Problem
+from core.config_models import ModelTrainEvalConfig
+from core.sft_rows import read_pairs
+from mcore_adapter.hf_config import SUPPORTED, ModelConfig
+from rollout.dataset_rows import DatasetError, scan_rows
+from rollout.plugins import PluginError, load_plugin
+from rollout.reward import REWARDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUse:
+    """A model folder that the run reads, and the roles it plays."""
+
+    key: str
+    section: ModelTrainEvalConfig
+    path: str
+    roles: tuple[str, ...]
+    tokenizer: bool = False
+
+
+def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Problem]:
+    """Every problem of the machine, the files and the model that this configuration meets.
+
+    `where(key)` says in which line a key was given."""
+    checks = (_models, _datasets, _reward, _fileroot, _port)
+    return [
+        Problem(key=problem.key, message=problem.message, where=where(problem.key))
+        for check in checks
+        for problem in check(config)
+    ]
+
+
+def model_uses(config: ExperimentConfig) -> list[ModelUse]:
+    """The models that a run of `config` loads."""
+    if not isinstance(config, PPOMATHConfig):
+        return [
+            ModelUse(key="model", section=config.model, path=config.model.path, roles=(TRAINER_ROLE,), tokenizer=True)
+        ]
+    actor_roles = (GENERATOR_ROLE, TRAINER_ROLE, "actor_inf")
+    uses = [ModelUse(key="actor", section=config.actor, path=config.actor.path, roles=actor_roles, tokenizer=True)]
+    if config.uses_critic:
+        roles = ("critic_train", "critic_inf")
+        uses.append(ModelUse(key="critic", section=config.critic, path=config.critic_path, roles=roles))
+    if config.uses_reference:
+        uses.append(ModelUse(key="ref", section=config.ref, path=config.ref_path, roles=("ref_inf",)))
+    return uses
+
+
+def _models(config: ExperimentConfig) -> Iterator[Problem]:
+    vocabularies: dict[str, int] = {}
+    for use in model_uses(config):
+        try:
+            model = read_model_folder(use.path, weights=not use.section.init_from_scratch, tokenizer=use.tokenizer)
+        except ModelFolderError as error:
+            yield Problem(key=f"{use.key}.path", message=str(error))
+            continue
+        vocabularies[use.key] = model.vocab_size
+        yield from _family(use, model)
+        yield from _split(config, use, model)
+    if len(set(vocabularies.values())) > 1:
+        sizes = ", ".join(f"{key} {size}" for key, size in vocabularies.items())
+        yield Problem(key="actor.path", message=f"the models must share one vocabulary; vocab_size of {sizes}")
+
+
+def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+    family = use.section.type.family
+    if family not in ("auto", model.model_type):
+        known = "" if family in SUPPORTED else f" ({family!r} is not one of {', '.join(sorted(SUPPORTED))})"
+        message = f"{family!r}, but config.json of {use.path} says {model.model_type!r}{known}; write that, or auto"
+        yield Problem(key=f"{use.key}.type._class", message=message)
+
+
+def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+    """Layouts against heads, layers, vocabulary; one message where several roles break the same rule."""
+    try:
+        allocation = resolve_allocation(config)
+    except AllocationError:
+        return  # a rule of the configuration has said so
+    seen: set[str] = set()
+    for role in use.roles:
+        placed = allocation.roles[role]
+        for error in model_errors(
+            placed.layout, role, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
+            num_layers=model.num_layers, vocab_size=model.vocab_size, intermediate_size=model.intermediate_size,
+            path=use.path,
+        ):  # fmt: skip
+            message = str(error).removeprefix(f"{error.key}: ")
+            rule = message.removeprefix(f"{role}:")
+            if rule not in seen:
+                seen.add(rule)
+                yield Problem(key=error.key, message=message)
+
+
+def _datasets(config: ExperimentConfig) -> Iterator[Problem]:
+    if isinstance(config, PPOMATHConfig):
+        paths = {"dataset.path": config.dataset.path, "evaluation.path": config.evaluation.path}
+        scan: Callable[[str], object] = scan_rows
+    else:
+        paths = {"dataset.train_path": config.dataset.train_path, "dataset.valid_path": config.dataset.valid_path}
+        scan = read_pairs
+    for key, path in paths.items():
+        if not path:
+            continue
+        try:
+            scan(path)
+        except DatasetError as error:
+            yield Problem(key=key, message=str(error))
+
+
+def _reward(config: ExperimentConfig) -> Iterator[Problem]:
+    if not isinstance(config, PPOMATHConfig) or config.reward.function in REWARDS:
+        return
+    function = config.reward.function
+    if ":" not in function:
+        message = f"unknown reward {function!r}; use one of {', '.join(sorted(REWARDS))}, or package.module:function"
+        yield Problem(key="reward.function", message=message)
+        return
+    try:
+        load_plugin(function, kind="reward function", arguments=("prompt", "text"))
+    except PluginError as error:
+        yield Problem(key="reward.function", message=str(error))
+
+
+def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
+    root = Path(config.external_configs.cluster_config.fileroot).expanduser().absolute()
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    try:
+        # Writing is the only test that knows about read-only mounts, quotas and root; the file has no name.
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        message = f"{root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+
+
+def _port(config: ExperimentConfig) -> Iterator[Problem]:
+    port = config.launch.master_port
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            message = f"port {port}: {os.strerror(error.errno or 0)}; write 0 for a free one"
+            yield Problem(key="launch.master_port", message=message)

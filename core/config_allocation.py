@@ -1,0 +1,31 @@
+"""From configuration to allocation: the string, or the device mappings of the roles, whichever is given."""
+
+from __future__ import annotations
+
+from allocation import Allocation, AllocationError, DeviceMapping, parse, parse_device_mappings
+from core.config import ExperimentConfig, PPOMATHConfig
+from core.config_models import GenerationRoleConfig
+
+_BY_MAPPING = ("", "manual")
+
+
+def placed_roles(config: ExperimentConfig) -> dict[str, GenerationRoleConfig]:
+    """Section of each role that may have a device_mapping, by the role's name."""
+    if isinstance(config, PPOMATHConfig):
+        return {"actor_gen": config.actor_gen, **config.roles}
+    return {"actor_train": config.allocation}
+
+
+def resolve_allocation(config: ExperimentConfig) -> Allocation:
+    """Where every role runs. Raises AllocationError."""
+    mapped = {role: s for role, s in placed_roles(config).items() if s.device_mapping is not None}
+    if not mapped:
+        return parse(config.allocation_mode, n_nodes=config.n_nodes, n_gpus_per_node=config.n_gpus_per_node)
+    if config.allocation_mode not in _BY_MAPPING:
+        raise AllocationError(
+            f"and {next(iter(mapped))}.device_mapping both say where roles run; keep one of them",
+            value=config.allocation_mode,
+            nearest="manual",
+        )
+    mappings: dict[str, DeviceMapping] = {role: (s.device_mapping or "", s.layout) for role, s in mapped.items()}
+    return parse_device_mappings(mappings, n_nodes=config.n_nodes, n_gpus_per_node=config.n_gpus_per_node)

@@ -1,0 +1,84 @@
+"""What every section of the configuration is made of, and how a problem in one is reported.
+
+A section is a frozen pydantic model. Beside its fields it declares the keys that it accepts without using them
+(`IGNORED`) and those that have one meaningful value here (`FIXED`), each with the reason that the user is told.
+Invariant: every field has a description; nothing in a section changes after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+class Section(BaseModel):
+    """Base of every section. Keys are field names, or the alias where a key is no Python name (`_class`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    IGNORED: ClassVar[Mapping[str, str]] = {}
+    """Key -> why it has no effect here. A key that is a section covers everything below it."""
+    FIXED: ClassVar[Mapping[str, tuple[tuple[str, ...], str]]] = {}
+    """Key -> (the values that are accepted, as text; why no other value is)."""
+
+
+def key(default: Any = ..., description: str = "", **constraints: Any) -> Any:
+    """A field of a section: default (none: required), meaning, and pydantic's constraints (gt, ge, le, alias, ...)."""
+    return Field(default, description=description, **constraints)
+
+
+def section(model: type[Section], description: str = "", **defaults: Any) -> Any:
+    """A sub-section whose keys all have defaults; `defaults` are set where they differ from the section's own."""
+    return Field(model(**defaults), description=description)
+
+
+def fields_by_key(model: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
+    """Key as users write it -> (attribute name, field), in order."""
+    return {info.alias or name: (name, info) for name, info in model.model_fields.items()}
+
+
+def sub_section(info: FieldInfo) -> type[Section] | None:
+    """The section class of a field, None for a plain value."""
+    annotation = info.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> Any:
+    """Default of a field inside a section whose own default is `defaults`; None if it has none."""
+    if defaults is not None:
+        return getattr(defaults, attribute)
+    return None if info.is_required() else info.default
+
+
+def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted path of every plain value below `model`."""
+    for name, (_, info) in fields_by_key(model).items():
+        below = sub_section(info)
+        if below is None:
+            yield prefix + name
+        else:
+            yield from all_keys(below, f"{prefix}{name}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing wrong with what the user gave. `where` is file:line, the override, or empty for a default."""
+
+    key: str
+    message: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.key, self.message) if part)
+
+
+class ConfigError(ValueError):
+    """Bad input, all of it at once. One line per problem."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(p) for p in problems))

@@ -1,0 +1,244 @@
+"""From a YAML file and overrides to a typed configuration, or to everything that is wrong with them at once.
+
+The pass over the schema (`_Binder`) finds unknown keys, wrong types and interpolations without value; pydantic then
+checks the bounds of single fields; config_rules.py what several fields say together. A key that failed one stage
+is left out of the next, so that one mistake is one message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from core.config import EXPERIMENTS, ExperimentConfig
+from core.config_base import ConfigError, Problem, Section, all_keys, default_of, fields_by_key, sub_section
+from core.config_coerce import CoerceError, coerce, describe, to_node
+from core.config_interpolate import InterpolationError, Interpolator
+from core.config_rules import check_rules
+from core.config_yaml import Node, Scalar, Table, apply_override, move, read_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A valid configuration, and where its values were written."""
+
+    config: ExperimentConfig
+    ignored: tuple[Problem, ...]
+    """Keys that were given and have no effect, with the reason."""
+    sources: Mapping[str, str]
+
+    def where(self, key: str) -> str:
+        """file:line or override that gave `key` or the section around it; empty for a default."""
+        return _where(self.sources, key)
+
+
+def load_config(experiment: str, path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The configuration of `experiment` (a key of EXPERIMENTS). Raises ConfigError with every problem there is."""
+    model = EXPERIMENTS[experiment]
+    tree = Table("") if path is None else read_yaml(path)
+    problems: list[Problem] = []
+    for override in overrides:
+        problems += apply_override(tree, override)
+    problems += [p for old, new in model.RENAMED.items() if (p := move(tree, old, new))]
+
+    binder = _Binder(model, tree)
+    values = binder.bind()
+    problems += binder.problems
+    config, found = _validate(model, values, binder.sources, str(path or ""))
+    problems += found
+    bad = {p.key for p in problems}
+    for rule in check_rules(config):
+        if not any(_related(key, b) for key in rule.keys for b in bad):
+            problems.append(Problem(key=rule.keys[0], message=rule.message, where=_where(binder.sources, rule.keys[0])))
+    if problems:
+        raise ConfigError(sorted(problems, key=_line))
+    return LoadedConfig(config=config, ignored=tuple(binder.ignored), sources=binder.sources)
+
+
+def _where(sources: Mapping[str, str], key: str) -> str:
+    while key:
+        if key in sources:
+            return sources[key]
+        key = key.rpartition(".")[0]
+    return ""
+
+
+def _line(problem: Problem) -> int:
+    """Line in the file; overrides have none and come last."""
+    line = problem.where.rpartition(":")[2]
+    return int(line) if line.isdigit() else sys.maxsize
+
+
+def _related(a: str, b: str) -> bool:
+    return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+class _Binder:
+    """Walks the tree along the schema and collects plain values for pydantic."""
+
+    def __init__(self, model: type[Section], tree: Table) -> None:
+        self._model = model
+        self._tree = tree
+        self._interpolator = Interpolator(tree, self._default_node)
+        self.sources: dict[str, str] = {}
+        self.ignored: list[Problem] = []
+        self.problems: list[Problem] = []
+
+    def bind(self) -> dict[str, Any]:
+        """Values by key, valid in type; `problems` says what was left out."""
+        return self._bind(self._model, self._tree, None, "")
+
+    def _bind(self, model: type[Section], table: Table, defaults: Section | None, prefix: str) -> dict[str, Any]:
+        known = fields_by_key(model)
+        values: dict[str, Any] = {}
+        for name, node in table.children.items():
+            path = prefix + name
+            if name not in known:
+                self._unknown(model, name, node, path)
+                continue
+            self.sources[path] = node.where
+            attribute, info = known[name]
+            resolved = self._resolved(path, node)
+            below = sub_section(info)
+            if resolved is None:
+                continue
+            if below is None:
+                self._value(values, name, path, resolved, info.annotation)
+            elif isinstance(resolved, Table):
+                values[name] = self._bind(below, resolved, default_of(defaults, attribute, info), f"{path}.")
+            elif not (isinstance(resolved, Scalar) and resolved.is_null):
+                self._problem(path, f"is a section with keys of its own, got {describe(resolved)}")
+        for name, (attribute, info) in known.items():
+            if name in values:
+                continue
+            if defaults is not None and attribute in defaults.model_fields_set:
+                values[name] = getattr(defaults, attribute)
+            elif info.is_required() and sub_section(info):
+                values[name] = {}  # so that pydantic names the keys that are missing in it
+        return values
+
+    def _value(self, values: dict[str, Any], name: str, path: str, node: Node, annotation: Any) -> None:
+        try:
+            values[name] = coerce(self._resolve_inside(node), annotation)
+        except (CoerceError, InterpolationError) as error:
+            self._problem(path, str(error))
+
+    def _resolved(self, path: str, node: Node) -> Node | None:
+        if not isinstance(node, Scalar):
+            return node
+        try:
+            return self._interpolator.resolve(node)
+        except InterpolationError as error:
+            self._problem(path, str(error))
+            return None
+
+    def _resolve_inside(self, node: Node) -> Node:
+        """Interpolations in the elements of a list or a free mapping."""
+        if isinstance(node, Scalar):
+            return self._interpolator.resolve(node)
+        if isinstance(node, Table):
+            return Table(node.where, {name: self._resolve_inside(child) for name, child in node.children.items()})
+        return type(node)(tuple(self._resolve_inside(item) for item in node.items), node.where)
+
+    def _problem(self, path: str, message: str) -> None:
+        self.problems.append(Problem(key=path, message=message, where=_where(self.sources, path)))
+
+    def _unknown(self, model: type[Section], name: str, node: Node, path: str) -> None:
+        if name in model.IGNORED:
+            self.ignored.append(Problem(key=path, message=model.IGNORED[name], where=node.where))
+        elif name in model.FIXED:
+            accepted, why = model.FIXED[name]
+            if not (isinstance(node, Scalar) and _is_one_of(node, accepted)):
+                message = f"must be {' or '.join(accepted)}, got {describe(node)}: {why}"
+                self.problems.append(Problem(key=path, message=message, where=node.where))
+        else:
+            message = f"unknown key; {_suggestion(self._model, model, name, path)}"
+            self.problems.append(Problem(key=path, message=message, where=node.where))
+
+    def _default_node(self, key: str) -> Node:
+        """Default of a dotted key, for references to keys that are not given. Raises InterpolationError."""
+        value: Any = None
+        model: type[Section] | None = self._model
+        for name in key.split("."):
+            known = fields_by_key(model) if model else {}
+            if name not in known:
+                raise InterpolationError(f"${{{key}}} is not a key; {_suggestion(self._model, self._model, key, key)}")
+            attribute, info = known[name]
+            if info.is_required() and sub_section(info) is None:
+                raise InterpolationError(f"${{{key}}} has no value")
+            value = default_of(value, attribute, info)
+            model = sub_section(info)
+        return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
+
+
+def _is_one_of(node: Scalar, accepted: Sequence[str]) -> bool:
+    return node.text.lower() in accepted or (node.is_null and "null" in accepted)
+
+
+def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:
+    """The nearest known key: of the same section, of the same name elsewhere, or of a similar path."""
+    if "." in name and name in all_keys(root) and name != path:
+        return f"write {name} as nested sections"
+    siblings = list(fields_by_key(model))
+    prefix = path.removesuffix(name)
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {prefix + near[0]!r}?"
+    everywhere = list(all_keys(root))
+    same_name = [k for k in everywhere if k.rpartition(".")[2] == name]
+    if same_name:
+        return f"did you mean {' or '.join(map(repr, same_name[:3]))}?"
+    near = difflib.get_close_matches(path, everywhere, n=1, cutoff=0.7)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"keys here are {', '.join(siblings)}" if prefix else "--help lists all keys"
+
+
+def _validate(
+    model: type[ExperimentConfig], values: dict[str, Any], sources: Mapping[str, str], file: str
+) -> tuple[Any, list[Problem]]:
+    """The configuration, and problems of single fields. Fields with problems hold defaults in the result."""
+    problems: list[Problem] = []
+    for _ in range(2):
+        try:
+            return model.model_validate(values), problems
+        except ValidationError as error:
+            for item in error.errors():
+                path = [str(part) for part in item["loc"]]
+                dotted = ".".join(path)
+                where = _where(sources, dotted) or file
+                if dotted not in sources or item["type"] != "missing":
+                    problems.append(Problem(key=dotted, message=_rule(item), where=where))
+                _repair(values, path, item["type"] == "missing")
+    raise AssertionError(f"defaults are valid, yet {problems}")
+
+
+def _repair(values: dict[str, Any], path: Sequence[str], missing: bool) -> None:
+    """Make a refused value valid, so that the other rules can still be checked."""
+    for name in path[:-1]:
+        values = values[name]
+    if missing:
+        values[path[-1]] = "missing"
+    else:
+        values.pop(path[-1])
+
+
+_RULES = {
+    "missing": "required; it has no default",
+    "greater_than": "must be greater than {gt:g}, got {input}",
+    "greater_than_equal": "must be at least {ge:g}, got {input}",
+    "less_than": "must be less than {lt:g}, got {input}",
+    "less_than_equal": "must be at most {le:g}, got {input}",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must be letters, digits and . _ + = -, a letter or digit first, got {input!r}",
+}
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    return _RULES.get(error["type"], error["msg"]).format(**error.get("ctx", {}), input=error["input"])

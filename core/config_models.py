@@ -1,0 +1,126 @@
+"""Sections about models: which one, how it is optimised, where and in what pieces it runs.
+
+Key names and defaults follow the AReaL 0.2 schema that tutorials for this kind of trainer use.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from core.config_base import Section, key, section
+
+Dtype = Literal["float32", "bfloat16"]
+FlagValue = bool | int | float | str | list[int] | None
+"""Value of a SGLang server flag."""
+
+
+class ModelFamily(Section):
+    """Kind of a model."""
+
+    IGNORED = {"size": "the size is read from config.json"}
+
+    family: str = key(
+        "auto",
+        "Model family (qwen2, qwen3, llama); must agree with config.json. auto: what config.json says",
+        alias="_class",
+    )
+    is_critic: bool = key(False, "True for a model with a value head")
+
+
+class OptimizerConfig(Section):
+    """Adam and its learning-rate schedule."""
+
+    IGNORED = {
+        "offload": "optimizer state stays with the parameters",
+        "initial_loss_scale": "training runs in bfloat16 or float32, which need no loss scaling",
+        "min_loss_scale": "training runs in bfloat16 or float32, which need no loss scaling",
+        "loss_scale_window": "training runs in bfloat16 or float32, which need no loss scaling",
+        "hysteresis": "training runs in bfloat16 or float32, which need no loss scaling",
+    }
+
+    type: Literal["adam", "empty"] = key("adam", "Optimizer; empty is for models that are not trained")
+    lr: float = key(2e-5, "Learning rate after the warm-up", gt=0)
+    weight_decay: float = key(0.05, "Decoupled weight decay", ge=0)
+    beta1: float = key(0.9, "Adam's decay rate of the first moment", ge=0, lt=1)
+    beta2: float = key(0.95, "Adam's decay rate of the second moment", ge=0, lt=1)
+    eps: float = key(1e-5, "Adam's epsilon", gt=0)
+    min_lr_ratio: float = key(0.0, "Learning rate at the end of a decay, as a fraction of lr", ge=0, le=1)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up")
+    warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
+    gradient_clipping: float = key(1.0, "Largest global gradient norm; 0 switches clipping off", ge=0)
+
+
+class ModelTrainEvalConfig(Section):
+    """One model: its weights, numeric format and optimizer."""
+
+    IGNORED = {
+        "vllm": "generators are embedded or SGLang; see generator.* and actor.sglang.*",
+        "megatron": "Megatron's switches follow from the device and the layout",
+        "parallel": "the layout is part of allocation_mode",
+        "offload": "models stay on their device",
+        "zero_stage": "the distributed optimizer is always on",
+        "enable_fp16": "half precision is bfloat16 here: see bf16",
+        "enable_bf16": "the key is bf16",
+        "fp16": "half precision is bfloat16 here: see bf16",
+    }
+    FIXED = {"backend": (("megatron",), "Megatron is the training backend")}
+
+    type: ModelFamily = section(ModelFamily, "Model family and head")
+    path: str = key("", "Hugging Face model folder. ref and critic: empty means actor.path")
+    init_from_scratch: bool = key(False, "Random weights; only config.json and the tokenizer are read from path")
+    init_critic_from_actor: bool = key(False, "critic only: path is a language model; it gets a new value head")
+    gradient_checkpointing: bool | None = key(
+        None, "Recompute activations in the backward pass. null: on with GPUs, off on the embedded default"
+    )
+    bf16: bool | None = key(
+        None, "True: bfloat16, False: float32. null: bfloat16 with GPUs, float32 on the embedded default"
+    )
+    optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule")
+    sglang: dict[str, FlagValue] = key(
+        {}, "actor only: flags of the SGLang servers by name, as in mem_fraction_static: 0.8"
+    )
+
+    def dtype(self, *, embedded: bool) -> Dtype:
+        """Format of the weights, given whether the run is on the embedded default."""
+        bf16 = not embedded if self.bf16 is None else self.bf16
+        return "bfloat16" if bf16 else "float32"
+
+    def recompute(self, *, embedded: bool) -> Literal["none", "full"]:
+        """What the engine recomputes in the backward pass."""
+        checkpointing = not embedded if self.gradient_checkpointing is None else self.gradient_checkpointing
+        return "full" if checkpointing else "none"
+
+
+class MicroBatchSpec(Section):
+    """How a minibatch is cut into microbatches."""
+
+    n_mbs: int = key(1, "Smallest number of microbatches a minibatch is cut into, per data-parallel rank", ge=1)
+    max_tokens_per_mb: int | None = key(
+        None,
+        "Most tokens of one forward/backward pass, prompts included; lower it when memory runs out. "
+        "null: actor_train's value; for actor_train 16384, or the longest possible sequence if that is more",
+        ge=1,
+    )
+
+
+class GenerationRoleConfig(Section):
+    """Where the generators run, when allocation_mode does not say."""
+
+    IGNORED = {
+        "mb_spec": "generators batch continuously: see generator.max_running",
+        "parallel": "the layout is part of allocation_mode, or of layout beside device_mapping",
+        "device_mesh": "write device_mapping, or a per-role allocation_mode",
+    }
+
+    device_mapping: str | list[int] | None = key(
+        None, "Global GPU indices of the role, as in list(range(0,8)); used with an empty allocation_mode"
+    )
+    layout: str | None = key(None, "Parallel layout of device_mapping, as in d4m2p1. null: all data parallel")
+
+
+class MFCConfig(GenerationRoleConfig):
+    """One use of a model (training or inference): microbatches, and where it runs when allocation_mode does not say."""
+
+    IGNORED: ClassVar = {name: why for name, why in GenerationRoleConfig.IGNORED.items() if name != "mb_spec"}
+
+    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Microbatches")

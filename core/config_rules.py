@@ -1,0 +1,152 @@
+"""What several keys say together: rules that no single field can hold.
+
+Every rule names the keys that it reads, so that a key that is wrong by itself is not reported twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from allocation import TRAINER_ROLE, AllocationError, batch_errors
+from core.config import ExperimentConfig, PPOMATHConfig
+from core.config_allocation import resolve_allocation
+from core.config_models import ModelTrainEvalConfig
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken rule; the first of `keys` is the one to change."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
+    """Every rule that `config` breaks."""
+    if config.mode == "local" and config.n_nodes > 1:
+        yield Violation(("mode", "n_nodes"), f"mode=local is one machine, n_nodes={config.n_nodes}; write mode=ray")
+    yield from _microbatches(config)
+    yield from _evaluation(config)
+    if isinstance(config, PPOMATHConfig):
+        yield from _sampling(config)
+        yield from _ppo_models(config)
+    else:
+        yield from _trained_model("model", config.model)
+    yield from _allocation(config)
+
+
+def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:
+    parts: tuple[str, ...]
+    if isinstance(config, PPOMATHConfig):
+        parts = ("dataset.max_prompt_len", "ppo.gen.max_new_tokens")
+    else:
+        parts = ("dataset.max_seqlen",)
+    for role, section in config.roles.items():
+        limit = section.mb_spec.max_tokens_per_mb
+        if limit is not None and limit < config.max_seqlen:
+            yield Violation(
+                (f"{role}.mb_spec.max_tokens_per_mb", *parts),
+                f"max_tokens_per_mb={limit} cannot hold the longest sequence, {' + '.join(parts)} = "
+                f"{config.max_seqlen}; raise it to at least {config.max_seqlen}",
+            )
+
+
+def _evaluation(config: ExperimentConfig) -> Iterator[Violation]:
+    if isinstance(config, PPOMATHConfig):
+        key, path = "evaluation.path", config.evaluation.path
+    else:
+        key, path = "dataset.valid_path", config.dataset.valid_path
+    control = config.exp_ctrl
+    if not path and (control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs):
+        yield Violation((key, "exp_ctrl"), "exp_ctrl.eval_freq_* asks for evaluation; set this to a jsonl file")
+
+
+def _sampling(config: PPOMATHConfig) -> Iterator[Violation]:
+    gen = config.ppo.gen
+    if gen.min_new_tokens > gen.max_new_tokens:
+        yield Violation(
+            ("ppo.gen.min_new_tokens", "ppo.gen.max_new_tokens"),
+            f"min_new_tokens={gen.min_new_tokens} must be at most max_new_tokens={gen.max_new_tokens}",
+        )
+    if gen.top_k == 0:
+        yield Violation(("ppo.gen.top_k",), "top_k=0 leaves no token to sample; write -1 for all")
+    if config.group_adv_norm and config.group_size == 1:
+        yield Violation(
+            ("group_adv_norm", "group_size"),
+            "group_adv_norm=true compares the answers to one prompt and needs group_size of at least 2, got 1",
+        )
+
+
+def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
+    yield from _trained_model("actor", config.actor)
+    if config.ref.type.is_critic:
+        yield Violation(("ref.type.is_critic",), "ref is a language model; only the critic has a value head")
+    if not config.uses_critic:
+        return
+    if not config.critic.path and not config.critic.init_critic_from_actor:
+        yield Violation(
+            ("critic.path", "critic.init_critic_from_actor", "ppo.disable_value"),
+            "needed with a critic: the folder of a value model; or start it from the actor with "
+            "critic.init_critic_from_actor=true; or train without one with ppo.disable_value=true",
+        )
+    if config.critic.optimizer.type == "empty":
+        yield Violation(("critic.optimizer.type",), "the critic is trained; write adam, or ppo.disable_value=true")
+
+
+def _trained_model(name: str, model: ModelTrainEvalConfig) -> Iterator[Violation]:
+    if not model.path:
+        yield Violation((f"{name}.path",), "required: the Hugging Face folder of the model to train")
+    if model.type.is_critic:
+        yield Violation((f"{name}.type.is_critic",), f"{name} is a language model; only the critic has a value head")
+    if model.optimizer.type == "empty":
+        yield Violation((f"{name}.optimizer.type",), f"{name} is trained; write adam")
+
+
+def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
+    size = ("allocation_mode", "n_nodes", "n_gpus_per_node")
+    try:
+        allocation = resolve_allocation(config)
+    except AllocationError as impossible:
+        yield _violation(impossible, *size)
+        return
+    if not isinstance(config, PPOMATHConfig):
+        batch = {"train_bs_n_seqs": config.dataset.train_bs_n_seqs}
+        for error in batch_errors(allocation.trainer.layout, TRAINER_ROLE, **batch):
+            yield _violation(error, *size)
+        return
+    uneven = _minibatches(config)
+    if uneven:
+        yield uneven
+        return
+    seen: set[str] = set()
+    for role in config.roles:
+        for error in batch_errors(
+            allocation.roles[role].layout,
+            role,
+            train_bs_n_seqs=config.dataset.train_bs_n_seqs,
+            group_size=config.group_size,
+            ppo_n_minibatches=config.ppo.ppo_n_minibatches,
+        ):
+            if error.key not in seen:  # roles of one layout break the same rule
+                seen.add(error.key)
+                yield _violation(error, *size, "group_size", "dataset.train_bs_n_seqs", "ppo.ppo_n_minibatches")
+
+
+def _minibatches(config: PPOMATHConfig) -> Violation | None:
+    parts, prompts = config.ppo.ppo_n_minibatches, config.dataset.train_bs_n_seqs
+    if prompts % parts == 0:
+        return None
+    below = next(n for n in range(parts, 0, -1) if prompts % n == 0)
+    above = next((n for n in range(parts, prompts + 1) if prompts % n == 0), None)
+    return Violation(
+        ("ppo.ppo_n_minibatches", "dataset.train_bs_n_seqs"),
+        f"ppo_n_minibatches={parts} must divide train_bs_n_seqs={prompts}; "
+        f"nearest: {below if above is None else f'{below} or {above}'}",
+    )
+
+
+def _violation(error: AllocationError, *others: str) -> Violation:
+    """An error of the allocation package; its text begins with the key, which is shown anyway."""
+    text = str(error).removeprefix(error.key).removeprefix("=").removeprefix(": ")
+    return Violation((error.key, *(key for key in others if key != error.key)), text)

@@ -1,0 +1,135 @@
+"""Sections about the run itself: how long, what is written when, which processes, what is logged."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from core.config_base import Section, key, section
+
+
+class ExperimentSaveEvalControl(Section):
+    """Length of the run, and how often it saves, checkpoints and evaluates (whichever frequency is due first)."""
+
+    FIXED = {"benchmark_n_seqs": (("null",), "use exp_ctrl.benchmark_steps")}
+
+    total_train_epochs: int = key(1, "Passes over the data set", ge=1)
+    total_train_steps: int | None = key(None, "Stop after this many steps, if the epochs are not over before", ge=1)
+    save_freq_epochs: int | None = key(None, "Save the model as a Hugging Face folder every so many epochs", ge=1)
+    save_freq_steps: int | None = key(None, "... every so many steps", ge=1)
+    save_freq_secs: float | None = key(None, "... every so many seconds", gt=0)
+    ckpt_freq_epochs: int | None = key(None, "Write a recover checkpoint every so many epochs", ge=1)
+    ckpt_freq_steps: int | None = key(None, "... every so many steps", ge=1)
+    ckpt_freq_secs: float | None = key(600.0, "... every so many seconds", gt=0)
+    eval_freq_epochs: int | None = key(None, "Evaluate every so many epochs", ge=1)
+    eval_freq_steps: int | None = key(None, "... every so many steps", ge=1)
+    eval_freq_secs: float | None = key(None, "... every so many seconds", gt=0)
+    benchmark_steps: int | None = key(None, "Stop after this many steps; for timing", ge=1)
+
+
+class GeneratorConfig(Section):
+    """The embedded generator."""
+
+    max_running: int = key(128, "Sequences that one replica decodes together", ge=1)
+    interrupt: Literal["abort", "retract", "in_place"] = key(
+        "retract",
+        "What new weights do to answers under way. abort: hand them back, to be continued as new requests. "
+        "retract: continue after recomputing the key/value cache. in_place: continue on the old cache",
+    )
+    dtype: Literal["float32", "bfloat16"] | None = key(None, "Format of its weights. null: the actor's")
+
+
+class WorkflowConfig(Section):
+    """How a prompt becomes trajectories."""
+
+    type: str = key("math_single_turn", "math_single_turn, or your own class as package.module:Class")
+
+
+class RewardConfig(Section):
+    """Scoring of answers, in worker processes."""
+
+    function: str = key("math", "math, or your own function as package.module:function")
+    num_workers: int = key(2, "Worker processes", ge=1)
+    timeout_seconds: float = key(10.0, "An answer not scored within this time counts as wrong", gt=0)
+
+
+class PushConfig(Section):
+    """Weight push from the trainer to the generators."""
+
+    bucket_mib: int = key(256, "Size of the pieces that weights travel in, MiB", ge=1)
+    timeout_seconds: float = key(120.0, "A push that takes longer fails the run", gt=0)
+
+
+class EvaluationConfig(Section):
+    """Evaluation during training; exp_ctrl.eval_freq_* says when."""
+
+    path: str | None = key(None, "jsonl file of held-out prompts")
+    max_new_tokens: int | None = key(None, "Longest answer in tokens. null: ppo.gen.max_new_tokens", ge=1)
+    temperature: float = key(0.0, "Sampling temperature; 0: greedy", ge=0)
+    num_prompts: int | None = key(None, "Use only the first so many prompts. null: all", ge=1)
+
+
+class LaunchConfig(Section):
+    """Processes."""
+
+    ray_address: str | None = key(None, "Ray cluster to join, host:port. null: start one for this run, on this machine")
+    master_port: int = key(0, "Port where the trainer's ranks meet; 0: a free one", ge=0, le=65535)
+    threads_per_process: int = key(0, "Threads of each trainer and generator process; 0: divide the cores", ge=0)
+    startup_timeout_seconds: float = key(300.0, "Processes that are not ready within this time fail the run", gt=0)
+
+
+class WandBConfig(Section):
+    """Weights & Biases."""
+
+    IGNORED = {
+        "job_type": "not passed on",
+        "notes": "not passed on",
+        "config": "the whole configuration is uploaded",
+    }
+
+    mode: Literal["disabled", "online", "offline"] = key("disabled", "Whether metrics go to Weights & Biases")
+    entity: str | None = key(None, "Account or team")
+    project: str | None = key(None, "Project. null: experiment_name")
+    name: str | None = key(None, "Name of the run. null: trial_name")
+    group: str | None = key(None, "Group of the run")
+    tags: list[str] | None = key(None, "Tags of the run")
+
+
+class MonitorConfig(Section):
+    """Metrics and logs."""
+
+    tensorboard: bool = key(True, "Write TensorBoard files into the log folder")
+    mlflow_uri: str | None = key(None, "MLflow tracking server or folder. null: none")
+    log_level: Literal["debug", "info", "warning", "error"] = key("info", "Least severe messages that are logged")
+
+
+_CLUSTER_FACTS = (
+    "cluster_type",
+    "cluster_name",
+    "config_path",
+    "node_type_from_node_name",
+    "gpu_type_from_node_name",
+    "gpu_type",
+    "mount",
+    "default_mount",
+    "gpu_image",
+    "cpu_image",
+    "gpu_infer_image",
+    "node_name_prefix",
+    "n_nodes",
+    "n_gpus_per_node",
+)
+
+
+class ClusterConfig(Section):
+    """Where output goes."""
+
+    IGNORED = dict.fromkeys(_CLUSTER_FACTS, "Ray knows the cluster")
+
+    fileroot: str = key("~/.cache/slipstream", "Root of all output; several nodes need a shared folder", min_length=1)
+
+
+class ExternalConfigs(Section):
+    """The cluster around the run."""
+
+    cluster_config: ClusterConfig = section(ClusterConfig, "Output")
+    envs: dict[str, str] = key({}, "Environment variables of all processes; those already set win")

@@ -1,0 +1,120 @@
+"""The configuration as users read it: the listing at start-up and the list of all keys of --help.
+
+Box, rules and lines are those of the tutorial that our users know, to the letter.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+from core.config_base import Problem, Section, default_of, fields_by_key, sub_section
+
+_WIDTH = 80
+
+
+def box(title: str) -> str:
+    """A title in a box, three lines."""
+    bar = "─" * (len(title) + 2)
+    return f"╭{bar}╮\n│ {title} │\n╰{bar}╯"
+
+
+def rule(title: str) -> str:
+    """A title in the middle of a line."""
+    left = (_WIDTH - len(title) - 2) // 2
+    return f"{'─' * left} {title} {'─' * (_WIDTH - left - len(title) - 2)}"
+
+
+def listing(config: Section) -> str:
+    """What is printed at start-up: the box, then every key with its type and value."""
+    lines = [box(f"Setting {type(config).__name__} with the Following Values")]
+    lines.append(rule("Current Configuration Begin"))
+    lines += _values(config, "")
+    lines.append(rule("Current Configuration End"))
+    return "\n".join(lines)
+
+
+def _values(config: Section, prefix: str) -> Iterator[str]:
+    for name, (attribute, info) in fields_by_key(type(config)).items():
+        value = getattr(config, attribute)
+        if isinstance(value, Section):
+            yield f"{prefix}{name} ({type(value).__name__})"
+            yield from _values(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name} ({_python_type(info.annotation)}) - {value}"
+
+
+def _python_type(annotation: Any) -> str:
+    """`str`, `int | None`, ...; a choice is listed as the type of its values."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return type(args[0]).__name__
+    if origin in (Union, types.UnionType):
+        return " | ".join(_python_type(a) for a in args)
+    if origin is not None:
+        return origin.__name__
+    return "None" if annotation is type(None) else annotation.__name__
+
+
+def _choices(annotation: Any) -> str:
+    """The values of a choice, empty for any other type."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(get_args(annotation))
+    return next((found for a in get_args(annotation) if (found := _choices(a))), "")
+
+
+def ignored_lines(ignored: Sequence[Problem]) -> str:
+    """The warning about keys that are accepted without effect; empty if there are none."""
+    if not ignored:
+        return ""
+    width = max(len(p.key) for p in ignored)
+    lines = [f"  {p.key:<{width}}  {p.message}" for p in ignored]
+    return "\n".join([f"{len(ignored)} keys have no effect here and are ignored:", *lines])
+
+
+def help_text(experiment: str, model: type[Section]) -> str:
+    """Every key with its type, default and meaning, and the keys that are accepted without effect."""
+    lines = [
+        f"python -m core.quickstart {experiment} --config X.yaml [a.b.c=value ...] [--dry-run]",
+        "",
+        "Keys of the file and of a.b.c=value overrides, which win. Values may hold ${oc.env:VAR,default} and ${a.b.c}.",
+        "",
+        *_keys(model, None, ""),
+        "",
+        "Keys of other trainers that are accepted and have no effect:",
+        *_ignored_keys(model, ""),
+    ]
+    return "\n".join(lines)
+
+
+def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterator[str]:
+    for name, (attribute, info) in fields_by_key(model).items():
+        below = sub_section(info)
+        default = default_of(defaults, attribute, info)
+        if below is not None:
+            yield f"{prefix}{name}: {info.description}"
+            yield from _keys(below, default, f"{prefix}{name}.")
+            continue
+        shown = "required" if info.is_required() else f"default {_shown(default)}"
+        yield f"  {prefix}{name} ({_python_type(info.annotation)}; {shown})"
+        choices = _choices(info.annotation)
+        yield f"      {info.description}{f'. One of: {choices}' if choices else ''}"
+
+
+def _shown(value: object) -> str:
+    """A default as one would write it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value) if value == "" else str(value)
+
+
+def _ignored_keys(model: type[Section], prefix: str) -> Iterator[str]:
+    for name, why in model.IGNORED.items():
+        yield f"  {prefix}{name}: {why}"
+    for name, (accepted, why) in model.FIXED.items():
+        yield f"  {prefix}{name} (only {' or '.join(accepted)}): {why}"
+    for name, (_, info) in fields_by_key(model).items():
+        below = sub_section(info)
+        if below is not None:
+            yield from _ignored_keys(below, f"{prefix}{name}.")

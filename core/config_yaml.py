@@ -1,0 +1,209 @@
+"""YAML files and `a.b.c=value` overrides as one tree that remembers where each value was written.
+
+Values stay text here: only the schema knows whether `1e-6` is a number or `20250222` a name (config_load.py decides).
+Invariant: every node of a tree carries `where`, either file:line or the override it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from core.config_base import ConfigError, Problem
+
+_STANDARD_TAG = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One value as written. Quoted text is never null."""
+
+    text: str
+    where: str
+    quoted: bool = False
+
+    @property
+    def is_null(self) -> bool:
+        return not self.quoted and self.text in ("", "~", "null", "Null", "NULL", "None")
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list."""
+
+    items: tuple[Node, ...]
+    where: str
+
+
+@dataclass
+class Table:
+    """A mapping; the only mutable node, because overrides are written into it."""
+
+    where: str
+    children: dict[str, Node] = field(default_factory=dict)
+
+
+Node = Scalar | Items | Table
+
+
+def read_yaml(path: str | Path) -> Table:
+    """The tree of a file. Raises ConfigError: not readable, not YAML, not a mapping, keys given twice."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError([Problem(key="--config", message=f"{path}: {reason}")]) from None
+    reader = _Reader(str(path))
+    root = reader.read(text)
+    if isinstance(root, Scalar) and root.is_null:
+        root = Table(str(path))
+    if not isinstance(root, Table):
+        reader.problems.append(Problem(key="", message="must be a mapping of keys to values", where=str(path)))
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    assert isinstance(root, Table), "anything else is a problem"
+    return root
+
+
+def apply_override(tree: Table, override: str) -> list[Problem]:
+    """Write `a.b.c=value` into the tree; a mapping is merged into what is there. Returns what is wrong with it."""
+    where = f"override {override!r}"
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        return [Problem(key="", message="must look like a.b.c=value", where=where)]
+    reader = _Reader(where, with_lines=False)
+    value = reader.read(text)
+    if reader.problems:
+        return reader.problems
+    table = tree
+    for depth, name in enumerate(keys[:-1], start=1):
+        below = table.children.get(name)
+        if below is None or (isinstance(below, Scalar) and below.is_null):
+            below = table.children[name] = Table(where)
+        if not isinstance(below, Table):
+            prefix = ".".join(keys[:depth])
+            return [Problem(key=prefix, message=f"is a value ({below.where}), not a section", where=where)]
+        table = below
+    _merge(table, keys[-1], value)
+    return []
+
+
+def _merge(table: Table, name: str, value: Node) -> None:
+    there = table.children.get(name)
+    if isinstance(there, Table) and isinstance(value, Table):
+        for child, node in value.children.items():
+            _merge(there, child, node)
+    else:
+        table.children[name] = value
+
+
+def find(tree: Table, path: str) -> Node | None:
+    """The node at a dotted path."""
+    node: Node | None = tree
+    for name in path.split("."):
+        node = node.children.get(name) if isinstance(node, Table) else None
+    return node
+
+
+def move(tree: Table, old: str, new: str) -> Problem | None:
+    """Give the node at `old`, if there is one, the path `new`. A problem if both are given."""
+    node = find(tree, old)
+    if node is None:
+        return None
+    if find(tree, new) is not None:
+        return Problem(
+            key=old, message=f"is another name of {new}, which is given too; keep one of them", where=node.where
+        )
+    parent = find(tree, old.rpartition(".")[0]) if "." in old else tree
+    assert isinstance(parent, Table), "it holds the node"
+    del parent.children[old.rpartition(".")[2]]
+    table = tree
+    for name in new.split(".")[:-1]:
+        below = table.children.get(name)
+        if not isinstance(below, Table):
+            below = table.children[name] = Table(node.where)
+        table = below
+    table.children[new.rpartition(".")[2]] = node
+    return None
+
+
+class _Reader:
+    """Turns PyYAML's nodes into ours and collects problems on the way."""
+
+    def __init__(self, source: str, *, with_lines: bool = True) -> None:
+        self._source = source
+        self._with_lines = with_lines
+        self._open: set[int] = set()
+        self.problems: list[Problem] = []
+
+    def read(self, text: str) -> Node:
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            where = self._source if mark is None else self._at(mark)
+            what = ", ".join(part for part in (error.context, error.problem) if part)
+            self.problems.append(Problem(key="", message=f"not valid YAML: {what}", where=where))
+        except yaml.YAMLError as error:
+            self.problems.append(Problem(key="", message=f"not valid YAML: {error}", where=self._source))
+        else:
+            if node is not None:
+                return self._convert(node)
+        return Scalar("", self._source)
+
+    def _at(self, mark: yaml.Mark) -> str:
+        return f"{self._source}:{mark.line + 1}" if self._with_lines else self._source
+
+    def _problem(self, node: yaml.Node, message: str) -> None:
+        self.problems.append(Problem(key="", message=message, where=self._at(node.start_mark)))
+
+    def _convert(self, node: yaml.Node) -> Node:
+        where = self._at(node.start_mark)
+        if not node.tag.startswith(_STANDARD_TAG):
+            self._problem(node, f"tag {node.tag} is not supported")
+        if isinstance(node, yaml.ScalarNode):
+            return Scalar(node.value, where, quoted=node.style is not None)
+        if id(node) in self._open:
+            self._problem(node, "an anchor contains itself")
+            return Scalar("", where)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.SequenceNode):
+                return Items(tuple(self._convert(item) for item in node.value), where)
+            assert isinstance(node, yaml.MappingNode), "there is no fourth kind"
+            return self._table(node)
+        finally:
+            self._open.remove(id(node))
+
+    def _table(self, node: yaml.MappingNode) -> Table:
+        table = Table(self._at(node.start_mark))
+        merged: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == f"{_STANDARD_TAG}merge":
+                for other in self._merge_sources(value_node):
+                    for name, child in other.children.items():
+                        merged.setdefault(name, child)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problem(key_node, "a key must be plain text")
+                continue
+            value = self._convert(value_node)
+            if key_node.value in table.children:
+                first = table.children[key_node.value].where
+                self._problem(key_node, f"{key_node.value}: given twice (first at {first})")
+            if isinstance(value, Table):  # a block mapping begins at its first key; users look for the section's name
+                value.where = self._at(key_node.start_mark)
+            table.children[key_node.value] = value
+        table.children = {**merged, **table.children}
+        return table
+
+    def _merge_sources(self, node: yaml.Node) -> Iterator[Table]:
+        for source in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            if isinstance(source, yaml.MappingNode):
+                yield self._table(source)
+            else:
+                self._problem(source, "<< takes a mapping")

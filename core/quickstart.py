@@ -1,0 +1,136 @@
+"""The command line: `python -m core.quickstart {ppo-math,sft} --config X.yaml [a.b.c=value ...] [--dry-run] [--help]`.
+
+Reads and checks everything, says what it is going to do, then hands over to core/main.py. Invariant: until then nothing
+is written and no process started, and neither torch nor Ray is imported; bad input ends with exit code 2 and one
+message on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationRow
+from core.checks import run_checks
+from core.config import EXPERIMENTS, ExperimentConfig, PPOMATHConfig
+from core.config_allocation import resolve_allocation
+from core.config_base import ConfigError
+from core.config_load import LoadedConfig, load_config
+from core.config_show import help_text, ignored_lines, listing
+from core.logs import LineFormatter, log_to_terminal
+from core.paths import RunPaths
+
+logger = logging.getLogger("quickstart")
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = _parser().parse_intermixed_args(argv)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if arguments.help:
+        model = EXPERIMENTS.get(arguments.experiment)
+        console.print(_parser().format_help() if model is None else help_text(arguments.experiment, model))
+        return 0
+    if arguments.experiment not in EXPERIMENTS:
+        return _refuse(f"which experiment? One of {', '.join(EXPERIMENTS)}; --help explains")
+    try:
+        loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
+        problems = run_checks(loaded.config, loaded.where)
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        return _refuse(str(error), count=len(error.problems))
+    return _start(arguments.experiment, loaded, console, dry_run=arguments.dry_run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.quickstart",
+        add_help=False,
+        description="Train a language model by asynchronous reinforcement learning (ppo-math) or supervised (sft).",
+        epilog="`python -m core.quickstart ppo-math --help` lists every key of the configuration.",
+    )
+    parser.add_argument("experiment", nargs="?", metavar="{" + ",".join(EXPERIMENTS) + "}", help="what to run")
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="keys to set, over those of the file")
+    parser.add_argument("--config", metavar="X.yaml", help="configuration file")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
+    parser.add_argument("--help", "-h", action="store_true", help="all keys of the configuration")
+    return parser
+
+
+def _refuse(message: str, *, count: int = 1) -> int:
+    head = "error: " if count == 1 else f"error: {count} problems\n"
+    sys.stderr.write(f"{head}{message}\n")
+    return BAD_INPUT
+
+
+def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: bool) -> int:
+    config = loaded.config
+    paths = RunPaths.for_trial(
+        config.external_configs.cluster_config.fileroot, config.experiment_name, config.trial_name
+    )
+    _prepare_logging(config, paths, console, dry_run=dry_run)
+    console.print(listing(config))
+    logger.info("Running %s experiment.", experiment)
+    if loaded.ignored:
+        logger.warning(ignored_lines(loaded.ignored))
+    logger.info("Logs will be dumped to %s", paths.logs)
+    logger.info("Model checkpoints will be saved to %s", paths.checkpoints)
+    console.print(allocation_table(config))
+    if dry_run:
+        logger.info("Dry run: every check passed; nothing was started.")
+        return 0
+    logger.info("Launching experiments with %s...", config.mode.upper())
+    for name, value in config.external_configs.envs.items():
+        os.environ.setdefault(name, value)
+    try:
+        return _run(config, paths, console)
+    except KeyboardInterrupt:
+        logger.error("Interrupted.")
+        return INTERRUPTED
+
+
+def _prepare_logging(config: ExperimentConfig, paths: RunPaths, console: Console, *, dry_run: bool) -> None:
+    if not dry_run:
+        log_to_terminal("quickstart", paths.logs / "quickstart.log", level=config.monitor.log_level, console=console)
+        return
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=config.monitor.log_level.upper(), handlers=[handler], force=True)
+
+
+def _run(config: ExperimentConfig, paths: RunPaths, console: Console) -> int:
+    # Not before the checks have passed: these modules import torch and Ray, which takes seconds.
+    if isinstance(config, PPOMATHConfig):
+        from core.ppo import run_ppo
+
+        return run_ppo(config, paths, console)
+    from core.sft import run_sft
+
+    return run_sft(config, paths, console)
+
+
+def allocation_table(config: ExperimentConfig) -> Table:
+    """The roles of the run, each with its layout and place."""
+    allocation = resolve_allocation(config)
+    roles = {GENERATOR_ROLE, *config.roles} if isinstance(config, PPOMATHConfig) else {TRAINER_ROLE}
+    table = Table(title=f"Allocation: {allocation}", title_justify="left")
+    for name in AllocationRow._fields:
+        table.add_column(name.replace("_", " "))
+    for row in allocation.table():
+        if row.role in roles:
+            table.add_row(*(str(value) for value in row))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
