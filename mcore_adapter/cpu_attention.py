@@ -1,0 +1,249 @@
+"""Core attention and rotary embedding of packed (thd) sequences on CPU; leaf functions of cpu_layers.
+
+Invariant: a token attends to the tokens before it in its own sequence and to nothing else, and its result does not
+depend on which sequences are packed beside it (beyond summation order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
+_ALONE_ELEMENTS = 1 << 15  # a sequence with more query elements (tokens x heads x head_dim) keeps a core busy by itself
+
+
+@dataclass(frozen=True)
+class _Block:
+    """`batch` sequences attended in one kernel call, each of (or padded to) `length` tokens."""
+
+    batch: int
+    length: int
+    start: int
+    """First token; the block is contiguous where `index` is None."""
+    index: Tensor | None = None
+    """[batch * length] rows to gather; padding repeats the last token of its sequence."""
+    valid: Tensor | None = None
+    """[sum of lengths] positions in `index` that are not padding; None: all."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """[t, h, d] -> [batch, h, length, d]"""
+        rows = (
+            x[self.start : self.start + self.batch * self.length]
+            if self.index is None
+            else x.index_select(0, self.index)
+        )
+        return rows.unflatten(0, (self.batch, self.length)).transpose(1, 2)
+
+    def take_grad(self, x: Tensor) -> Tensor:
+        """Like take(), with zeros for the padding."""
+        if self.valid is None:
+            return self.take(x)
+        assert self.index is not None, "only gathered blocks are padded"
+        rows = x.new_zeros(self.index.numel(), *x.shape[1:])
+        rows.index_copy_(0, self.valid, x.index_select(0, self.index[self.valid]))
+        return rows.unflatten(0, (self.batch, self.length)).transpose(1, 2)
+
+    def put(self, target: Tensor, x: Tensor) -> None:
+        """Write [batch, h, length, d] to the block's rows of target [t, h, d]."""
+        rows = x.transpose(1, 2)
+        if self.index is None:
+            target[self.start : self.start + self.batch * self.length].unflatten(0, (self.batch, self.length)).copy_(
+                rows
+            )
+        elif self.valid is None:
+            target.index_copy_(0, self.index, rows.flatten(0, 1))
+        else:
+            target.index_copy_(0, self.index[self.valid], rows.flatten(0, 1).index_select(0, self.valid))
+
+
+@lru_cache(maxsize=8)
+def _plan(lens: tuple[int, ...], elements_per_token: int) -> tuple[_Block, ...]:
+    """Cut a packing into blocks: neighbours of equal length as they lie, short sequences by similar length, long ones
+    alone (there the kernel call is worth its overhead, and gathering copies is not)."""
+    blocks, short = [], []
+    start = i = 0
+    while i < len(lens):
+        run = i + 1
+        while run < len(lens) and lens[run] == lens[i]:
+            run += 1
+        if run - i > 1 or lens[i] * elements_per_token > _ALONE_ELEMENTS:
+            if lens[i]:
+                blocks.append(_Block(run - i, lens[i], start))
+        else:
+            short.append((lens[i], start))
+        start += lens[i] * (run - i)
+        i = run
+    group: list[tuple[int, int]] = []
+    for item in sorted((s for s in short if s[0]), reverse=True):
+        if group and group[0][0] > _MAX_PADDING * item[0]:
+            blocks.append(_gathered(group))
+            group = []
+        group.append(item)
+    if group:
+        blocks.append(_gathered(group))
+    return tuple(blocks)
+
+
+def _gathered(group: Sequence[tuple[int, int]]) -> _Block:
+    """A block of sequences (length, first token), the longest first."""
+    length = group[0][0]
+    if len(group) == 1:
+        return _Block(1, length, group[0][1])
+    lens = torch.tensor([n for n, _ in group])[:, None]
+    starts = torch.tensor([s for _, s in group])[:, None]
+    column = torch.arange(length)[None, :]
+    index = (starts + torch.minimum(column, lens - 1)).flatten()
+    real = (column < lens).flatten()
+    valid = None if bool(real.all()) else real.nonzero().flatten()
+    return _Block(len(group), length, -1, index, valid)
+
+
+class _PackedCausalAttention(torch.autograd.Function):
+    """Flash attention block by block; saves what flash attention saves, unexpanded keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], scale: float) -> Tensor:
+        out, lses = torch.empty_like(q), []
+        ke, ve = _expand(k, q), _expand(v, q)
+        for block in blocks:
+            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                block.take(q), block.take(ke), block.take(ve), 0.0, True, scale=scale
+            )
+            block.put(out, o)
+            lses.append(lse)
+        ctx.save_for_backward(q, k, v, out, *lses)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
+        q, k, v, out, *lses = ctx.saved_tensors
+        ke, ve = _expand(k, q), _expand(v, q)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(ke), torch.empty_like(ve)
+        for block, lse in zip(ctx.blocks, lses, strict=True):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                block.take_grad(grad),
+                block.take(q),
+                block.take(ke),
+                block.take(ve),
+                block.take(out),
+                lse,
+                0.0,
+                True,
+                scale=ctx.scale,
+            )
+            for target, part in zip((dq, dk, dv), parts, strict=True):
+                block.put(target, part)
+        return dq, _reduce(dk, k), _reduce(dv, v), None, None
+
+
+def _expand(kv: Tensor, q: Tensor) -> Tensor:
+    """[t, g, d] -> [t, h, d]: every query head its key/value head."""
+    return kv if kv.size(1) == q.size(1) else kv.repeat_interleave(q.size(1) // kv.size(1), dim=1)
+
+
+def _reduce(grad: Tensor, kv: Tensor) -> Tensor:
+    """The transpose of _expand()."""
+    return grad if grad.size(1) == kv.size(1) else grad.unflatten(1, (kv.size(1), -1)).sum(2)
+
+
+def packed_causal_attention(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], *, scale: float) -> Tensor:
+    """q [t, h, d], k and v [t, g, d] with g dividing h, sequences of `lens` tokens end to end -> [t, h, d]."""
+    return _PackedCausalAttention.apply(q, k, v, _plan(tuple(lens), q.size(1) * q.size(2)), scale)
+
+
+def zigzag_attention(
+    q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], *, scale: float, cp: int, rank: int
+) -> Tensor:
+    """Causal attention of this context-parallel rank's queries to the whole sequences.
+
+    Every sequence is cut into 2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r. q [t / cp, h, d]: the own chunks
+    of all sequences; k, v [t, g, d]: the ranks' shards, one after the other; lens: full lengths, multiples of 2 * cp.
+    """
+    local = [n // cp for n in lens]
+    keys, values = ([shard.split(local) for shard in x.chunk(cp)] for x in (k, v))
+    out = []
+    for i, (q_i, n) in enumerate(zip(q.split(local), lens, strict=True)):
+        chunk = n // (2 * cp)
+        k_i, v_i = _in_order([s[i] for s in keys], chunk), _in_order([s[i] for s in values], chunk)
+        for part, position in zip(q_i.split(chunk) if chunk else (), (rank, 2 * cp - 1 - rank), strict=False):
+            end = (position + 1) * chunk
+            mask = torch.ones(chunk, end, dtype=torch.bool).tril(position * chunk)
+            heads = (x.transpose(0, 1)[None] for x in (part, k_i[:end], v_i[:end]))
+            o = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+            out.append(o[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def _in_order(shards: Sequence[Tensor], chunk: int) -> Tensor:
+    """One sequence from the shards of all context-parallel ranks, in token order."""
+    first, last = [s[:chunk] for s in shards], [s[chunk:] for s in shards]
+    return torch.cat(first + last[::-1])
+
+
+class _Rotate(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    first, second = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=second).addcmul_(a, sin)
+    return out
+
+
+class RotaryCache:
+    """Cosines and sines of the last few packings: all layers of a microbatch share them."""
+
+    def __init__(self, size: int = 4) -> None:
+        self._entries: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
+        self._size = size
+
+    def get(self, freqs: Tensor, cu_seqlens: Tensor, dtype: torch.dtype, cp: int, rank: int) -> tuple[Tensor, Tensor]:
+        """freqs [max_len, 1, 1, d] angles; -> cos, sin [t / cp, 1, d / 2] for the tokens of this rank."""
+        key = (id(freqs), dtype, cp, rank, tuple(cu_seqlens.tolist()))
+        if key not in self._entries:
+            if len(self._entries) >= self._size:
+                del self._entries[next(iter(self._entries))]
+            angles = freqs[:, 0, :, : freqs.size(-1) // 2]
+            positions = _positions(cu_seqlens, cp, rank)
+            cos, sin = (f(angles).to(dtype).index_select(0, positions) for f in (torch.cos, torch.sin))
+            self._entries[key] = (freqs, cos, sin)  # holding freqs keeps its id from being given away
+        _, cos, sin = self._entries[key]
+        return cos, sin
+
+
+def _positions(cu_seqlens: Tensor, cp: int, rank: int) -> Tensor:
+    """[t / cp] position in its sequence of every token that this context-parallel rank holds."""
+    lens = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    if cp == 1:
+        return torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(lens)
+    chunks = (torch.arange(n).chunk(2 * cp) for n in lens.tolist() if n)
+    return torch.cat([torch.cat((c[rank], c[2 * cp - 1 - rank])) for c in chunks])
+
+
+_ROTARY_CACHE = RotaryCache()
+
+
+def rotary_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """Rotate t [tokens, h, d]; the signature of TransformerEngine's fused kernel, so that one switch serves both."""
+    return _Rotate.apply(t, *_ROTARY_CACHE.get(freqs, cu_seqlens, t.dtype, cp_size, cp_rank))

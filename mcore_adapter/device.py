@@ -1,0 +1,66 @@
+"""The device seam: one object says where tensors live, how ranks talk, and which leaf modules a layer is made of.
+
+Everything else in this package is the same code on every device. Invariant: nothing here touches hardware before
+get_device() is called, and what runs Megatron runs inside `Device.activate()`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+
+class Device(Protocol):
+    """Where a rank computes. Two implementations: device_cpu.CpuDevice and device_cuda.CudaDevice."""
+
+    torch_device: torch.device
+    backend: str
+    """Backend of torch.distributed."""
+
+    def setup(self) -> None:
+        """Make this process ready: idempotent, before the first Megatron object and before process groups."""
+        ...
+
+    def activate(self) -> AbstractContextManager[None]:
+        """Enter once per thread that builds or runs Megatron objects. Re-entrant."""
+        ...
+
+    def config_overrides(self) -> dict[str, Any]:
+        """TransformerConfig fields that depend on the device: fusions, point-to-point modes, initialisation."""
+        ...
+
+    def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+        """The layers of this pipeline stage (of its virtual stage `vp_stage`)."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def memory_stats(self) -> dict[str, float]:
+        """allocated_gib, peak_gib: what this process holds now and held at most."""
+        ...
+
+
+def get_device(kind: DeviceKind = "auto") -> Device:
+    """The device of this process. "auto" takes a GPU where one is visible.
+
+    Raises ValueError for an unknown kind and for "cuda" without a GPU.
+    """
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        from mcore_adapter.device_cpu import CpuDevice
+
+        return CpuDevice()
+    if kind == "cuda":
+        from mcore_adapter.device_cuda import CudaDevice
+
+        return CudaDevice()
+    raise ValueError(f"device={kind!r} must be one of auto, cpu, cuda")

@@ -1,0 +1,142 @@
+"""Megatron-core on a machine without a GPU: gloo, torch kernels, and every place where Megatron means CUDA redirected.
+
+Invariant: nothing outside this file knows of the redirections. They are process-wide, made once by setup(); literal
+device="cuda" arguments are caught only inside activate(), on the thread that entered it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import megatron.core.models.common.embeddings.rope_utils as rope_utils
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.overrides import TorchFunctionMode
+
+from mcore_adapter.cpu_adam import FusedAdam
+from mcore_adapter.cpu_attention import rotary_thd
+from mcore_adapter.cpu_layers import cpu_block_spec
+
+_CPU = torch.device("cpu")
+_TENSOR_TYPE, _TENSOR_CUDA = torch.Tensor.type, torch.Tensor.cuda
+_CUDA_TYPE_NAMES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """device="cuda" means the CPU, Tensor.cuda() is the identity, nothing is pinned, and Tensor.type() answers with the
+    names that Megatron's optimizers compare against."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            return func(*args, **kwargs)
+        if func is _TENSOR_TYPE and len(args) == 1:
+            name = func(args[0])
+            return _CUDA_TYPE_NAMES.get(name, name)
+        if func is _TENSOR_CUDA:
+            return args[0]
+        return func(*args)
+
+
+class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
+    """Megatron's tracker of named random states, over torch's CPU generator."""
+
+    def add(self, name: str, seed: int) -> None:
+        self._is_initialized = True
+        assert seed not in self.seeds_ and name not in self.states_, "Megatron seeds each name once"
+        self.seeds_.add(seed)
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        self.states_[name] = generator.get_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+
+_is_set_up = False
+
+
+class CpuDevice:
+    """See device.Device."""
+
+    torch_device = _CPU
+    backend = "gloo"
+
+    def __init__(self) -> None:
+        self._mode = _CudaMeansCpu()
+
+    def setup(self) -> None:
+        global _is_set_up
+        if _is_set_up:
+            return
+        torch.cuda.current_device = lambda: _CPU  # Megatron passes the result on as device=
+        torch.cuda.synchronize = lambda device=None: None
+        megatron_random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
+        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+        megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+        rope_utils.fused_apply_rotary_pos_emb_thd = rotary_thd
+        _is_set_up = True
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        self.setup()
+        with self._mode:
+            yield
+
+    def config_overrides(self) -> dict[str, Any]:
+        return dict(
+            use_cpu_initialization=True,
+            apply_rope_fusion=True,  # rotary_thd
+            gradient_accumulation_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            batch_p2p_sync=False,
+        )
+
+    def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+        return cpu_block_spec(config, vp_stage)
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def empty_cache(self) -> None:
+        """torch keeps no cache of CPU memory."""
+
+    def memory_stats(self) -> dict[str, float]:
+        with open("/proc/self/statm") as statm:
+            resident_pages = int(statm.read().split()[1])
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "allocated_gib": resident_pages * resource.getpagesize() / 2**30,
+            "peak_gib": peak_kib / 2**20,
+        }

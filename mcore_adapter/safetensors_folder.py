@@ -1,0 +1,172 @@
+"""Reading a folder of safetensors slice by slice, and writing one; every error names its file.
+
+Invariant: reading touches only the bytes of the slices asked for; a folder written inside replacing_folder() is
+complete or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+_TOKENIZER_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class WeightsError(ValueError):
+    """A checkpoint that is missing, truncated, or not of the model that its config.json describes."""
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder, by name; files are opened on first use and closed by close()."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises WeightsError where there is neither model.safetensors nor an index of shards."""
+        self.folder = Path(folder)
+        self._files: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        index = self.folder / INDEX_FILE
+        if index.exists():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise WeightsError(f"{index}: not an index of safetensors shards: {error!r}") from None
+            self._file_of = {name: self.folder / file for name, file in weight_map.items()}
+        else:
+            single = self.folder / SINGLE_FILE
+            if not single.exists():
+                raise WeightsError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+            self._file_of = dict.fromkeys(self._open(single).keys(), single)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def file_of(self, name: str) -> Path:
+        """Where `name` should be: its file, or the folder where nothing lists it."""
+        return self._file_of.get(name, self.folder)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the file."""
+        part = self._slice(name)
+        try:
+            return part[start:stop] if dim == 0 else part[:, start:stop]
+        except SafetensorError as error:
+            raise WeightsError(f"{self.file_of(name)}: cannot read {name}: {error}") from None
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise WeightsError(f"{self.folder}: tensor {name} is missing")
+        path = self._file_of[name]
+        try:
+            return self._open(path).get_slice(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{path}: tensor {name} is missing: {error}") from None
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise WeightsError(f"{path}: no such file, though {INDEX_FILE} lists it") from None
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{path}: truncated or not a safetensors file: {error}") from None
+        return self._files[path]
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+
+
+@contextmanager
+def replacing_folder(target: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends without an error and vanishes when it
+    does not: `target` is either what it was or complete."""
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp makes it private
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            target.rename(old / target.name)
+            temporary.rename(target)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class ShardWriter:
+    """Writes tensors, in the order given, into files of at most max_shard_bytes; several get an index."""
+
+    def __init__(self, folder: Path, nbytes: Mapping[str, int], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """nbytes: size of every tensor that will come, in that order: the names of the files depend on their number."""
+        self._folder, self._pending = folder, dict[str, Tensor]()
+        self._shards: list[list[str]] = [[]]
+        filled = 0
+        for name, size in nbytes.items():
+            if self._shards[-1] and filled + size > max_shard_bytes:
+                self._shards.append([])
+                filled = 0
+            self._shards[-1].append(name)
+            filled += size
+        self._total, self._done = sum(nbytes.values()), 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        self._pending.update(tensors)
+        while self._done < len(self._shards) and all(name in self._pending for name in self._shards[self._done]):
+            shard = {name: self._pending.pop(name) for name in self._shards[self._done]}
+            save_file(shard, self._folder / self._file_name(self._done), metadata={"format": "pt"})
+            self._done += 1
+
+    def finish(self) -> None:
+        assert self._done == len(self._shards) and not self._pending, "every announced tensor comes exactly once"
+        if len(self._shards) == 1:
+            return
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": {name: self._file_name(i) for i, shard in enumerate(self._shards) for name in shard},
+        }
+        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _file_name(self, shard: int) -> str:
+        if len(self._shards) == 1:
+            return SINGLE_FILE
+        return f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
+
+
+def copy_tokenizer(source: str | Path, target: Path) -> None:
+    """Copy the tokenizer and generation settings that `source` has."""
+    for name in _TOKENIZER_FILES:
+        path = Path(source) / name
+        if path.exists():
+            shutil.copyfile(path, target / name)

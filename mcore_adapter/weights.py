@@ -1,0 +1,346 @@
+"""Weights of a sharded model: streaming in from a Hugging Face folder, streaming out under Hugging Face names.
+
+Every operation follows the tables of families.py. Invariant: no rank ever holds more than its own shard plus one
+parameter (loading) or one bucket (exporting, on global rank 0); what is exported is byte for byte what was loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from mcore_adapter.families import (
+    EMBEDDING,
+    HF_VALUE_HEAD,
+    Conversion,
+    Piece,
+    hf_shapes,
+    layer_table,
+    outer_table,
+)
+from mcore_adapter.hf_config import SUPPORTED, ModelConfig
+from mcore_adapter.model import ModelChunk, named_conversions
+from mcore_adapter.parallel import ParallelState
+from mcore_adapter.safetensors_folder import (
+    SafetensorsFolder,
+    ShardWriter,
+    WeightsError,
+    copy_tokenizer,
+    replacing_folder,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUCKET_BYTES = 1 << 30
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def load_hf_weights(chunks: Sequence[nn.Module], path: str | Path, *, parallel: ParallelState, seed: int = 0) -> None:
+    """Fill the parameters of this rank from the safetensors of folder `path`, reading only this rank's slices.
+
+    A critic loads from a critic's folder or from a language model's: there its value head is drawn from `seed`. Raises
+    WeightsError naming the file where a tensor is missing, of another shape, unknown, or the file truncated.
+    """
+    models = unwrap(chunks)
+    shapes = _shapes(models)
+    with SafetensorsFolder(path) as folder:
+        fresh_head = models[0].is_critic and HF_VALUE_HEAD not in folder.names
+        _check_names(folder, models[0], without=HF_VALUE_HEAD if fresh_head else None)
+
+        def source(conversion: Conversion) -> Reader:
+            if fresh_head and HF_VALUE_HEAD in conversion.names:
+                return _scratch_reader(models[0].model_config, shapes, conversion, seed)
+            for name in conversion.names:
+                if folder.shape(name) != shapes[name]:
+                    found, expected = folder.shape(name), shapes[name]
+                    raise WeightsError(f"{folder.file_of(name)}: {name} is {found}; config.json says {expected}")
+            return folder.read
+
+        _fill(models, shapes, parallel, source)
+    if fresh_head:
+        logger.info("%s holds no %s: a new value head was drawn", path, HF_VALUE_HEAD)
+
+
+def init_from_scratch(chunks: Sequence[nn.Module], *, parallel: ParallelState, seed: int) -> None:
+    """Draw the parameters as transformers does: normal matrices, zero biases, unit norms.
+
+    The same model in every layout: each Hugging Face tensor is drawn whole from its own seed, then sharded.
+    """
+    models = unwrap(chunks)
+    shapes = _shapes(models)
+    _fill(models, shapes, parallel, lambda c: _scratch_reader(models[0].model_config, shapes, c, seed))
+
+
+def iter_hf_weights(
+    chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """The whole model as buckets of full tensors under Hugging Face names, in the order of the network; collective.
+
+    Every rank iterates to the end; global rank 0 gets the tensors (its own copies, on its device, in the parameters'
+    dtype), the others empty dicts. A bucket holds at most bucket_bytes, or one parameter that is larger.
+    """
+    models = unwrap(chunks)
+    shapes = _shapes(models)
+    held = {conversion: param for param, conversion in named_conversions(models)}
+    dtype = models[0].config.params_dtype
+    device = next(models[0].parameters()).device
+    for bucket in _buckets(_owners(models[0], parallel), shapes, bucket_bytes // dtype.itemsize):
+        if parallel.rank == 0:
+            yield _receive(bucket, shapes, held, parallel, dtype=dtype, device=device)
+        else:
+            if parallel.dp_rank == 0 and parallel.cp_rank == 0:
+                _send(bucket, held, parallel)
+            yield {}
+
+
+def save_hf(
+    chunks: Sequence[nn.Module], path: str | Path, *, parallel: ParallelState, tokenizer_from: str | Path | None = None
+) -> None:
+    """Write the model as a Hugging Face folder that transformers loads; collective, global rank 0 writes.
+
+    `path` appears, or is replaced, only when complete. tokenizer_from: folder whose tokenizer files and
+    generation_config.json are copied. Raises WeightsError on every rank where writing fails.
+    """
+    model = unwrap(chunks)[0]
+    buckets = iter_hf_weights(chunks, parallel=parallel)
+    error: Exception | None = None
+    if parallel.rank == 0:
+        try:
+            _write(buckets, model, Path(path), tokenizer_from)
+        except (OSError, SafetensorError) as caught:
+            error = caught
+    for _ in buckets:  # the other ranks' part; after an error, what rank 0 has not received yet
+        pass
+    outcome = [str(error) if error else None]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise WeightsError(f"{path}: the model could not be written: {outcome[0]}") from error
+
+
+def unwrap(chunks: Sequence[nn.Module]) -> list[ModelChunk]:
+    """The chunks inside wrappers such as Megatron's DistributedDataParallel."""
+    models = []
+    for chunk in chunks:
+        while not isinstance(chunk, ModelChunk):
+            chunk = chunk.module
+        models.append(chunk)
+    return models
+
+
+# Loading
+
+Reader = Callable[[str, int, int, int], Tensor]
+"""(Hugging Face name, dim, start, stop) -> that part of the tensor."""
+
+
+def _shapes(models: Sequence[ModelChunk]) -> dict[str, tuple[int, ...]]:
+    return hf_shapes(models[0].model_config, is_critic=models[0].is_critic)
+
+
+def _check_names(folder: SafetensorsFolder, model: ModelChunk, *, without: str | None) -> None:
+    """The folder holds the tensors of this model, and no others that would have to mean something."""
+    expected = set(hf_shapes(model.model_config, is_critic=model.is_critic)) - {without}
+    missing = sorted(expected - folder.names)
+    if missing:
+        raise WeightsError(f"{folder.folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    ignored = {"lm_head.weight"} if model.is_critic or model.model_config.tied else set()
+    unknown = sorted(n for n in folder.names - expected - ignored if not n.endswith("rotary_emb.inv_freq"))
+    if unknown:
+        raise WeightsError(
+            f"{folder.file_of(unknown[0])}: {unknown[0]} has no place in a {model.model_config.model_type} model "
+            f"({len(unknown)} unknown tensors)"
+        )
+
+
+@torch.no_grad()
+def _fill(
+    models: Sequence[ModelChunk], shapes: Shapes, parallel: ParallelState, source: Callable[[Conversion], Reader]
+) -> None:
+    """Copy every piece of every parameter from where `source` finds it."""
+    for param, conversion in named_conversions(models):
+        read, dim = source(conversion), conversion.tp_dim or 0
+        for piece, part in _parts(param, conversion, shapes, parallel.tp_rank, parallel.layout.tp):
+            part.copy_(read(piece.name, dim, piece.start, piece.stop))
+
+
+def _parts(
+    local: Tensor, conversion: Conversion, shapes: Shapes, tp_rank: int, tp: int
+) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces of a parameter's shard with the views of `local` where they lie."""
+    dim, offset = conversion.tp_dim or 0, 0
+    sizes = {name: shapes[name][dim] for name in conversion.names}
+    for piece in conversion.pieces(sizes, rank=tp_rank, tp=tp):
+        length = piece.stop - piece.start
+        yield piece, local.narrow(dim, offset, length)
+        offset += length
+    assert offset == local.size(dim), f"{conversion} fills {offset} of {local.size(dim)}"
+
+
+def _scratch_reader(config: ModelConfig, shapes: Shapes, conversion: Conversion, seed: int) -> Reader:
+    """Fresh tensors of one conversion."""
+    whole = {name: _scratch_tensor(config, name, shapes[name], seed) for name in conversion.names}
+    return lambda name, dim, start, stop: whole[name].narrow(dim, start, stop - start)
+
+
+def _scratch_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    # A value head that starts near zero: with transformers' width its first values would dwarf the rewards.
+    std = 1.0 / (config.hidden_size + 1) if name == HF_VALUE_HEAD else config.initializer_range
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+# Exporting
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """One parameter of the model and the pipeline stage that exports it."""
+
+    conversion: Conversion
+    stage: int
+
+
+def _owners(model: ModelChunk, parallel: ParallelState) -> Iterator[_Owned]:
+    """Every parameter of the whole model once, in the order of the network; the same on every rank."""
+    config, layout = model.model_config, parallel.layout
+    per_chunk = config.num_layers // (layout.pp * layout.vpp)
+    stage_of_layer = {}
+    for stage in range(layout.pp):
+        for chunk in range(layout.vpp):
+            vp_stage = chunk if layout.vpp > 1 else None
+            first = get_transformer_layer_offset(model.config, vp_stage=vp_stage, pp_rank=stage)
+            stage_of_layer.update(dict.fromkeys(range(first, first + per_chunk), stage))
+    outer = outer_table(config, is_critic=model.is_critic)
+    yield _Owned(outer.pop(EMBEDDING), 0)
+    for layer in range(config.num_layers):
+        for conversion in layer_table(config, layer).values():
+            yield _Owned(conversion, stage_of_layer[layer])
+    for conversion in outer.values():
+        yield _Owned(conversion, layout.pp - 1)
+
+
+def _buckets(owned: Iterable[_Owned], shapes: Shapes, max_elements: int) -> Iterator[list[_Owned]]:
+    bucket: list[_Owned] = []
+    filled = 0
+    for item in owned:
+        size = sum(_numel(shapes[name]) for name in item.conversion.names)
+        if bucket and filled + size > max_elements:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += size
+    yield bucket
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _send(bucket: Sequence[_Owned], held: Mapping[Conversion, Tensor], parallel: ParallelState) -> None:
+    """This rank's shards of the bucket, flat and end to end, to global rank 0."""
+    mine = [
+        held[item.conversion].detach().flatten()
+        for item in bucket
+        if item.stage == parallel.pp_rank and (item.conversion.tp_dim is not None or parallel.tp_rank == 0)
+    ]
+    if mine:
+        _wait([dist.P2POp(dist.isend, torch.cat(mine), 0)])
+
+
+def _receive(
+    bucket: Sequence[_Owned],
+    shapes: Shapes,
+    held: Mapping[Conversion, Tensor],
+    parallel: ParallelState,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """On global rank 0: full tensors from the shards of all stages and tensor-parallel ranks."""
+    tp = parallel.layout.tp
+    shards: dict[tuple[int, int], list[tuple[Conversion, tuple[int, ...]]]] = {}
+    for item in bucket:
+        ranks = range(tp) if item.conversion.tp_dim is not None else range(1)
+        for rank in ranks:
+            shape = _local_shape(item.conversion, shapes, rank, tp)
+            shards.setdefault((item.stage, rank), []).append((item.conversion, shape))
+    flat = {
+        at: torch.empty(sum(_numel(shape) for _, shape in of), dtype=dtype, device=device)
+        for at, of in shards.items()
+        if at != (0, 0)
+    }
+    _wait([dist.P2POp(dist.irecv, x, parallel.rank_at(pp=stage, tp=rank)) for (stage, rank), x in flat.items()])
+    names = [name for item in bucket for name in item.conversion.names]
+    full = {name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names}
+    for (stage, rank), of in shards.items():
+        if (stage, rank) == (0, 0):
+            local = [held[conversion].detach() for conversion, _ in of]
+        else:
+            flats = flat[stage, rank].split([_numel(shape) for _, shape in of])
+            local = [x.view(shape) for x, (_, shape) in zip(flats, of, strict=True)]
+        for shard, (conversion, _) in zip(local, of, strict=True):
+            dim = conversion.tp_dim or 0
+            for piece, part in _parts(shard, conversion, shapes, rank, tp):
+                full[piece.name].narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
+    return full
+
+
+def _local_shape(conversion: Conversion, shapes: Shapes, rank: int, tp: int) -> tuple[int, ...]:
+    dim = conversion.tp_dim or 0
+    sizes = {name: shapes[name][dim] for name in conversion.names}
+    shape = list(shapes[conversion.names[0]])
+    shape[dim] = sum(p.stop - p.start for p in conversion.pieces(sizes, rank=rank, tp=tp))
+    return tuple(shape)
+
+
+def _wait(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+
+
+# Writing
+
+
+def _write(
+    buckets: Iterator[dict[str, Tensor]], model: ModelChunk, path: Path, tokenizer_from: str | Path | None
+) -> None:
+    dtype = model.config.params_dtype
+    shapes = hf_shapes(model.model_config, is_critic=model.is_critic)
+    with replacing_folder(path) as folder:
+        config = hf_config_json(model.model_config, dtype=dtype, is_critic=model.is_critic)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer_from is not None:
+            copy_tokenizer(tokenizer_from, folder)
+        writer = ShardWriter(folder, {name: _numel(shape) * dtype.itemsize for name, shape in shapes.items()})
+        for bucket in buckets:
+            writer.add({name: tensor.cpu() for name, tensor in bucket.items()})
+        writer.finish()
+
+
+def hf_config_json(config: ModelConfig, *, dtype: torch.dtype, is_critic: bool) -> dict[str, object]:
+    """The content of config.json for these weights: the one that was read, with the architecture and dtype of now."""
+    content = dict(config.raw)
+    content["dtype" if "dtype" in content else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    architecture = SUPPORTED[config.model_type]
+    if is_critic:
+        architecture = architecture.replace("ForCausalLM", "ForSequenceClassification")
+        content.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    content["architectures"] = [architecture]
+    return content

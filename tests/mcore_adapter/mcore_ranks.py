@@ -1,0 +1,137 @@
+"""Real trainer ranks for tests: a pool of spawned processes that join one gloo world per call.
+
+Spawning and importing torch and Megatron costs seconds, so the processes stay for the whole session; each call makes
+and leaves its own process groups. A rank that raises, dies or takes too long ends the call with every traceback there
+is, and the pool starts afresh for the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pickle
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_GRACE_SECONDS = 3.0  # after a first failure: time for the other ranks to report theirs
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function that runs on a rank is given first."""
+
+    rank: int
+    world_size: int
+    init_method: str
+
+    @contextlib.contextmanager
+    def joined(self, layout: Any, *, seed: int = 1) -> Iterator[tuple[Any, Any]]:
+        """(ParallelState, Device) of this rank in `layout`, on CPU; its world must be the whole call."""
+        from mcore_adapter.device import get_device
+        from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+
+        device = get_device("cpu")
+        parallel = initialize_parallel(
+            layout,
+            rank=self.rank,
+            world_size=self.world_size,
+            init_method=self.init_method,
+            device=device,
+            seed=seed,
+            timeout_seconds=60,
+        )
+        try:
+            with device.activate():
+                yield parallel, device
+        finally:
+            destroy_parallel()
+
+
+class RankPool:
+    """run(function, world_size, *args) calls function(Rank, *args) on that many processes at once."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[Any] = []
+        self._tasks: list[Any] = []
+        self._results: Any = self._context.Queue()
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+        """The results by rank. `function` must be importable (module level); results must be picklable.
+
+        Raises AssertionError with the ranks' tracebacks where one fails, and TimeoutError after `timeout` seconds.
+        """
+        while len(self._processes) < world_size:
+            self._spawn()
+        folder = tempfile.mkdtemp(prefix="ranks-")
+        try:
+            for rank in range(world_size):
+                self._tasks[rank].put((function, Rank(rank, world_size, f"file://{folder}/store"), args))
+            return self._collect(world_size, timeout)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for path in Path(folder).iterdir():
+                path.unlink()
+            Path(folder).rmdir()
+
+    def close(self) -> None:
+        """Kill the processes; the next run() spawns new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._tasks = [], []
+        self._results = self._context.Queue()
+
+    def _spawn(self) -> None:
+        tasks = self._context.Queue()
+        process = self._context.Process(target=_work, args=(tasks, self._results), daemon=True)
+        process.start()
+        self._tasks.append(tasks)
+        self._processes.append(process)
+
+    def _collect(self, world_size: int, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < world_size and time.monotonic() < deadline:
+            try:
+                rank, ok, value = self._results.get(timeout=0.2)
+            except queue.Empty:
+                for i, process in enumerate(self._processes[:world_size]):
+                    if not process.is_alive() and i not in failures:
+                        failures[i] = f"the process died with exit code {process.exitcode}"
+                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                continue
+            if ok:
+                results[rank] = pickle.loads(value)
+            else:
+                failures[rank] = value
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
+        if len(results) < world_size:
+            silent = sorted(set(range(world_size)) - set(results))
+            raise TimeoutError(f"ranks {silent} of {world_size} did not answer within {timeout} s")
+        return [results[rank] for rank in range(world_size)]
+
+
+def _work(tasks: Any, results: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        function, rank, args = tasks.get()
+        try:
+            value = pickle.dumps(function(rank, *args))  # plain bytes: no shared memory to outlive this process
+        except BaseException:  # noqa: BLE001  whatever ends a rank is for the test to show
+            results.put((rank.rank, False, traceback.format_exc()))
+        else:
+            results.put((rank.rank, True, value))
