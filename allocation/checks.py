@@ -58,8 +58,8 @@ def model_errors(
 ) -> list[AllocationError]:
     """Every way in which the model at `path` cannot be split as `layout` says.
 
-    A generator pads its vocabulary and may give its stages unequal numbers of layers, so these two rules are for the
-    roles that Megatron runs. `intermediate_size` 0: not checked; `num_experts` 0: a dense model.
+    A generator pads its vocabulary, may give its stages unequal numbers of layers, and copies a KV head to several
+    ranks; a role that Megatron runs does not. `intermediate_size` 0: not checked; `num_experts` 0: a dense model.
     """
     megatron = role != GENERATOR_ROLE
     tensor_rules = [
@@ -68,23 +68,19 @@ def model_errors(
         (vocab_size if megatron else 0, f"m{layout.tp} must divide vocab_size={vocab_size}"),
     ]
 
-    def shares_kv_heads(tp: int) -> bool:
-        return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
+    def kv_heads_fit(tp: int) -> bool:
+        return num_kv_heads % tp == 0 or (not megatron and tp % num_kv_heads == 0)
 
-    working = [
-        tp for tp in divisors(num_heads) if shares_kv_heads(tp) and all(size % tp == 0 for size, _ in tensor_rules)
-    ]
+    working = [tp for tp in divisors(num_heads) if kv_heads_fit(tp) and all(size % tp == 0 for size, _ in tensor_rules)]
     nearest_tp = f"m = {nearest_of(layout.tp, working)}"
     broken = [(rule, nearest_tp) for size, rule in tensor_rules if size % layout.tp]
-    if not shares_kv_heads(layout.tp):
-        rule = (
-            f"num_key_value_heads={num_kv_heads} and m{layout.tp}: one must be a multiple of the other, so that the "
-            f"tensor-parallel ranks hold whole KV heads or equal numbers of them share one"
-        )
-        broken.append((rule, nearest_tp))
+    if not kv_heads_fit(layout.tp):
+        rule = f"m{layout.tp} must divide num_key_value_heads={num_kv_heads}"
+        broken.append((rule if megatron else f"{rule}, or be a multiple of it", nearest_tp))
     chunks = layout.pp * layout.vpp
     if megatron and num_layers % chunks:
-        stages = nearest_of(layout.pp, [p for p in divisors(num_layers) if num_layers % (p * layout.vpp) == 0])
+        pipelines = [p for p in divisors(num_layers) if p > 1 or layout.vpp == 1]
+        stages = nearest_of(layout.pp, [p for p in pipelines if num_layers % (p * layout.vpp) == 0])
         virtual = nearest_of(layout.vpp, [v for v in divisors(num_layers) if num_layers % (v * layout.pp) == 0])
         nearest = f"p = {stages}" if stages else f"v = {virtual}" if virtual else "p1 without v"
         text = f"p{layout.pp}" + (f" x v{layout.vpp} = {chunks} chunks" if layout.vpp > 1 else "")
@@ -138,6 +134,7 @@ def batch_errors(
 def _dealing_error(
     layout: ParallelLayout, role: str, prompts: int, group_size: int, updates: int
 ) -> AllocationError | None:
+    trains = role in _TRAINING_ROLES
     sequences, unit = prompts * group_size, updates * layout.dp
     batch = f"{prompts} prompts x group_size={group_size} = {sequences} sequences"
     ranks = f"{layout.dp} data-parallel ranks of {role}:{layout}"
@@ -146,9 +143,9 @@ def _dealing_error(
             f"{batch} are fewer than the {ranks}",
             key="dataset.train_bs_n_seqs",
             value=prompts,
-            nearest=str(-(-layout.dp // group_size)) if updates == 1 else _nearest_batches(prompts, group_size, unit),
+            nearest=_nearest_batches(prompts, group_size, unit) if trains else str(-(-layout.dp // group_size)),
         )
-    if role not in _TRAINING_ROLES or sequences % unit == 0:
+    if not trains or sequences % unit == 0:
         return None
     nearest_batches = _nearest_batches(prompts, group_size, unit)
     nearest_updates = _nearest_updates(sequences, updates, layout.dp) or f"dataset.train_bs_n_seqs={nearest_batches}"

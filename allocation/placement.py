@@ -118,14 +118,10 @@ def _exact_split(cluster: Cluster, generator_size: int, generator_unit: int, tra
 
 def _closest_split(cluster: Cluster, trainer_size: int, trainer_unit: int) -> list[int]:
     """As _exact_split where some group has to cross: the trainer takes whole units from the last node backwards."""
-    per_node = cluster.n_gpus_per_node
-    whole = per_node - per_node % trainer_unit
-    trainer_counts = [0] * cluster.n_nodes
-    for most in (whole, per_node):
+    counts = [cluster.n_gpus_per_node] * cluster.n_nodes
+    for unit in (trainer_unit, 1):
         for node in reversed(range(cluster.n_nodes)):
-            taken = min(trainer_size, most - trainer_counts[node])
-            if most == whole:
-                taken -= taken % trainer_unit
-            trainer_counts[node] += taken
+            taken = min(trainer_size, counts[node]) // unit * unit
+            counts[node] -= taken
             trainer_size -= taken
-    return [per_node - count for count in trainer_counts]
+    return counts

@@ -1,0 +1,181 @@
+"""Layouts against models and batches: one test for each failure that users of other trainers meet at run time."""
+
+import pytest
+
+from allocation import (
+    AllocationError,
+    ParallelLayout,
+    batch_errors,
+    check_batch,
+    check_model,
+    model_errors,
+    parse,
+)
+
+# 12 heads, 2 KV heads: the shape of a common 1.5B model.
+MODEL = {
+    "num_heads": 12,
+    "num_kv_heads": 2,
+    "num_layers": 28,
+    "vocab_size": 151_936,
+    "intermediate_size": 8_960,
+    "path": "/models/small",
+}
+
+
+def model_error(layout: str, role: str = "actor_train", **changes: int) -> AllocationError:
+    with pytest.raises(AllocationError) as caught:
+        check_model(layout_of(layout), role, **{**MODEL, **changes})
+    return caught.value
+
+
+def batch_error(layout: str, role: str = "actor_train", **numbers: int) -> AllocationError:
+    with pytest.raises(AllocationError) as caught:
+        check_batch(layout_of(layout), role, **numbers)
+    return caught.value
+
+
+def layout_of(text: str) -> ParallelLayout:
+    slots = 1
+    for part in text.replace("d", " ").replace("m", " ").replace("p", " ").split("e")[0].split("v")[0].split():
+        slots *= int(part)
+    return parse(text, n_nodes=1, n_gpus_per_node=slots).trainer.layout
+
+
+def test_a_model_that_divides_has_no_errors() -> None:
+    assert model_errors(layout_of("d4m2p4v7"), "actor_train", **MODEL) == []
+
+
+def test_heads_must_be_divisible_by_tensor_parallelism() -> None:
+    error = model_error("d1m8p1", num_kv_heads=12)
+    assert "actor_train:d1m8p1 of /models/small: m8 must divide num_attention_heads=12" in str(error)
+    assert error.nearest == "m = 4"
+
+
+def test_kv_heads_must_be_divisible_by_tensor_parallelism_of_a_trainer() -> None:
+    error = model_error("d1m4p1")
+    assert "m4 must divide num_key_value_heads=2" in str(error)
+    assert error.nearest == "m = 2"
+
+
+def test_a_server_may_hold_a_kv_head_on_several_ranks_but_not_parts_of_them() -> None:
+    check_model(layout_of("d1m4p1"), "actor_gen", **MODEL)
+    error = model_error("d1m6p1", "actor_gen", num_kv_heads=4, intermediate_size=0)
+    assert "m6 must divide num_key_value_heads=4, or be a multiple of it" in str(error)
+    assert error.nearest == "m = 4 or 12"
+
+
+def test_layers_must_be_divisible_by_stages_times_chunks() -> None:
+    error = model_error("d1m1p3")
+    assert "p3 must divide num_hidden_layers=28" in str(error)
+    assert error.nearest == "p = 2 or 4"
+    chunks = model_error("d1m1p4v2")
+    assert "p4 x v2 = 8 chunks must divide num_hidden_layers=28" in str(chunks)
+    assert chunks.nearest == "p = 2 or 7"
+
+
+def test_layers_are_the_servers_own_business() -> None:
+    check_model(layout_of("d1m1p3"), "actor_gen", **MODEL)
+
+
+def test_the_vocabulary_must_be_divisible_by_tensor_parallelism() -> None:
+    error = model_error("d1m2p1", vocab_size=50_257)
+    assert "m2 must divide vocab_size=50257" in str(error)
+    assert error.nearest == "m = 1"
+    check_model(layout_of("d1m2p1"), "actor_gen", **{**MODEL, "vocab_size": 50_257})
+
+
+def test_the_feed_forward_width_must_be_divisible_by_tensor_parallelism() -> None:
+    assert "m2 must divide intermediate_size=8961" in str(model_error("d1m2p1", intermediate_size=8_961))
+
+
+def test_experts_must_exist_and_be_divisible_by_expert_parallelism() -> None:
+    assert "no experts" in str(model_error("d4m1p1e2"))
+    error = model_error("d4m1p1e4", num_experts=6)
+    assert "e4 must divide num_experts=6" in str(error)
+    assert error.nearest == "e = 3 or 6"
+
+
+def test_all_errors_of_a_layout_are_found_at_once() -> None:
+    errors = model_errors(layout_of("d1m8p3"), "actor_train", **{**MODEL, "vocab_size": 50_257})
+    rules = [error.rule for error in errors]
+    for number in ("num_attention_heads=12", "num_key_value_heads=2", "vocab_size=50257", "num_hidden_layers=28"):
+        assert any(number in rule for rule in rules), number
+
+
+def test_a_batch_smaller_than_the_ranks_of_the_reference_is_named() -> None:
+    # Elsewhere: AssertionError: batch_size 32 < chunks 64.
+    error = batch_error("d64m1p1", "ref_inf", train_bs_n_seqs=32)
+    assert error.key == "dataset.train_bs_n_seqs"
+    assert "32 sequences are fewer than the 64 data-parallel ranks of ref_inf:d64m1p1" in str(error)
+    assert error.nearest == "64"
+
+
+def test_a_batch_smaller_than_the_ranks_of_the_trainer_is_named() -> None:
+    error = batch_error("d64m1p1", train_bs_n_seqs=8, group_size=5)
+    assert "40 sequences are fewer than the 64" in str(error)
+    assert error.nearest == "64"
+    assert batch_errors(layout_of("d64m1p1"), "actor_train", train_bs_n_seqs=64, group_size=5) == []
+
+
+def test_an_update_with_less_than_a_sequence_for_each_rank_is_named() -> None:
+    # Elsewhere: assert self.lr_decay_steps > 0, after a division that rounds down to 0.
+    error = batch_error("d32m4p1", train_bs_n_seqs=64, ppo_n_minibatches=4)
+    assert error.key == "ppo.ppo_n_minibatches"
+    assert "an update has 16 of the" in str(error)
+    assert error.nearest == "2"
+
+
+def test_the_batch_must_be_a_multiple_of_updates_times_data_parallel_ranks() -> None:
+    error = batch_error("d32m4p1", train_bs_n_seqs=30, group_size=16, ppo_n_minibatches=4)
+    assert "30 prompts x group_size=16 = 480 sequences" in str(error)
+    assert "multiple of ppo_n_minibatches=4 x 32 = 128" in str(error)
+    assert "world size 128 / m4 / p1 / c1" in str(error)
+    assert error.nearest == "24 or 32"
+    for prompts in (24, 32):
+        check_batch(layout_of("d32m4p1"), "actor_train", train_bs_n_seqs=prompts, group_size=16, ppo_n_minibatches=4)
+
+
+def test_tensor_pipeline_and_context_parallelism_divide_the_ranks() -> None:
+    layout = parse("d2m2p2c2", n_nodes=2, n_gpus_per_node=8).trainer.layout
+    check_batch(layout, "actor_train", train_bs_n_seqs=2)
+    assert batch_errors(layout, "actor_train", train_bs_n_seqs=3) != []
+
+
+def test_expert_parallelism_does_not_divide_the_ranks() -> None:
+    with_experts, without = layout_of("d8m1p1e4"), layout_of("d8m1p1")
+    for prompts in range(1, 40):
+        numbers = [
+            batch_errors(layout, "actor_train", train_bs_n_seqs=prompts) == [] for layout in (with_experts, without)
+        ]
+        assert numbers == [prompts % 8 == 0] * 2
+
+
+def test_minibatches_must_divide_the_batch() -> None:
+    error = batch_error("d4m1p1", train_bs_n_seqs=512, ppo_n_minibatches=3)
+    assert str(error) == (
+        "ppo.ppo_n_minibatches=3: must divide 512 prompts x group_size=1 = 512 sequences; nearest: 2 or 4"
+    )
+
+
+def test_the_batch_is_counted_in_sequences_not_in_prompts() -> None:
+    # A batch size that is the number of prompts, set by somebody who has multiplied it already, or has not.
+    assert batch_errors(layout_of("d32m1p1"), "actor_train", train_bs_n_seqs=4, group_size=8) == []
+    assert batch_errors(layout_of("d32m1p1"), "actor_train", train_bs_n_seqs=4, group_size=4) != []
+
+
+def test_sequences_must_be_dealt_out_evenly_over_the_trainers_gpus() -> None:
+    # A training batch that the number of trainer GPUs does not divide: each GPU's minibatch is the quotient.
+    error = batch_error("d3m1p1", train_bs_n_seqs=32, group_size=8)
+    assert "256 sequences must be a multiple of ppo_n_minibatches=1 x 3 = 3" in str(error)
+    assert error.nearest == "30 or 33"
+
+
+def test_inference_needs_a_sequence_for_each_rank_and_no_multiple() -> None:
+    assert batch_errors(layout_of("d3m1p1"), "ref_inf", train_bs_n_seqs=32, ppo_n_minibatches=5) == []
+    assert batch_errors(layout_of("d3m1p1"), "actor_gen", train_bs_n_seqs=1) == []
+
+
+def test_counts_below_one_are_named() -> None:
+    errors = batch_errors(layout_of("d3m1p1"), "actor_train", train_bs_n_seqs=0, group_size=-1, ppo_n_minibatches=0)
+    assert [error.key for error in errors] == ["dataset.train_bs_n_seqs", "group_size", "ppo.ppo_n_minibatches"]
