@@ -1,0 +1,76 @@
+"""Megatron-core on NVIDIA GPUs: NCCL, TransformerEngine's layers, every fusion that is installed.
+
+Invariant: the same interface as device_cpu; nothing of Megatron is replaced here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+
+class CudaDevice:
+    """See device.Device. The GPU is that of LOCAL_RANK, or the only one that the process sees."""
+
+    backend = "nccl"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("device='cuda': no GPU is visible to this process; use device=cpu")
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise ValueError("device='cuda' needs transformer-engine: pip install 'slipstream[gpu]'")
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        self.torch_device = torch.device("cuda", index)
+
+    def setup(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+        # One queue: Megatron relies on communication launched first to start before the computation behind it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # As SGLang's servers run: with unequal settings the first broadcast of weights to them hangs its sender.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device):
+            yield
+
+    def config_overrides(self) -> dict[str, Any]:
+        # Found by the module that Megatron imports: what PyPI calls "apex" is another package.
+        weight_gradient_fusion = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        return dict(
+            use_cpu_initialization=False,
+            apply_rope_fusion=True,
+            gradient_accumulation_fusion=weight_gradient_fusion,
+            bias_activation_fusion=True,
+            bias_dropout_fusion=True,
+            masked_softmax_fusion=True,
+            persist_layer_norm=True,
+            batch_p2p_sync=True,
+        )
+
+    def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return TransformerBlockSubmodules(
+            layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=TENorm
+        )
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory_stats(self) -> dict[str, float]:
+        return {
+            "allocated_gib": torch.cuda.memory_allocated(self.torch_device) / 2**30,
+            "peak_gib": torch.cuda.max_memory_allocated(self.torch_device) / 2**30,
+        }
