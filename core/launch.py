@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from allocation import Allocation, RoleAllocation
+from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
     from mcore_adapter.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
-
-
-class LaunchError(RuntimeError):
-    """The cluster could not be started, or a worker of it died or did not answer. The message says which."""
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -126,9 +123,10 @@ def _check_reachable(address: str) -> None:
 
 
 def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float | None = None) -> list[Any]:
-    """Results of `refs` in order. The first failure ends the wait: its traceback, under the name of the worker.
+    """Results of `refs` in order; the first failure ends the wait.
 
-    Raises LaunchError when a worker died or none answered in time; otherwise the worker's own exception."""
+    Raises LaunchError when a worker died or none answered in time; otherwise the worker's own exception, with a note
+    that names the worker and holds its traceback."""
     by_ref = dict(zip(refs, names, strict=True))
     pending = list(refs)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -141,8 +139,9 @@ def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float 
         try:
             results[ready[0]] = ray.get(ready[0])
         except RayTaskError as e:
-            logger.error("%s failed:\n%s", by_ref[ready[0]], e)
-            raise e.as_instanceof_cause() from e
+            cause = e.cause if isinstance(e.cause, Exception) else e
+            cause.add_note(f"in {by_ref[ready[0]]}:\n{e.traceback_str}")
+            raise cause from None
         except (RayActorError, GetTimeoutError) as e:
             raise LaunchError(f"{by_ref[ready[0]]} died: {e}") from e
     return [results[r] for r in refs]

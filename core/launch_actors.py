@@ -22,10 +22,9 @@ from mcore_adapter.batch import PackedBatch
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
 
 if TYPE_CHECKING:
-    from mcore_adapter.engine import EngineSettings, MegatronEngine, OptimizerSettings
-
     from allocation import ParallelLayout
     from core.losses import LossFn
+    from mcore_adapter.engine import EngineSettings, MegatronEngine, OptimizerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +253,7 @@ class RolloutActor:
         from core.rollout_service import RolloutService
 
         self._service = RolloutService([ActorGenerator(a) for a in self._generators], **self._settings)
+        await self._service.start()
         return self._service.describe()
 
     async def begin(self, version: int, state: Any) -> None:

@@ -13,15 +13,17 @@ from rich.logging import RichHandler
 
 
 class LineFormatter(logging.Formatter):
-    """`{date}-{time}.{milliseconds} {logger} {level}: {message}`; module loggers of this project speak as `name`."""
+    """`{date}-{time}.{milliseconds} {speaker} {level}: {message}`. The command line speaks as quickstart, every other
+    module of a process as `name`."""
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%Y%m%d-%H:%M:%S.%f")[:-3]
-        line = f"{when} {self._name or record.name} {record.levelname}: {record.getMessage()}"
+        speaker = record.name if record.name == "quickstart" else self._name
+        line = f"{when} {speaker} {record.levelname}: {record.getMessage()}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
@@ -41,9 +43,8 @@ def log_to_file(name: str, path: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-def log_to_terminal(name: str, path: Path, *, level: str, console: Console) -> None:
-    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and in a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
+    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and in a file, if any."""
     terminal: logging.Handler
     if console.is_terminal:
         terminal = RichHandler(
@@ -51,7 +52,10 @@ def log_to_terminal(name: str, path: Path, *, level: str, console: Console) -> N
         )
     else:
         terminal = logging.StreamHandler(console.file)
-    handlers = [terminal, logging.FileHandler(path)]
+    handlers = [terminal]
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(path))
     for handler in handlers:
-        handler.setFormatter(LineFormatter(name))
+        handler.setFormatter(LineFormatter("master worker"))
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)

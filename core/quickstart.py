@@ -23,12 +23,14 @@ from core.config_allocation import resolve_allocation
 from core.config_base import ConfigError
 from core.config_load import LoadedConfig, load_config
 from core.config_show import help_text, ignored_lines, listing
-from core.logs import LineFormatter, log_to_terminal
+from core.errors import LaunchError
+from core.logs import log_to_terminal
 from core.paths import RunPaths
 
 logger = logging.getLogger("quickstart")
 
 BAD_INPUT = 2
+FAILED = 1
 INTERRUPTED = 130
 
 
@@ -78,7 +80,8 @@ def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: 
     paths = RunPaths.for_trial(
         config.external_configs.cluster_config.fileroot, config.experiment_name, config.trial_name
     )
-    _prepare_logging(config, paths, console, dry_run=dry_run)
+    log_file = None if dry_run else paths.logs / "master_worker.log"
+    log_to_terminal(log_file, level=config.monitor.log_level, console=console)
     console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:
@@ -97,15 +100,11 @@ def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: 
     except KeyboardInterrupt:
         logger.error("Interrupted.")
         return INTERRUPTED
-
-
-def _prepare_logging(config: ExperimentConfig, paths: RunPaths, console: Console, *, dry_run: bool) -> None:
-    if not dry_run:
-        log_to_terminal("quickstart", paths.logs / "quickstart.log", level=config.monitor.log_level, console=console)
-        return
-    handler = logging.StreamHandler(console.file)
-    handler.setFormatter(LineFormatter())
-    logging.basicConfig(level=config.monitor.log_level.upper(), handlers=[handler], force=True)
+    except (ValueError, OSError, LaunchError) as error:
+        # What a user can act on: the message says it all. The log file has the traceback, of a worker's too.
+        logger.error("%s", error)
+        logger.debug("", exc_info=error)
+        return FAILED
 
 
 def _run(config: ExperimentConfig, paths: RunPaths, console: Console) -> int:

@@ -9,16 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from rollout.producer import RolloutProducer
 from rollout.router import Router
-from rollout.workflow import WORKFLOWS
 from transformers import AutoTokenizer
 
 from core.batch import RolloutBatch, pack_trajectories
+from rollout.buffer import OverAge
 from rollout.dataset import PromptDataset
-from rollout.plugins import load_plugin
+from rollout.producer import RolloutProducer
 from rollout.reward import RewardPool
 from rollout.types import GenerateRequest, Generator, Prompt, SamplingParams
+from rollout.workflow import make_workflow
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ class RolloutService:
         batch_size: int,
         group_size: int,
         max_staleness: int,
-        over_age: str,
+        over_age: OverAge,
+        num_epochs: int,
         sampling: SamplingParams,
         eval_sampling: SamplingParams | None,
         max_in_flight: int,
@@ -61,22 +62,29 @@ class RolloutService:
             self._eval_prompts = list(held_out.prompts)[:num_eval_prompts]
         self._rewards = RewardPool(reward, num_workers=reward_workers, timeout_seconds=reward_timeout_seconds)
         self._router = Router(list(generators))
-        workflow_class: Any = WORKFLOWS.get(workflow) or load_plugin(workflow)
+        made = make_workflow(
+            workflow,
+            tokenizer=self._tokenizer,
+            reward_pool=self._rewards,
+            sampling=replace(sampling, stop_token_ids=stop),
+            group_size=group_size,
+            seed=seed,
+        )
         self._producer = RolloutProducer(
             self._dataset,
-            workflow_class(
-                tokenizer=self._tokenizer,
-                reward=self._rewards,
-                sampling=replace(sampling, stop_token_ids=stop),
-                group_size=group_size,
-                seed=seed,
-            ),
+            made,
             self._router,
             batch_size=batch_size,
             max_staleness=max_staleness,
             over_age=over_age,
+            num_epochs=num_epochs,
             max_in_flight=max_in_flight,
+            stats_sources=(self._rewards.stats,),
         )
+
+    async def start(self) -> None:
+        """Start the reward workers."""
+        await self._rewards.start()
 
     def describe(self) -> dict[str, Any]:
         """num_prompts, mean_prompt_tokens and the number of evaluation prompts."""
@@ -130,7 +138,7 @@ class RolloutService:
         """Cancel what runs and end the reward workers."""
         await self._producer.__aexit__(None, None, None)
         await self._router.close()
-        self._rewards.close()
+        await self._rewards.close()
 
 
 def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.launch import LaunchError, interruptible
+from core.errors import LaunchError
+from core.launch import interruptible
 from core.monitor import JsonLinesSink, MetricSink, MLflowSink, TensorBoardSink, WandbSink
 from core.recover import RecoverStore, RunState
 

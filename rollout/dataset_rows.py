@@ -58,7 +58,8 @@ def boxed(answer: str | int | float) -> str:
     return text if "\\boxed" in text else f"\\boxed{{{text}}}"
 
 
-def _read(path: Path) -> Iterator[Row]:
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """(line number, json object) of every line that is not blank. Raises DatasetError with file and line."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -69,12 +70,20 @@ def _read(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    yield _parse_line(line, number, default_id=f"{path.stem}-{number}")
+                    yield number, _parse_line(line)
                 except (ValueError, RecursionError) as error:
                     raise DatasetError(f"{path}:{number}: {error}") from error
 
 
-def _parse_line(line: bytes, number: int, default_id: str) -> Row:
+def _read(path: Path) -> Iterator[Row]:
+    for number, record in read_records(path):
+        try:
+            yield _row(record, number, default_id=f"{path.stem}-{number}")
+        except ValueError as error:
+            raise DatasetError(f"{path}:{number}: {error}") from error
+
+
+def _parse_line(line: bytes) -> dict[str, object]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -83,6 +92,10 @@ def _parse_line(line: bytes, number: int, default_id: str) -> Row:
         raise ValueError(f"not a json object: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
         raise ValueError(f"expected a json object, found {type(record).__name__}")
+    return record
+
+
+def _row(record: dict[str, object], number: int, default_id: str) -> Row:
     prompt_key, solutions, used = _answer(record)
     prompt = _text(record, prompt_key)
     id_key = next((key for key in ("query_id", "unique_id", "id") if record.get(key) is not None), None)
