@@ -1,0 +1,235 @@
+"""One model on one set of ranks: training steps, log-probabilities, values, weights and checkpoints.
+
+Every method is collective: all ranks call it, in the same order, with the same arguments. Several engines (actor,
+critic, reference) share the process and its groups. Invariant: what a method returns does not depend on the layout,
+nor on how the minibatch was cut into microbatches, beyond summation order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_adapter.batch import PackedBatch
+from mcore_adapter.checkpoint import load_checkpoint, save_checkpoint
+from mcore_adapter.device import Device
+from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
+from mcore_adapter.hf_config import ModelConfig, read_config
+from mcore_adapter.microbatch import Microbatch, plan_microbatches
+from mcore_adapter.model import build_model, lm_head_weight
+from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
+from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
+from mcore_adapter.parallel import ParallelState
+from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from mcore_adapter.weights import init_from_scratch, iter_hf_weights, load_hf_weights, save_hf
+
+LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(output, per-token fields with "loss_mask") -> (loss, metrics), all of them sums over the trained tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Per-token results of some sequences of a batch, laid end to end in the order of `sequences`."""
+
+    sequences: list[int]
+    values: Tensor  # [sum of their lengths] float32
+
+
+class MegatronEngine:
+    """See the methods. Without `optimizer` the engine is for inference only and holds nothing but weights."""
+
+    def __init__(
+        self, *, parallel: ParallelState, device: Device, settings: EngineSettings, optimizer: OptimizerSettings | None
+    ) -> None:
+        self._parallel, self._device, self._settings = parallel, device, settings
+        dtype = getattr(torch, settings.dtype)
+        self.model_config: ModelConfig = read_config(settings.hf_path)
+        self._model = build_model(
+            self.model_config,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
+            is_critic=settings.is_critic,
+            recompute=settings.recompute,
+        )
+        if settings.init_from_scratch:
+            init_from_scratch(self._model, parallel=parallel, seed=settings.seed)
+        else:
+            load_hf_weights(self._model, settings.hf_path, parallel=parallel, seed=settings.seed)
+        self._chunks: Sequence[Any] = self._model
+        self._optimizer: TrainOptimizer | None = None
+        if optimizer is None:
+            for chunk in self._model:
+                chunk.requires_grad_(False).eval()
+        else:
+            ddp = wrap_for_training(self._model)
+            self._chunks = ddp
+            self._optimizer = TrainOptimizer(ddp, optimizer, dtype)
+        self._sequence_parallel: bool = self._model[0].config.sequence_parallel
+        self._packing = PackingLayout(
+            cp_size=parallel.layout.cp,
+            cp_rank=parallel.cp_rank,
+            sequence_parallel_size=parallel.layout.tp if self._sequence_parallel else 1,
+        )
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps applied so far."""
+        return self._optimizer.num_updates if self._optimizer else 0
+
+    def train_step(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        *,
+        max_tokens_per_mb: int,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer update on the whole of `batch` (the same on every rank).
+
+        The sums of `loss_fn` are divided by the number of loss_mask tokens of the batch. Returns, on every rank,
+        "loss", the metrics of `loss_fn`, "grad_norm" (before clipping), "lr", "num_microbatches" and "update_skipped"
+        (1.0 when the gradient norm was not finite and nothing was changed).
+        """
+        if self._optimizer is None:
+            raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
+        microbatches = self._pack(batch, self._plan(batch, max_tokens_per_mb)[self._parallel.dp_rank])
+        num_trained = max(1, int(batch.loss_mask.sum()))
+        no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
+
+        def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            result = self._head(microbatch, output, temperature, with_entropy)
+            loss, metrics = loss_fn(result, microbatch.fields)
+            return loss / num_trained, no_tokens, {"loss": loss.detach(), **metrics}
+
+        self._optimizer.zero_grad()
+        sums = run_schedule(self._chunks, microbatches, postprocess, forward_only=False)
+        metrics = self._reduce_metrics(sums, num_trained)
+        update = self._optimizer.step()
+        return {
+            **metrics,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+            "num_microbatches": float(len(microbatches)),
+            "update_skipped": float(not update.applied),
+        }
+
+    def logprobs(self, batch: PackedBatch, *, max_tokens_per_mb: int, temperature: float = 1.0) -> Shard | None:
+        """Log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result (tensor and
+        context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others."""
+        return self._infer(
+            batch, max_tokens_per_mb, lambda mb, out: self._head(mb, out, temperature, with_entropy=False).logprobs
+        )
+
+    def values(self, batch: PackedBatch, *, max_tokens_per_mb: int) -> Shard | None:
+        """The critic's values of the states in which the loss_mask tokens were chosen (0 elsewhere); see logprobs()."""
+        return self._infer(batch, max_tokens_per_mb, lambda mb, out: self._head(mb, out, 1.0, False).values)
+
+    def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
+        return iter_hf_weights(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes)
+
+    def save_hf(self, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+        """Write a Hugging Face folder."""
+        save_hf(self._model, path, parallel=self._parallel, tokenizer_from=tokenizer_from)
+
+    def save(self, path: str | Path) -> None:
+        """Write model, optimizer, schedule and random states to a new folder; any layout can load it."""
+        source = Path(self._settings.hf_path)
+        save_checkpoint(path, self._model, self._optimizer, parallel=self._parallel, tokenizer_from=source)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a folder of save(). Random states come back where the layout is the one that saved them."""
+        load_checkpoint(path, self._model, self._optimizer, parallel=self._parallel)
+
+    def _plan(self, batch: PackedBatch, max_tokens_per_mb: int) -> list[list[Microbatch]]:
+        lens = batch.seq_lens
+        if int(lens.min()) < 1:
+            raise ValueError(f"sequence {int(lens.argmin())} of the batch has no tokens")
+        if bool(batch.loss_mask[batch.cu_seqlens[:-1]].any()):
+            raise ValueError("loss_mask is True on the first token of a sequence, which nothing predicts")
+        layout = self._parallel.layout
+        return plan_microbatches(
+            self._packing.padded_lens(lens).tolist(),
+            dp=layout.dp,
+            max_tokens_per_mb=max_tokens_per_mb,
+            attention_cost=_attention_cost(self.model_config),
+            min_microbatches=2 * layout.pp if layout.pp > 1 else 1,  # half of a pipeline's bubble is gone at 2 a stage
+            multiple_of=layout.pp if layout.vpp > 1 else 1,
+        )
+
+    def _pack(self, batch: PackedBatch, plan: Sequence[Microbatch]) -> list[PackedMicrobatch]:
+        return [pack_microbatch(batch, mb, self._packing, device=self._device.torch_device) for mb in plan]
+
+    def _head(
+        self, microbatch: PackedMicrobatch, output: Tensor, temperature: float, with_entropy: bool
+    ) -> ModelOutput:
+        if self._settings.is_critic:
+            return value_output(output, microbatch)
+        return lm_output(
+            output,
+            lm_head_weight(self._model[-1]),
+            microbatch,
+            tp_group=self._parallel.tp_group,
+            sequence_parallel=self._sequence_parallel,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+
+    @torch.no_grad()
+    def _infer(
+        self, batch: PackedBatch, max_tokens_per_mb: int, head: Callable[[PackedMicrobatch, Tensor], Tensor | None]
+    ) -> Shard | None:
+        plan = self._plan(batch, max_tokens_per_mb)[self._parallel.dp_rank]
+        microbatches = self._pack(batch, plan)
+        results = run_schedule(self._model, microbatches, head, forward_only=True)
+        if not (self._parallel.is_last_stage and self._parallel.tp_rank == 0):
+            return None
+        own = [self._whole(mb, r) for mb, r, ids in zip(microbatches, results, plan, strict=True) if ids]
+        per_token = torch.cat(own) if own else torch.empty(0, device=self._device.torch_device)
+        if self._parallel.layout.cp > 1:
+            dist.all_reduce(per_token, group=self._parallel.cp_group)
+        if self._parallel.cp_rank != 0:
+            return None
+        return Shard(sequences=[i for mb in plan for i in mb], values=per_token)
+
+    @staticmethod
+    def _whole(microbatch: PackedMicrobatch, result: Tensor) -> Tensor:
+        """This context-parallel rank's tokens -> all tokens of the microbatch, 0 where another rank has the result."""
+        if microbatch.token_index is None:
+            return result
+        return result.new_zeros(microbatch.num_tokens).index_copy(0, microbatch.token_index.to(result.device), result)
+
+    def _reduce_metrics(self, sums: Sequence[Mapping[str, Tensor]], num_trained: int) -> dict[str, float]:
+        """Sums of each microbatch on the last stage -> means over the batch's trained tokens, on every rank."""
+        parallel = self._parallel
+        names: list[str] = list(sums[0]) if sums else []
+        values: list[float] = []
+        if parallel.is_last_stage:
+            total = torch.stack([torch.stack([s[name].detach().float() for name in names]) for s in sums]).sum(0)
+            if parallel.dp_cp_group.size() > 1:
+                dist.all_reduce(total, group=parallel.dp_cp_group)
+            values = (total / num_trained).tolist()
+        if parallel.layout.pp > 1:  # only the last stage knows the names
+            packed = [dict(zip(names, values, strict=True))]
+            source = dist.get_process_group_ranks(parallel.pp_group)[-1]
+            dist.broadcast_object_list(packed, src=source, group=parallel.pp_group, device=self._device.torch_device)
+            return packed[0]
+        return dict(zip(names, values, strict=True))
+
+
+def _attention_cost(config: ModelConfig) -> float:
+    """Cost of a token pair relative to that of a token: causal attention against the matrix products, in FLOPs."""
+    attention_width = config.num_heads * config.head_dim
+    per_layer = config.hidden_size * (
+        2 * attention_width + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
+    )
+    linear = config.num_layers * per_layer + config.vocab_size * config.hidden_size
+    return config.num_layers * attention_width / linear

@@ -1,0 +1,111 @@
+"""Runs packed microbatches through Megatron's pipeline schedules, from token ids to what a loss sees.
+
+Invariant: the LM head and the value head are evaluated at trained tokens only (loss_mask); every other entry of a
+`ModelOutput` is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from mcore_adapter.logprobs import linear_logprobs
+from mcore_adapter.packing import PackedMicrobatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOutput:
+    """Per-token results of one microbatch; entry t speaks about token t, and is 0 where loss_mask is False."""
+
+    logprobs: Tensor | None = None  # [t] float32
+    entropy: Tensor | None = None  # [t] float32
+    values: Tensor | None = None  # [t] float32
+
+
+def lm_output(
+    hidden: Tensor,  # [1, s, h], or [1, s / tp, h] with sequence parallelism
+    weight: Tensor,  # [v / tp, h]
+    microbatch: PackedMicrobatch,
+    *,
+    tp_group: torch.distributed.ProcessGroup,
+    sequence_parallel: bool,
+    temperature: float,
+    with_entropy: bool,
+) -> ModelOutput:
+    """Log-probabilities and entropies of the trained tokens."""
+    flat = hidden.squeeze(0)
+    if sequence_parallel:
+        flat = gather_from_sequence_parallel_region(flat, tensor_parallel_output_grad=True, group=tp_group)
+    elif tp_group.size() > 1:
+        flat = copy_to_tensor_model_parallel_region(flat, group=tp_group)
+    logprobs, entropy = linear_logprobs(
+        flat.index_select(0, microbatch.rows),
+        weight,
+        microbatch.targets,
+        temperature=temperature,
+        tp_group=tp_group,
+        with_entropy=with_entropy,
+    )
+    return ModelOutput(
+        logprobs=_spread(logprobs, microbatch), entropy=None if entropy is None else _spread(entropy, microbatch)
+    )
+
+
+def value_output(values: Tensor, microbatch: PackedMicrobatch) -> ModelOutput:
+    """values [1, s, 1] of every packed position -> those of the trained tokens."""
+    return ModelOutput(values=_spread(values.reshape(-1).float().index_select(0, microbatch.rows), microbatch))
+
+
+def _spread(trained: Tensor, microbatch: PackedMicrobatch) -> Tensor:
+    """[n] -> [t], 0 elsewhere."""
+    num_tokens = microbatch.fields["loss_mask"].numel()
+    return trained.new_zeros(num_tokens).index_copy(0, microbatch.trained, trained)
+
+
+def run_schedule(
+    chunks: Sequence[Any],
+    microbatches: Sequence[PackedMicrobatch],
+    postprocess: Callable[[PackedMicrobatch, Tensor], Any],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Forward (and backward) over all microbatches, on whatever schedule the layout has. Collective.
+
+    `postprocess(microbatch, model output)` runs on the last stage. Forward only, it returns anything; else the triple
+    (loss, token count, anything) of Megatron's per-token losses. Returns the anythings, in order; [] on other stages.
+    """
+
+    def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        microbatch = next(iterator)
+        output = model(
+            microbatch.token_ids, microbatch.position_ids, None, packed_seq_params=microbatch.packed_seq_params
+        )
+        return output, partial(_ignore_non_loss, partial(postprocess, microbatch))
+
+    iterators = [iter(microbatches) for _ in chunks]
+    single = len(chunks) == 1
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators[0] if single else iterators,
+        model=chunks[0] if single else list(chunks),
+        num_microbatches=len(microbatches),
+        seq_length=max(m.token_ids.shape[1] for m in microbatches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _ignore_non_loss(function: Callable[[Tensor], Any], output: Tensor, non_loss_data: bool = False) -> Any:
+    """Megatron passes non_loss_data=True where it collects results instead of losses."""
+    return function(output)
