@@ -7,12 +7,14 @@ Python. Invariant: the outcome is a list of at most `limit` numbers, or an Alloc
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Sequence
 
 from allocation.errors import AllocationError
 
 _TOKENS = re.compile(r"(?:list\b|range\b|[0-9]{1,9}\b|[\[\](),+\-*]|[ \t\r\n])*")
+_PLAIN_LIST = re.compile(r"\s*\[(?:\s*(?:0|[1-9][0-9]*)\s*,)*\s*(?:0|[1-9][0-9]*)\s*\]\s*")
 _EXAMPLE = "list(range(0,8))"
 
 
@@ -27,6 +29,9 @@ def parse_devices(mapping: str | Sequence[int], *, limit: int) -> list[int]:
     end = accepted.end() if accepted else 0
     if end != len(mapping):
         raise _wrong(f"only numbers, lists, range and list are read here, got {mapping[end : end + 20]!r}")
+    if _PLAIN_LIST.fullmatch(mapping):
+        # Thousands of slots in full: a fraction of the time that a syntax tree of them takes.
+        return _check_numbers(json.loads(mapping), limit)
     try:
         return _read(ast.parse(mapping.strip(), mode="eval").body, limit)
     except SyntaxError as error:

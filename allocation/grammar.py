@@ -33,7 +33,7 @@ _REPLACED = re.compile(rf"\b({'|'.join(_REPLACED_BACKENDS)})(?=\s*[.:])")
 _FIELDS = {"d": "dp", "m": "tp", "t": "tp", "p": "pp", "c": "cp", "e": "ep", "v": "vpp"}
 _DIM = re.compile(r"([a-z])([0-9]+)")
 _PREFIX = re.compile(r"\s*(\*|[A-Za-z_][A-Za-z_0-9]*)\s*[.:]\s*")
-_MAX_DIGITS = 7
+_MAX_DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,9 @@ def _dims(text: str) -> dict[str, int]:
                 f"{letter} is given twice" if letter not in "mt" else "m (its synonym is t) is given twice"
             )
         if len(digits) > _MAX_DIGITS or int(digits) == 0:
-            raise AllocationError(f"{letter}{digits[:20]} must be a whole number from 1 up", f"{letter}1")
+            raise AllocationError(
+                f"{letter}{digits[:20]} must be a whole number from 1 to {10**_MAX_DIGITS - 1}", f"{letter}1"
+            )
         dims[name] = int(digits)
         position = match.end()
     return dims

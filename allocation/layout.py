@@ -20,9 +20,6 @@ TRAINER_ROLE = "actor_train"
 MEGATRON_ROLES = ("actor_train", "actor_inf", "critic_train", "critic_inf", "ref_inf")
 ROLES = (GENERATOR_ROLE, *MEGATRON_ROLES)
 
-MAX_SLOTS = 1_000_000
-"""Largest cluster and largest degree: a bound on what a typing error can make this package compute."""
-
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -44,10 +41,8 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "vpp", "etp"):
             degree = getattr(self, name)
-            if not isinstance(degree, int) or isinstance(degree, bool) or not 1 <= degree <= MAX_SLOTS:
-                raise AllocationError(
-                    f"must be a whole number from 1 to {MAX_SLOTS}", key=name, value=degree, nearest="1"
-                )
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise AllocationError("must be a whole number from 1 up", key=name, value=degree, nearest="1")
         if self.vpp > 1 and self.pp == 1:
             raise AllocationError(
                 f"v{self.vpp} cuts the stages of a pipeline into chunks, and there is one stage (p1)",

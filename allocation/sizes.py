@@ -11,7 +11,6 @@ from dataclasses import replace
 from allocation.errors import AllocationError
 from allocation.layout import (
     GENERATOR_ROLE,
-    MAX_SLOTS,
     TRAINER_ROLE,
     Backend,
     ParallelLayout,
@@ -20,19 +19,23 @@ from allocation.layout import (
 from allocation.placement import Cluster
 from allocation.plan import format_layouts
 
+MAX_SLOTS = 100_000
+"""Largest cluster: a bound on what a typing error in n_nodes can make this package compute."""
+
 
 def make_cluster(n_nodes: int, n_gpus_per_node: int) -> Cluster:
     """Raises AllocationError for counts that are no cluster."""
     for key, count in (("n_nodes", n_nodes), ("n_gpus_per_node", n_gpus_per_node)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise AllocationError("must be a whole number from 1 up", key=key, value=count, nearest="1")
-    if n_nodes * n_gpus_per_node > MAX_SLOTS:
-        raise AllocationError(
-            f"n_nodes x n_gpus_per_node = {n_nodes * n_gpus_per_node} is more than {MAX_SLOTS}",
-            key="n_nodes",
-            value=n_nodes,
-            nearest=str(max(1, MAX_SLOTS // n_gpus_per_node)),
-        )
+    for key, count, other in (("n_gpus_per_node", n_gpus_per_node, 1), ("n_nodes", n_nodes, n_gpus_per_node)):
+        if count * other > MAX_SLOTS:
+            raise AllocationError(
+                f"{count * other} GPUs are more than the {MAX_SLOTS} that a run may have",
+                key=key,
+                value=count,
+                nearest=str(MAX_SLOTS // other),
+            )
     return Cluster(n_nodes, n_gpus_per_node)
 
 

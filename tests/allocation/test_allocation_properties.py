@@ -77,7 +77,7 @@ def allocations(draw: st.DrawFn) -> tuple[str, int, int]:
     return training, n_nodes, total // n_nodes
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(allocations(), st.sampled_from(GENERATOR_BACKENDS), st.sampled_from(GENERATOR_BACKENDS))
 def test_the_canonical_text_parses_back_to_the_same_allocation(
     case: tuple[str, int, int], backend: str, other_backend: str
@@ -91,7 +91,7 @@ def test_the_canonical_text_parses_back_to_the_same_allocation(
     assert str(again) == canonical
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(allocations(), st.sampled_from(GENERATOR_BACKENDS))
 def test_every_role_has_a_place_of_its_own_for_each_rank(case: tuple[str, int, int], backend: str) -> None:
     text, n_nodes, n_gpus_per_node = case
@@ -112,7 +112,7 @@ def test_every_role_has_a_place_of_its_own_for_each_rank(case: tuple[str, int, i
     assert again == allocation
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(allocations(), st.integers(1, 6), st.integers(1, 9))
 def test_what_is_suggested_for_another_cluster_works_there(
     case: tuple[str, int, int], n_nodes: int, n_gpus_per_node: int
@@ -131,7 +131,7 @@ def test_what_is_suggested_for_another_cluster_works_there(
         assert math.prod((fitting_nodes, fitting_gpus)) == n_nodes * n_gpus_per_node
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 @given(TEXTS, st.integers(-1, 4), st.integers(-1, 9))
 @example("d" + "1" * 5000, 1, 8)
 @example("(" * 5000, 1, 8)
@@ -145,7 +145,7 @@ def test_any_text_is_an_allocation_or_an_allocation_error(text: str, n_nodes: in
         assert parse(str(allocation), n_nodes=n_nodes, n_gpus_per_node=n_gpus_per_node) == allocation
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 @given(DEVICE_TEXTS, st.one_of(st.none(), TEXTS), st.sampled_from([*ROLES, "reference", "*", "nobody"]))
 @example("[" * 99 + "]" * 99, None, "actor_train")
 @example("[" + "-" * 900 + "1]", None, "actor_train")

@@ -83,6 +83,12 @@ def test_roles_that_are_not_named_take_the_star_and_then_the_role_they_belong_to
     assert layouts(named)["ref_inf"] == layouts(named)["actor_inf"] == "d2m4p1"
 
 
+def test_a_reward_model_is_accepted_and_has_no_place(caplog: pytest.LogCaptureFixture) -> None:
+    allocation = parse("*:d4m2p1,rew_inf:d8m1p1", n_nodes=1, n_gpus_per_node=8)
+    assert "rew_inf" in caplog.text
+    assert allocation == parse("d4m2p1", n_nodes=1, n_gpus_per_node=8)
+
+
 def test_the_heuristic_halves_the_cluster_and_shares_a_single_slot() -> None:
     assert str(parse("heuristic", n_nodes=1, n_gpus_per_node=8)) == "embedded.d4m1p1+d4m1p1"
     assert str(parse("heuristic", n_nodes=1, n_gpus_per_node=3)) == "embedded.d1m1p1+d2m1p1"
@@ -138,8 +144,9 @@ def test_vllm_is_answered_with_sglang(text: str) -> None:
         ("d4m2p1 d2", "letters with numbers", None),
         ("d4m2m3", "given twice", None),
         ("d4m2t3", "given twice", None),
-        ("d0m1p1", "from 1 up", "d1"),
-        ("d4m99999999999", "from 1 up", "m1"),
+        ("d0m1p1", "from 1 to 999999", "d1"),
+        ("d4m99999999999", "from 1 to 999999", "m1"),
+        ("d999999m999999p999999c999999", "needs 999996000005999996000001 GPUs", None),
         ("d4m2p1v2", "one stage", "v1, or p2"),
         ("d4m2p1e3", "must divide the 8 ranks of a pipeline stage", "e = 2 or 4"),
         ("d4m2p1+d2m4p1", "neither side", "sglang.d4m2p1+d2m4p1 (or embedded., without GPUs)"),
@@ -182,7 +189,8 @@ def test_a_wrong_text_is_answered_with_the_rule_and_a_way_out(text: str, rule: s
 def test_a_cluster_must_have_slots_and_not_more_than_can_be_meant() -> None:
     assert error_of("heuristic", n_nodes=0).key == "n_nodes"
     assert error_of("heuristic", n_gpus_per_node=-1).key == "n_gpus_per_node"
-    assert error_of("heuristic", n_nodes=10**9).nearest == "125000"
+    assert error_of("heuristic", n_nodes=10**9).nearest == "12500"
+    assert error_of("heuristic", n_gpus_per_node=10**9).key == "n_gpus_per_node"
 
 
 def test_the_error_speaks_of_the_key_it_was_given_and_survives_pickling() -> None:

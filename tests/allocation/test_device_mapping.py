@@ -22,6 +22,7 @@ def error_of(mappings: dict, n_nodes: int = 1, n_gpus_per_node: int = 8) -> Allo
         ("[0, 2, 4,]", [0, 2, 4]),
         ("(1, 3)", [1, 3]),
         ("[5]", [5]),
+        (" [ 7,0 , 10 ]\n", [7, 0, 10]),
         ("list(range(0,2)) + list(range(4,6)) + [7]", [0, 1, 4, 5, 7]),
         ("[*range(2), 5, *[6, 7]]", [0, 1, 5, 6, 7]),
         ("list([3, 1])", [3, 1]),
@@ -31,6 +32,7 @@ def error_of(mappings: dict, n_nodes: int = 1, n_gpus_per_node: int = 8) -> Allo
 )
 def test_lists_ranges_and_their_sums_are_read(text: str | list[int], devices: list[int]) -> None:
     assert parse_devices(text, limit=8) == devices
+    assert parse_devices(text, limit=len(devices)) == devices
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,8 @@ def test_lists_ranges_and_their_sums_are_read(text: str | list[int], devices: li
         "+".join(["[0]"] * 50_000),
         "-" * 5000 + "1",
         "[１]",
+        "[01]",
+        "[0,1,2,3,4,5,6,7,8]",
         "range(8)\x00",
     ],
 )
