@@ -85,6 +85,4 @@ def _check_shard(path: Path, expected: set[str]) -> None:
         raise ModelFolderError(f"{path}: {what}: {size} bytes, the header says {needed}; download the file again")
     missing = sorted(expected - ends.keys())
     if missing:
-        raise ModelFolderError(
-            f"{path}: {missing[0]} is missing, which {_INDEX} says is there; download the model again"
-        )
+        raise ModelFolderError(f"{path}: has no {missing[0]}, which {_INDEX} promises; download the model again")

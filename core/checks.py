@@ -24,6 +24,7 @@ from mcore_adapter.hf_config import SUPPORTED, ModelConfig
 from rollout.dataset_rows import DatasetError, scan_rows
 from rollout.plugins import PluginError, load_plugin
 from rollout.reward import REWARDS
+from rollout.workflow import WORKFLOWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Pr
     """Every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` says in which line a key was given."""
-    checks = (_models, _datasets, _reward, _fileroot, _port)
+    checks = (_models, _datasets, _reward, _workflow, _fileroot, _port)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))
         for check in checks
@@ -138,6 +139,13 @@ def _reward(config: ExperimentConfig) -> Iterator[Problem]:
         load_plugin(function, kind="reward function", arguments=("prompt", "text"))
     except PluginError as error:
         yield Problem(key="reward.function", message=str(error))
+
+
+def _workflow(config: ExperimentConfig) -> Iterator[Problem]:
+    if isinstance(config, PPOMATHConfig) and config.workflow.type not in WORKFLOWS and ":" not in config.workflow.type:
+        known = ", ".join(sorted(WORKFLOWS))
+        message = f"unknown workflow {config.workflow.type!r}; use one of {known}, or package.module:Class"
+        yield Problem(key="workflow.type", message=message)
 
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:

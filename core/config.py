@@ -86,7 +86,7 @@ class CommonExperimentConfig(Section):
     recover_retries: int = key(
         1, "With recover_mode=auto: restarts from the last recover checkpoint after a worker was lost", ge=0
     )
-    seed: int = key(1, "Seed of everything random", ge=0)
+    seed: int = key(1, "Seed of everything random", ge=0, le=2**32 - 1)
     shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")
     exp_ctrl: ExperimentSaveEvalControl = section(ExperimentSaveEvalControl, "Length, saving, evaluation")
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases")

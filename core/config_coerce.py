@@ -15,7 +15,7 @@ import yaml
 
 from core.config_yaml import Items, Node, Scalar, Table
 
-_INTEGER = re.compile(r"[+-]?[0-9][0-9_]*")
+_INTEGER = re.compile(r"[+-]?[0-9][0-9_]{0,30}")
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 

@@ -125,7 +125,8 @@ class _Binder:
 
     def _value(self, values: dict[str, Any], name: str, path: str, node: Node, annotation: Any) -> None:
         try:
-            values[name] = coerce(self._resolve_inside(node), annotation)
+            # A scalar is resolved already, and must not be twice: its text may hold a literal ${.
+            values[name] = coerce(node if isinstance(node, Scalar) else self._resolve_inside(node), annotation)
         except (CoerceError, InterpolationError) as error:
             self._problem(path, str(error))
 
@@ -183,7 +184,7 @@ def _is_one_of(node: Scalar, accepted: Sequence[str]) -> bool:
 
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:
     """The nearest known key: of the same section, of the same name elsewhere, or of a similar path."""
-    if "." in name and name in all_keys(root) and name != path:
+    if "." in name and path in all_keys(root):
         return f"write {name} as nested sections"
     siblings = list(fields_by_key(model))
     prefix = path.removesuffix(name)
@@ -205,7 +206,7 @@ def _validate(
 ) -> tuple[Any, list[Problem]]:
     """The configuration, and problems of single fields. Fields with problems hold defaults in the result."""
     problems: list[Problem] = []
-    for _ in range(2):
+    for _ in range(3):  # refused values become missing ones, missing ones are filled in
         try:
             return model.model_validate(values), problems
         except ValidationError as error:

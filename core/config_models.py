@@ -94,7 +94,8 @@ class ModelTrainEvalConfig(Section):
 class MicroBatchSpec(Section):
     """How a minibatch is cut into microbatches."""
 
-    n_mbs: int = key(1, "Smallest number of microbatches a minibatch is cut into, per data-parallel rank", ge=1)
+    IGNORED = {"n_mbs": "as many microbatches as max_tokens_per_mb makes necessary"}
+
     max_tokens_per_mb: int | None = key(
         None,
         "Most tokens of one forward/backward pass, prompts included; lower it when memory runs out. "

@@ -14,7 +14,7 @@ class PromptOnlyDatasetConfig(Section):
 
     path: str = key(description="jsonl file of prompts")
     max_prompt_len: int = key(256, "Longest prompt in tokens; longer ones are left out and counted", ge=1)
-    train_bs_n_seqs: int = key(256, "Prompts per training step; each is answered group_size times", ge=1)
+    train_bs_n_seqs: int = key(256, "Prompts per training step; each is answered group_size times", ge=1, le=10**9)
 
 
 class PromptAnswerDatasetConfig(Section):
@@ -25,7 +25,7 @@ class PromptAnswerDatasetConfig(Section):
     train_path: str = key(description="jsonl file to train on")
     valid_path: str = key("", "jsonl file to measure the loss on; empty: none")
     max_seqlen: int = key(1024, "Longest prompt with answer in tokens; longer ones are left out and counted", ge=2)
-    train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1)
+    train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
     valid_bs_n_seqs: int = key(256, "Sequences per batch of the validation", ge=1)
 
 

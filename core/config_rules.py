@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from allocation import TRAINER_ROLE, AllocationError, batch_errors
+from allocation.errors import divisors, nearest_of
 from core.config import ExperimentConfig, PPOMATHConfig
 from core.config_allocation import resolve_allocation
 from core.config_models import ModelTrainEvalConfig
@@ -137,12 +138,10 @@ def _minibatches(config: PPOMATHConfig) -> Violation | None:
     parts, prompts = config.ppo.ppo_n_minibatches, config.dataset.train_bs_n_seqs
     if prompts % parts == 0:
         return None
-    below = next(n for n in range(parts, 0, -1) if prompts % n == 0)
-    above = next((n for n in range(parts, prompts + 1) if prompts % n == 0), None)
+    nearest = nearest_of(parts, divisors(prompts))
     return Violation(
         ("ppo.ppo_n_minibatches", "dataset.train_bs_n_seqs"),
-        f"ppo_n_minibatches={parts} must divide train_bs_n_seqs={prompts}; "
-        f"nearest: {below if above is None else f'{below} or {above}'}",
+        f"ppo_n_minibatches={parts} must divide train_bs_n_seqs={prompts}; nearest: {nearest}",
     )
 
 

@@ -41,7 +41,7 @@ class GeneratorConfig(Section):
 class WorkflowConfig(Section):
     """How a prompt becomes trajectories."""
 
-    type: str = key("math_single_turn", "math_single_turn, or your own class as package.module:Class")
+    type: str = key("math", "math (one question, one answer), or your own class as package.module:Class")
 
 
 class RewardConfig(Section):

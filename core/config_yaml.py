@@ -149,7 +149,10 @@ class _Reader:
             what = ", ".join(part for part in (error.context, error.problem) if part)
             self.problems.append(Problem(key="", message=f"not valid YAML: {what}", where=where))
         except yaml.YAMLError as error:
-            self.problems.append(Problem(key="", message=f"not valid YAML: {error}", where=self._source))
+            message = f"not valid YAML: {' '.join(str(error).split())}"
+            self.problems.append(Problem(key="", message=message, where=self._source))
+        except RecursionError:
+            self.problems.append(Problem(key="", message="nested too deeply to read", where=self._source))
         else:
             if node is not None:
                 return self._convert(node)
@@ -163,7 +166,7 @@ class _Reader:
 
     def _convert(self, node: yaml.Node) -> Node:
         where = self._at(node.start_mark)
-        if not node.tag.startswith(_STANDARD_TAG):
+        if not node.tag.startswith(_STANDARD_TAG) or not node.tag.removeprefix(_STANDARD_TAG).isalpha():
             self._problem(node, f"tag {node.tag} is not supported")
         if isinstance(node, yaml.ScalarNode):
             return Scalar(node.value, where, quoted=node.style is not None)

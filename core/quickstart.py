@@ -8,6 +8,7 @@ message on stderr.
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import sys
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(_parser().format_help() if model is None else help_text(arguments.experiment, model))
         return 0
     if arguments.experiment not in EXPERIMENTS:
-        return _refuse(f"which experiment? One of {', '.join(EXPERIMENTS)}; --help explains")
+        return _refuse(_which_experiment(arguments.experiment))
     try:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         problems = run_checks(loaded.config, loaded.where)
@@ -67,6 +68,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
     parser.add_argument("--help", "-h", action="store_true", help="all keys of the configuration")
     return parser
+
+
+def _which_experiment(given: str | None) -> str:
+    if given is None:
+        return f"which experiment? One of {', '.join(EXPERIMENTS)}; --help explains"
+    near = difflib.get_close_matches(given, EXPERIMENTS, n=1, cutoff=0.4)
+    return f"unknown experiment {given!r}; " + (
+        f"did you mean {near[0]!r}?" if near else f"one of {', '.join(EXPERIMENTS)}"
+    )
 
 
 def _refuse(message: str, *, count: int = 1) -> int:

@@ -1,0 +1,187 @@
+"""What --dry-run finds before anything starts: real folders, files, ports."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from config_inputs import SMALLEST_PPO, write_model, write_prompts, write_run, write_safetensors
+
+from core.checks import run_checks
+from core.config_load import load_config
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    loaded = load_config("ppo-math", path, overrides)
+    return [str(p).replace(f"{path.parent}/", "") for p in run_checks(loaded.config, loaded.where)]
+
+
+def test_a_run_that_can_start_has_no_problem(tmp_path: Path) -> None:
+    assert problems(write_run(tmp_path)) == []
+    assert not (tmp_path / "out").exists(), "a check writes nothing"
+
+
+def test_a_missing_model_folder_is_named_with_a_way_to_get_it(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "actor.path=Qwen/Qwen2.5-0.5B")
+    assert message.startswith("override 'actor.path=Qwen/Qwen2.5-0.5B': actor.path: Qwen/Qwen2.5-0.5B: no such folder")
+    assert "huggingface-cli download" in message
+
+
+def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (message,) = problems(path)
+    assert message.startswith("run.yaml:3: actor.path: model: no tokenizer")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (message,) = problems(path)
+    assert "model: no weights: neither model.safetensors nor model.safetensors.index.json" in message
+    assert problems(path, "actor.init_from_scratch=true") == []
+    (tmp_path / "model" / "config.json").unlink()
+    (message,) = problems(path)
+    assert "model/config.json: no such file" in message
+
+
+def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    (message,) = problems(path, "actor.type._class=llama")
+    assert "actor.type._class: 'llama', but config.json of model says 'qwen2'; write that, or auto" in message
+    write_model(tmp_path / "model", model_type="gpt2")
+    (message,) = problems(path)
+    assert (
+        "actor.path: model/config.json: model_type='gpt2' is not supported; supported: llama, qwen2, qwen3" in message
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8, 60, 200])
+def test_a_truncated_weight_file_is_found_by_its_header(tmp_path: Path, cut: int) -> None:
+    path = write_run(tmp_path)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-cut])
+    (message,) = problems(path)
+    assert message.startswith("run.yaml:3: actor.path: model/model.safetensors: ")
+    assert "truncated" in message or "header cannot be read" in message
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\xff" * 64]
+)
+def test_what_is_no_weight_file_is_found(tmp_path: Path, content: bytes) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    (message,) = problems(path)
+    assert "model/model.safetensors: not a safetensors file" in message
+
+
+def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    model = tmp_path / "model"
+    (model / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "s1.safetensors", "b": "s2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_safetensors(model / "s1.safetensors", {"a": 3})
+    assert "model/s2.safetensors: No such file or directory" in problems(path)[0]
+    write_safetensors(model / "s2.safetensors", {"x": 3})
+    assert "model/s2.safetensors: has no b, which model.safetensors.index.json promises" in problems(path)[0]
+    write_safetensors(model / "s2.safetensors", {"b": 3})
+    assert problems(path) == []
+    (model / "model.safetensors.index.json").write_text("[]")
+    assert "not an index of safetensors files" in problems(path)[0]
+
+
+def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    (message,) = problems(path, "allocation_mode=embedded.d1m1p1+d1m1p3", "n_gpus_per_node=4")
+    assert "allocation_mode: " in message
+    assert "p3 must divide num_hidden_layers=2" in message
+    found = problems(path, "allocation_mode=embedded.d1m1p1+d1m3p1", "n_gpus_per_node=4")
+    assert any("m3 must divide num_attention_heads=4" in line for line in found)
+    assert any("m3 must divide vocab_size=64" in line for line in found)
+
+
+def test_models_of_different_vocabularies_do_not_go_together(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    write_model(tmp_path / "other", vocab_size=128)
+    (message,) = problems(path, f"ref.path={tmp_path / 'other'}", "ppo.kl_ctl=0.1")
+    assert "the models must share one vocabulary; vocab_size of actor 64, ref 128" in message
+
+
+def test_the_line_of_a_malformed_row_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "1 + 1')
+    (message,) = problems(path)
+    assert message.startswith("run.yaml:4: dataset.path: prompts.jsonl:5: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "prompts.jsonl: no rows"), ('{"text": "x"}\n', "prompts.jsonl:1: "), ("[1]\n", "prompts.jsonl:1: ")],
+)
+def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(content)
+    (found,) = problems(path)
+    assert f"dataset.path: {message}" in found
+
+
+def test_both_data_sets_are_looked_at(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    found = problems(path, "dataset.path=/no/such", "evaluation.path=/neither")
+    assert [line.split(": ")[1] for line in found] == ["dataset.path", "evaluation.path"]
+
+
+def test_sft_rows_are_checked_as_pairs(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
+    overrides = ["experiment_name=s", "trial_name=t", f"model.path={tmp_path / 'model'}"]
+    loaded = load_config("sft", None, [*overrides, f"dataset.train_path={tmp_path / 'rows.jsonl'}"])
+    (problem,) = run_checks(loaded.config, loaded.where)
+    assert problem.key == "dataset.train_path"
+    assert "rows.jsonl:2: " in problem.message
+
+
+def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(prompt, text):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert problems(path, "reward.function=mine:score") == []
+    (message,) = problems(path, "reward.function=mine:scored")
+    assert "reward.function: reward function mine:scored: module mine has no 'scored'; did you mean score?" in message
+    (message,) = problems(path, "reward.function=maths")
+    assert message.endswith("reward.function: unknown reward 'maths'; use one of math, or package.module:function")
+    (message,) = problems(path, "workflow.type=dialogue")
+    assert message.endswith("workflow.type: unknown workflow 'dialogue'; use one of math, or package.module:Class")
+    sys.modules.pop("mine", None)
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    for root in ("/proc/slipstream", str(path)):
+        (message,) = problems(path, f"external_configs.cluster_config.fileroot={root}")
+        assert "external_configs.cluster_config.fileroot: " in message
+        assert "cannot write in" in message
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        (message,) = problems(path, f"launch.master_port={port}")
+    assert f"launch.master_port: port {port}: Address already in use; write 0 for a free one" in message
+    assert problems(path, f"launch.master_port={port}") == []
+
+
+def test_all_problems_are_found_together(tmp_path: Path) -> None:
+    path = write_run(tmp_path, SMALLEST_PPO.replace("MODEL", "/no/model"))
+    write_prompts(tmp_path / "prompts.jsonl", num_rows=0)
+    found = problems(path, "reward.function=maths", "external_configs.cluster_config.fileroot=/proc/x")
+    assert [line.split(": ")[1] for line in found] == [
+        "actor.path",
+        "dataset.path",
+        "reward.function",
+        "external_configs.cluster_config.fileroot",
+    ]

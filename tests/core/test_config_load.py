@@ -1,0 +1,367 @@
+"""One file, overrides and the environment become one typed tree, or a list of everything that is wrong."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from config_inputs import SMALLEST_PPO
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from core.config import PPOMATHConfig
+from core.config_base import ConfigError
+from core.config_load import load_config
+
+
+def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    return load_config(experiment, path, overrides).config  # type: ignore[return-value]
+
+
+def errors(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides)
+    return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
+
+
+def test_a_file_states_only_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.dataset.train_bs_n_seqs == 4
+    assert config.ppo.eps_clip == 0.2
+    assert config.exp_ctrl.ckpt_freq_secs == 600
+    assert config.staleness.max_staleness == 1
+
+
+def test_nothing_changes_after_loading(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load(tmp_path).ppo.eps_clip = 0.3  # type: ignore[misc]
+
+
+def test_all_mistakes_of_a_file_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = """\
+experiment_name: small
+trial_name: a/b
+recover_mode: sometimes
+actor: {path: MODEL, optimizer: {lr: fast}}
+dataset:
+  path: DATA
+  train_bs_n_seqs: 512
+  max_prompt_length: 16
+ppo:
+  eps_clip: 0
+  kl_ctl: null
+  ppo_n_minibatches: 3
+  disable_value: ture
+  gen: 16
+gruop_size: 8
+"""
+    assert errors(tmp_path, text) == [
+        "x.yaml:2: trial_name: must be letters, digits and . _ + = -, a letter or digit first, got 'a/b'",
+        "x.yaml:3: recover_mode: must be one of auto, resume, disabled, got 'sometimes'",
+        "x.yaml:4: actor.optimizer.lr: must be a number, got 'fast'",
+        "x.yaml:8: dataset.max_prompt_length: unknown key; did you mean 'dataset.max_prompt_len'?",
+        "x.yaml:10: ppo.eps_clip: must be greater than 0, got 0.0",
+        "x.yaml:11: ppo.kl_ctl: must be a number, got null",
+        "x.yaml:12: ppo.ppo_n_minibatches: ppo_n_minibatches=3 must divide train_bs_n_seqs=512; nearest: 2 or 4",
+        "x.yaml:13: ppo.disable_value: must be true or false, got 'ture'",
+        "x.yaml:14: ppo.gen: is a section with keys of its own, got '16'",
+        "x.yaml:15: gruop_size: unknown key; did you mean 'group_size'?",
+    ]
+
+
+def test_missing_keys_are_named_all(tmp_path: Path) -> None:
+    found = errors(tmp_path, "mode: ray\n")
+    for key in ("experiment_name", "trial_name", "dataset.path", "actor.path"):
+        assert any(f"{key}: required" in line for line in found), (key, found)
+
+
+@pytest.mark.parametrize(
+    ("line", "suggestion"),
+    [
+        ("max_new_tokens: 5", "did you mean 'ppo.gen.max_new_tokens' or 'evaluation.max_new_tokens'?"),
+        ("ppo.eps_clip: 0.1", "write ppo.eps_clip as nested sections"),
+        ("stalenes: {max_staleness: 1}", "did you mean 'staleness'?"),
+        ("xyzzy: 1", "--help lists all keys"),
+        ("push: {xyzzy: 1}", "keys here are bucket_mib, timeout_seconds"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_known_one(tmp_path: Path, line: str, suggestion: str) -> None:
+    (message,) = errors(tmp_path, f"{SMALLEST_PPO}{line}\n")
+    assert message.startswith("x.yaml:9: ")
+    assert message.endswith(f"unknown key; {suggestion}")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("actor.optimizer.lr=1e-6", 1e-6),
+        ("actor.optimizer.lr=3", 3.0),
+        ("actor.optimizer.lr='1e-6'", 1e-6),
+        ("actor.optimizer.lr=.5", 0.5),
+    ],
+)
+def test_numbers_are_numbers_however_yaml_reads_them(tmp_path: Path, override: str, value: float) -> None:
+    lr = load(tmp_path, SMALLEST_PPO, override).actor.optimizer.lr
+    assert lr == value
+    assert isinstance(lr, float)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e4", 10_000), ("16_384", 16_384), ("100.0", 100)])
+def test_whole_numbers_may_be_written_in_any_notation(tmp_path: Path, text: str, value: int) -> None:
+    max_tokens = load(tmp_path, SMALLEST_PPO, f"actor_train.mb_spec.max_tokens_per_mb={text}").max_tokens_per_mb(
+        "actor_train"
+    )
+    assert max_tokens == value
+    assert isinstance(max_tokens, int)
+
+
+@pytest.mark.parametrize("text", ["1.5", "true", "abc", "inf", "nan", "[1]", "{a: 1}", "null"])
+def test_what_is_not_a_whole_number_is_refused(tmp_path: Path, text: str) -> None:
+    (message,) = errors(tmp_path, SMALLEST_PPO, f"group_size={text}")
+    assert message.startswith(f"override 'group_size={text}': group_size: must be an integer, got ")
+
+
+@pytest.mark.parametrize("text", ["1", "ja", "''"])
+def test_only_true_and_false_are_truth_values(tmp_path: Path, text: str) -> None:
+    (message,) = errors(tmp_path, SMALLEST_PPO, f"group_adv_norm={text}")
+    assert "must be true or false" in message
+
+
+def test_a_name_may_look_like_a_number(tmp_path: Path) -> None:
+    assert load(tmp_path, SMALLEST_PPO, "trial_name=20250222").trial_name == "20250222"
+    assert load(tmp_path, SMALLEST_PPO, "trial_name=1e-6").trial_name == "1e-6"
+
+
+def test_null_switches_off_what_is_optional(tmp_path: Path) -> None:
+    config = load(tmp_path, SMALLEST_PPO, "exp_ctrl.ckpt_freq_secs=null", "algorithm.behave_imp_weight_cap=None")
+    assert config.exp_ctrl.ckpt_freq_secs is None
+    assert config.algorithm.behave_imp_weight_cap is None
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, f"{SMALLEST_PPO}staleness:\n").staleness.max_staleness == 1
+
+
+def test_free_mappings_keep_the_types_that_were_written(tmp_path: Path) -> None:
+    flags = (
+        "actor.sglang={mem_fraction_static: 0.8, disable_radix_cache: true, tp: 2, backend: fa3, bs: [1, 2], x: null}"
+    )
+    config = load(tmp_path, SMALLEST_PPO, flags, "external_configs.envs={A: 1, B: 'true'}")
+    assert config.actor.sglang == {
+        "mem_fraction_static": 0.8, "disable_radix_cache": True, "tp": 2, "backend": "fa3", "bs": [1, 2], "x": None,
+    }  # fmt: skip
+    assert config.external_configs.envs == {"A": "1", "B": "true"}
+
+
+def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, SMALLEST_PPO, "ppo.gen.max_new_tokens=8", "ppo.gen.max_new_tokens=9", "ppo.gen={top_p: 0.9}"
+    )
+    assert config.ppo.gen.max_new_tokens == 9
+    assert config.ppo.gen.top_p == 0.9
+
+
+def test_a_run_can_be_described_by_overrides_alone() -> None:
+    overrides = ["experiment_name=e", "trial_name=t", "actor.path=m", "dataset.path=d", "ppo.disable_value=true"]
+    loaded = load_config("ppo-math", None, overrides)
+    assert loaded.config.trial_name == "t"
+    assert loaded.where("actor.path") == "override 'actor.path=m'"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "override 'seed': must look like a.b.c=value"),
+        ("=3", "override '=3': must look like a.b.c=value"),
+        ("ppo..eps_clip=1", "override 'ppo..eps_clip=1': must look like a.b.c=value"),
+        ("seed.x=3", "override 'seed.x=3': seed: unknown key"),
+        ("trial_name.x=3", "override 'trial_name.x=3': trial_name: is a value (x.yaml:2), not a section"),
+        ("seed=[1", "override 'seed=[1': not valid YAML"),
+        ("ppo.eps_clp=1", "override 'ppo.eps_clp=1': ppo.eps_clp: unknown key; did you mean 'ppo.eps_clip'?"),
+        ("ppo=3", "override 'ppo=3': ppo: is a section with keys of its own, got '3'"),
+        ("ppo.eps_clip=2", "override 'ppo.eps_clip=2': ppo.eps_clip: must be less than 1, got 2.0"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) -> None:
+    if override == "seed.x=3":
+        message = "override 'seed.x=3': seed: must be an integer, got a section (x)"
+    assert any(line.startswith(message) for line in errors(tmp_path, SMALLEST_PPO, override))
+
+
+def test_values_may_come_from_the_environment_and_from_other_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE", "/mnt")
+    monkeypatch.setenv("GROUP", "8")
+    monkeypatch.delenv("NOTHING", raising=False)
+    config = load(
+        tmp_path,
+        SMALLEST_PPO,
+        "dataset.path=${oc.env:STORAGE}/data/${trial_name}.jsonl",
+        "group_size=${oc.env:GROUP}",
+        "seed=${oc.env:NOTHING,7}",
+        "actor.path=${oc.env:NOTHING,${oc.env:STORAGE}/models}",
+        "wandb.project=${experiment_name}-${seed}",
+        "evaluation.max_new_tokens=${ppo.gen.max_new_tokens}",
+        "generator.max_running=${push.bucket_mib}",
+        "critic.optimizer=${actor.optimizer}",
+        "actor.optimizer.lr=0.5",
+        "wandb.tags=['${trial_name}', b]",
+        "wandb.name='\\${x}'",
+    )
+    assert config.dataset.path == "/mnt/data/one.jsonl"
+    assert config.group_size == 8
+    assert config.seed == 7
+    assert config.actor.path == "/mnt/models"
+    assert config.wandb.project == "small-7"
+    assert config.evaluation.max_new_tokens == 16
+    assert config.generator.max_running == 256, "the default of a key that is not given"
+    assert config.critic.optimizer.lr == 0.5
+    assert config.wandb.tags == ["one", "b"]
+    assert config.wandb.name == "${x}"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "${oc.env:NOTHING}",
+            "the environment variable NOTHING is not set; set it, or give a default: ${oc.env:NOTHING,...}",
+        ),
+        ("${trial_nam}", "${trial_nam} is not a key; did you mean 'trial_name'?"),
+        ("${now:%Y}", "${now:%Y} is not understood; write ${a.b.c} for another key or ${oc.env:VAR,default}"),
+        ("x${trial_name", "${trial_name has no closing brace"),
+        ("${wandb.name}", "refers to itself: wandb.name -> wandb.name"),
+        ("${wandb.group}", "refers to itself: wandb.group -> wandb.name -> wandb.group"),
+        ("a-${ppo.gen}", "${ppo.gen} is not a single value and cannot be part of a text"),
+    ],
+)
+def test_an_interpolation_without_value_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
+    monkeypatch.delenv("NOTHING", raising=False)
+    found = errors(tmp_path, SMALLEST_PPO, f"wandb.name='{value}'", "wandb.group='${wandb.name}'")
+    assert f"override \"wandb.name='{value}'\": wandb.name: {message}" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\nb: 2\n", "x.yaml:2: not valid YAML"),
+        ("a: 1\n\tb: 2\n", "x.yaml:2: not valid YAML"),
+        ("- 1\n", "x.yaml: must be a mapping of keys to values"),
+        ("seed: 1\nseed: 2\n", "x.yaml:2: seed: given twice (first at x.yaml:1)"),
+        (
+            "seed: !!python/object:os.system 1\n",
+            "x.yaml:1: tag tag:yaml.org,2002:python/object:os.system is not supported",
+        ),
+        ("seed: !mine 1\n", "x.yaml:1: tag !mine is not supported"),
+        ("a: &x [*x]\n", "x.yaml:1: an anchor contains itself"),
+        ("? [a]\n: 1\n", "x.yaml:1: a key must be plain text"),
+        ("a: " + "[" * 5000, "x.yaml: nested too deeply to read"),
+    ],
+)
+def test_a_file_that_is_no_configuration_names_the_line(tmp_path: Path, text: str, message: str) -> None:
+    assert any(line.startswith(message) for line in errors(tmp_path, text)), errors(tmp_path, text)
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    text = f"{SMALLEST_PPO}critic: {{optimizer: &o {{lr: 0.5, eps: 0.25}}}}\nref: {{optimizer: {{<<: *o, lr: 0.1}}}}\n"
+    optimizer = load(tmp_path, text).ref.optimizer
+    assert (optimizer.lr, optimizer.eps) == (0.1, 0.25)
+
+
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "latin1.yaml").write_bytes(b"a: \xe9\n")
+    for path, reason in [
+        (tmp_path / "no.yaml", "No such file"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "latin1.yaml", "not UTF-8"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            load_config("ppo-math", path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("ppo.gen.min_new_tokens=17", "ppo.gen.min_new_tokens: min_new_tokens=17 must be at most max_new_tokens=16"),
+        (
+            "ppo.kl_ctl=0.1 ref_inf.mb_spec.max_tokens_per_mb=31",
+            "max_tokens_per_mb=31 cannot hold the longest sequence",
+        ),
+        ("group_adv_norm=true", "group_adv_norm: group_adv_norm=true compares the answers to one prompt"),
+        ("exp_ctrl.eval_freq_steps=5", "evaluation.path: exp_ctrl.eval_freq_* asks for evaluation"),
+        ("ppo.disable_value=false", "critic.path: needed with a critic"),
+        ("actor.type.is_critic=true", "actor.type.is_critic: actor is a language model"),
+        ("actor.optimizer.type=empty", "actor.optimizer.type: actor is trained"),
+        ("ppo.gen.top_k=0", "ppo.gen.top_k: top_k=0 leaves no token"),
+        ("mode=local n_nodes=2", "mode: mode=local is one machine"),
+        ("n_gpus_per_node=8", "allocation_mode: 'embedded.d1m1p1+d1m1p1': needs 1 + 1 = 2 GPUs"),
+        ("allocation_mode=vllm.d1m1p1+d1m1p1", "allocation_mode: 'vllm.d1m1p1+d1m1p1': "),
+        ("actor_train.device_mapping=list(range(0,2))", "and actor_train.device_mapping both say where roles run"),
+        (
+            "n_gpus_per_node=9 allocation_mode=embedded.d1m1p1+d8m1p1",
+            "4 prompts x group_size=1 = 4 sequences are fewer than the 8 data-parallel ranks",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_told_apart(tmp_path: Path, overrides: str, message: str) -> None:
+    found = errors(tmp_path, SMALLEST_PPO, *overrides.split())
+    assert any(message in line for line in found), found
+
+
+def test_keys_that_only_a_run_with_that_role_uses_are_not_checked_without_it(tmp_path: Path) -> None:
+    assert load(tmp_path, SMALLEST_PPO, "critic_train.mb_spec.max_tokens_per_mb=1").roles.keys() == {
+        "actor_train",
+        "actor_inf",
+    }
+
+
+def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.max_tokens_per_mb("actor_inf") == 16384
+    assert config.decoupled
+    assert config.kl_estimator == "k1"
+    assert config.ref_path == config.actor.path
+    assert config.actor.dtype(embedded=True) == "float32"
+    assert config.actor.dtype(embedded=False) == "bfloat16"
+    assert config.actor.recompute(embedded=True) == "none"
+    assert config.actor.recompute(embedded=False) == "full"
+
+    config = load(
+        tmp_path, SMALLEST_PPO, "staleness.max_staleness=0", "algorithm.kl_in=loss", "ppo.kl_ctl=0.1",
+        "actor_train.mb_spec.max_tokens_per_mb=64", "ref.path=other", "actor.bf16=true",
+        "actor.gradient_checkpointing=true",
+    )  # fmt: skip
+    assert config.max_tokens_per_mb("ref_inf") == 64
+    assert not config.decoupled
+    assert config.kl_estimator == "k3"
+    assert config.ref_path == "other"
+    assert config.actor.dtype(embedded=True) == "bfloat16"
+    assert config.actor.recompute(embedded=True) == "full"
+    assert load(tmp_path, SMALLEST_PPO, "ppo.gen.max_new_tokens=27648").max_tokens_per_mb("actor_train") == 27664
+
+
+def test_the_critic_is_a_critic_whatever_else_is_said_about_it(tmp_path: Path) -> None:
+    assert load(tmp_path).critic.type.is_critic
+    assert load(tmp_path, SMALLEST_PPO, "critic.type._class=qwen2").critic.type.is_critic
+    assert not load(tmp_path).actor.type.is_critic
+
+
+WORDS = ["ppo", "gen", "actor", "path", "seed", "${seed}", "${oc.env:", "1e9", "null", "<<", "*a", "&a", "!x"]
+MARKS = [":", ": ", ",", "{", "}", "[", "]", ".", "=", "- ", "'", '"', "\\", "\n", "  "]
+TEXT = st.lists(st.sampled_from(WORDS + MARKS) | st.characters(), max_size=30).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(file=TEXT, override=TEXT)
+def test_whatever_the_text_the_answer_is_a_configuration_or_a_list_of_problems(
+    tmp_path_factory: pytest.TempPathFactory, file: str, override: str
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "x.yaml"
+    path.write_bytes(SMALLEST_PPO.encode() + file.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(ConfigError):
+        load_config("ppo-math", path, [override, f"seed={override}", f"actor.sglang={override}"])

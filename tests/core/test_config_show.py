@@ -1,0 +1,74 @@
+"""The listing at start-up has the tutorial's lines; --help and the schema know the same keys."""
+
+import re
+from pathlib import Path
+
+import pytest
+from config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
+
+from core.config import EXPERIMENTS
+from core.config_base import Section, all_keys, fields_by_key, sub_section
+from core.config_load import load_config
+from core.config_show import help_text, listing
+
+
+def sections(model: type[Section]) -> set[type[Section]]:
+    below = {s for _, info in fields_by_key(model).values() if (s := sub_section(info))}
+    return {model}.union(*(sections(s) for s in below))
+
+
+def test_the_listing_reads_as_in_the_tutorial(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(PPO_7B_128_GPUS)
+    lines = listing(load_config("ppo-math", path).config).splitlines()
+    assert lines[:7] == [
+        "╭─────────────────────────────────────────────────╮",
+        "│ Setting PPOMATHConfig with the Following Values │",
+        "╰─────────────────────────────────────────────────╯",
+        "───────────────────────── Current Configuration Begin ──────────────────────────",
+        "actor (ModelTrainEvalConfig)",
+        "actor.type (ModelFamily)",
+        "actor.type._class (str) - qwen2",
+    ]
+    assert lines[-1] == "────────────────────────── Current Configuration End ───────────────────────────"
+    assert "actor.type.is_critic (bool) - False" in lines
+    assert "actor.optimizer.lr (float) - 2e-05" in lines
+    assert "exp_ctrl.total_train_epochs (int) - 5" in lines
+    assert "exp_ctrl.save_freq_steps (int | None) - None" in lines
+    assert "mode (str) - ray" in lines
+    assert "allocation_mode (str) - sglang.d64p1m1+d32p2m1" in lines
+    listed = {line.partition(" ")[0] for line in lines if " - " in line}
+    assert listed == set(all_keys(EXPERIMENTS["ppo-math"]))
+
+
+def test_the_listing_of_sft_names_its_own_class(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(SFT_32B_128_GPUS)
+    lines = listing(load_config("sft", path).config).splitlines()
+    assert lines[1] == "│ Setting SFTConfig with the Following Values │"
+    assert "model.type._class (str) - qwen2" in lines
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_help_has_every_key_with_type_default_and_meaning(experiment: str) -> None:
+    text = help_text(experiment, EXPERIMENTS[experiment])
+    for key in all_keys(EXPERIMENTS[experiment]):
+        assert re.search(rf"^  {re.escape(key)} \([^)]+; (default .*|required)\)\n      \S.+$", text, re.MULTILINE), key
+
+
+def test_help_shows_choices_defaults_and_what_is_ignored() -> None:
+    text = help_text("ppo-math", EXPERIMENTS["ppo-math"])
+    assert "  ppo.eps_clip (float; default 0.2)\n" in text
+    assert "  dataset.path (str; required)\n" in text
+    assert "  critic.type.is_critic (bool; default true)\n" in text
+    assert "One of: wait, mask\n" in text
+    assert "  torch_cache_mysophobia: device memory is managed by the engine\n" in text
+    assert "  ppo.gen.n (only 1): group_size says how many answers a prompt gets\n" in text
+
+
+@pytest.mark.parametrize("section", sorted(set.union(*map(sections, EXPERIMENTS.values())), key=lambda s: s.__name__))
+def test_every_field_has_a_meaning_and_no_key_is_both_used_and_ignored(section: type[Section]) -> None:
+    known = fields_by_key(section)
+    assert all(info.description for _, info in known.values())
+    assert not (section.IGNORED.keys() | section.FIXED.keys()) & known.keys()
+    assert not section.IGNORED.keys() & section.FIXED.keys()

@@ -1,0 +1,150 @@
+"""Files written for the tutorial load unchanged; what has no meaning here is said once, with the reason."""
+
+from pathlib import Path
+
+import pytest
+from config_inputs import ASYNC_PPO_EVERY_KEY, PPO_1_5B_8_GPUS, PPO_7B_128_GPUS, SFT_32B_128_GPUS, TUTORIAL_FILES
+
+from core.config_allocation import resolve_allocation
+from core.config_base import ConfigError
+from core.config_load import LoadedConfig, load_config
+from core.config_show import ignored_lines
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
+
+
+def load(tmp_path: Path, text: str, *overrides: str, experiment: str = "ppo-math") -> LoadedConfig:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    return load_config(experiment, path, overrides)
+
+
+@pytest.mark.parametrize("name", TUTORIAL_FILES)
+def test_a_tutorial_file_loads_unchanged(tmp_path: Path, name: str) -> None:
+    experiment, text = TUTORIAL_FILES[name]
+    loaded = load(tmp_path, text, experiment=experiment)
+    allocation = resolve_allocation(loaded.config)
+    assert allocation.n_nodes * allocation.n_gpus_per_node == loaded.config.n_nodes * loaded.config.n_gpus_per_node
+
+
+def test_its_values_arrive(tmp_path: Path) -> None:
+    config = load(tmp_path, PPO_7B_128_GPUS).config
+    assert config.actor.type.family == "qwen2"
+    assert config.actor.optimizer.lr == 2e-5
+    assert config.actor.optimizer.eps == 1e-5
+    assert config.actor.sglang == {"mem_fraction_static": 0.8, "triton_attention_num_kv_splits": 16}
+    assert config.critic.init_critic_from_actor
+    assert config.recover_retries == 10
+    assert config.max_tokens_per_mb("actor_inf") == 30720
+    assert config.ppo.reward_output_scaling == 5.0
+    assert not config.uses_critic
+    assert not config.uses_reference
+    assert config.external_configs.cluster_config.fileroot == "/storage/ray/experiments"
+    assert config.external_configs.envs == {"REAL_GPU_MEMORY_KILL_THRESHOLD": "1"}
+
+    config = load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config
+    assert config.model.optimizer.warmup_steps_proportion == 0.03
+    assert config.model.dtype(embedded=True) == "bfloat16"
+    assert config.max_tokens_per_mb() == 32768
+    assert config.dataset.valid_bs_n_seqs == 64
+
+
+def test_roles_without_a_limit_take_that_of_the_actor(tmp_path: Path) -> None:
+    config = load(tmp_path, PPO_1_5B_8_GPUS).config
+    assert config.roles.keys() == {"actor_train", "actor_inf", "ref_inf"}
+    assert config.max_tokens_per_mb("ref_inf") == 19456
+
+
+def test_ignored_keys_are_listed_once_with_their_reason(tmp_path: Path) -> None:
+    loaded = load(tmp_path, PPO_7B_128_GPUS)
+    assert {p.key for p in loaded.ignored} == {
+        "cache_clear_freq",
+        "torch_cache_mysophobia",
+        "actor.optimizer.hysteresis",
+        "actor.vllm",
+        "actor_gen.mb_spec",
+        "ppo.gen.force_no_logits_mask",
+        "ppo.gen.use_cuda_graph",
+    }
+    text = ignored_lines(loaded.ignored)
+    assert text.startswith("7 keys have no effect here and are ignored:\n")
+    assert (
+        "  actor_gen.mb_spec             generators batch continuously: see generator.max_running" in text.splitlines()
+    )
+
+
+def test_no_ignored_keys_no_warning(tmp_path: Path) -> None:
+    assert (
+        ignored_lines(
+            load(
+                tmp_path,
+                PPO_1_5B_8_GPUS.replace("initial_loss_scale: 262144.0, loss_scale_window: 5.0, hysteresis: 2", ""),
+            ).ignored
+        )
+        == ""
+    )
+
+
+def test_other_spellings_of_a_key_mean_the_same(tmp_path: Path) -> None:
+    assert load(tmp_path, PPO_1_5B_8_GPUS).config.ppo.mask_no_eos_with_zero
+    config = load(tmp_path, ASYNC_PPO_EVERY_KEY).config
+    assert config.staleness.max_staleness == 4
+    assert config.algorithm.decoupled is True
+    assert config.algorithm.behave_imp_weight_cap is None
+    assert config.external_configs.cluster_config.fileroot == "/storage/ray/experiments"
+
+
+def test_two_spellings_of_one_key_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, ASYNC_PPO_EVERY_KEY, "staleness.max_staleness=1")
+    assert "max_head_offpolicyness: is another name of staleness.max_staleness" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo.gen.n=4", "ppo.gen.n: must be 1, got '4': group_size says how many answers a prompt gets"),
+        ("ppo.gen.greedy=True", "ppo.gen.greedy: must be false, got 'True'"),
+        ("actor.backend=deepspeed", "actor.backend: must be megatron, got 'deepspeed'"),
+        ("mask_too_long=true", "mask_too_long: must be false"),
+        ("success_rate_ub=0.9", "success_rate_ub: must be 1 or 1.0, got '0.9'"),
+        ("exp_ctrl.benchmark_n_seqs=100", "exp_ctrl.benchmark_n_seqs: must be null, got '100'"),
+        ("recover_mode=fault", "recover_mode: must be one of auto, resume, disabled, got 'fault'"),
+        ("mode=slurm", "mode: must be one of ray, local, got 'slurm'"),
+    ],
+)
+def test_what_would_change_the_training_is_never_ignored(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, PPO_7B_128_GPUS, override)
+    assert message in str(caught.value)
+
+
+def test_device_mappings_place_the_roles_instead_of_the_string(tmp_path: Path) -> None:
+    text = """\
+experiment_name: mapped
+trial_name: one
+n_gpus_per_node: 8
+n_nodes: 2
+allocation_mode: manual
+actor: {path: m}
+dataset: {path: d}
+ppo: {disable_value: true}
+actor_train: {device_mapping: "list(range(0,8))", layout: d4m2p1}
+actor_inf: {device_mapping: "list(range(0,8))", layout: d4m2p1}
+actor_gen: {device_mapping: "list(range(8,16))", layout: sglang.d4m2p1}
+ref_inf: {device_mapping: [0, 1, 2, 3, 4, 5, 6, 7]}
+"""
+    allocation = resolve_allocation(load(tmp_path, text).config)
+    assert str(allocation.roles["ref_inf"].layout) == "d8m1p1"
+    assert str(allocation.trainer.layout) == "d4m2p1"
+    assert allocation.generator.backend == "sglang"
+    assert {slot.node for slot in allocation.generator.slots} == {1}
+    assert not allocation.colocated
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    loaded = load_config("sft" if path.name.startswith("sft") else "ppo-math", path)
+    assert not loaded.ignored
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 40, "a recipe states only what differs from the defaults"

@@ -1,0 +1,128 @@
+"""The command line as a user runs it: a real process, its output, its exit code."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
+
+from core import quickstart
+
+ROOT = Path(__file__).parents[2]
+LINE = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} quickstart "
+
+
+def run(*arguments: str, module: str = "core.quickstart") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments] if module else [sys.executable, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def snapshot(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) -> None:
+    path = write_run(tmp_path, f"{SMALLEST_PPO}cache_clear_freq: 1\n")
+    before = snapshot(tmp_path)
+    done = run(
+        "ppo-math", "--config", str(path), "n_gpus_per_node=3", "--dry-run", "allocation_mode=embedded.d1m1p1+d1m2p1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert snapshot(tmp_path) == before
+    lines = done.stdout.splitlines()
+    assert lines[1] == "│ Setting PPOMATHConfig with the Following Values │"
+    assert lines[4] == "actor (ModelTrainEvalConfig)"
+    assert re.search(rf"^{LINE}INFO: Running ppo-math experiment\.$", done.stdout, re.MULTILINE)
+    assert re.search(
+        rf"^{LINE}INFO: Logs will be dumped to {tmp_path}/out/logs/\w+/small/one$", done.stdout, re.MULTILINE
+    )
+    assert re.search(
+        rf"^{LINE}INFO: Model checkpoints will be saved to {tmp_path}/out/checkpoints/\w+/small/one$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert len(re.findall("have no effect here and are ignored", done.stdout)) == 1
+    table = [re.split(r"\s*│\s*", line.strip("│ "))[:3] for line in lines if line.startswith("│ actor_")]
+    assert table == [
+        ["actor_gen", "embedded", "d1m1p1"],
+        ["actor_train", "megatron", "d1m2p1"],
+        ["actor_inf", "megatron", "d1m2p1"],
+    ]
+    assert re.search(rf"^{LINE}INFO: Dry run: every check passed", lines[-1])
+
+
+def test_a_dry_run_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    script = (
+        "import sys; from core.quickstart import main; code = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = run("-c", script, "ppo-math", "--config", str(path), "--dry-run", module="")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_bad_input_is_one_message_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    before = snapshot(tmp_path)
+    done = run("ppo-math", "--config", str(path), "ppo.eps_clp=1", "group_size=many", "seed=-1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: 3 problems",
+        "override 'ppo.eps_clp=1': ppo.eps_clp: unknown key; did you mean 'ppo.eps_clip'?",
+        "override 'group_size=many': group_size: must be an integer, got 'many'",
+        "override 'seed=-1': seed: must be at least 0, got -1",
+    ]
+    done = run("ppo-math", "--config", str(path), "actor.path=/no/model", "--dry-run")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: override 'actor.path=/no/model': actor.path: /no/model: no such folder")
+    assert len(done.stderr.splitlines()) == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_help_lists_every_key_fast_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert quickstart.main(["ppo-math", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "  ppo.eps_clip (float; default 0.2)\n" in out
+    assert quickstart.main(["sft", "-h"]) == 0
+    assert "  dataset.train_path (str; required)\n" in capsys.readouterr().out
+    assert quickstart.main(["--help"]) == 0
+    assert "{ppo-math,sft}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "which experiment? One of ppo-math, sft"),
+        (["ppo"], "unknown experiment 'ppo'; did you mean 'ppo-math'?"),
+        (["sft", "--config", "/no/file.yaml"], "--config: /no/file.yaml: No such file or directory"),
+    ],
+)
+def test_a_wrong_command_line_is_told_what_is_right(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert quickstart.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_the_tutorials_file_needs_only_its_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    path = write_run(tmp_path)
+    model = write_model(tmp_path / "7B", num_hidden_layers=4)
+    path.write_text(PPO_7B_128_GPUS)
+    overrides = [f"{name}.path={model}" for name in ("actor", "ref", "critic")]
+    overrides += [f"dataset.path={tmp_path / 'prompts.jsonl'}", f"external_configs.cluster_config.fileroot={tmp_path}"]
+    assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run", *overrides]) == 0
+    out = capsys.readouterr().out
+    assert "actor.type._class (str) - qwen2\n" in out
+    assert "nodes 0-7: 0-7" in out
