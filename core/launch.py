@@ -140,7 +140,7 @@ def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float 
             results[ready[0]] = ray.get(ready[0])
         except RayTaskError as e:
             cause = e.cause if isinstance(e.cause, Exception) else e
-            cause.add_note(f"in {by_ref[ready[0]]}:\n{e.traceback_str}")
+            cause.add_note(f"in {by_ref[ready[0]]}:\n{e}")
             raise cause from None
         except (RayActorError, GetTimeoutError) as e:
             raise LaunchError(f"{by_ref[ready[0]]} died: {e}") from e

@@ -157,7 +157,7 @@ class GeneratorActor:
         if self._backend == "mock":
             from rollout.mock import MockGenerator
 
-            self._generator = MockGenerator(vocab_size=self._settings["vocab_size"])
+            self._generator = MockGenerator(self._settings["model_path"])
         else:
             from rollout.embedded import EmbeddedGenerator
 

@@ -36,13 +36,14 @@ class Tokenizer(Protocol):
 class PromptDataset:
     """Tokenised prompts with a seeded shuffle per epoch and a resumable cursor."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, num_filtered: int = 0) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True, num_filtered: int = 0) -> None:
         """`prompts[i].index` must be i. Raises DatasetError when there is no prompt."""
         if not prompts:
             raise DatasetError("a data set needs at least one prompt")
         self.prompts = tuple(prompts)
         self.num_filtered = num_filtered
         self._seed = seed
+        self._shuffle = shuffle
         self._cursor = 0
         self._orders: dict[int, np.ndarray] = {}
 
@@ -54,6 +55,7 @@ class PromptDataset:
         *,
         max_prompt_len: int,
         seed: int,
+        shuffle: bool = True,
         template: str = "{prompt}",
     ) -> PromptDataset:
         """Read a jsonl file (schemas: rollout/dataset_rows.py) and tokenise `template` around every prompt.
@@ -80,7 +82,7 @@ class PromptDataset:
         logger.info(
             "%s: %d prompts, %d longer than max_prompt_len=%d", path, len(prompts), num_filtered, max_prompt_len
         )
-        return cls(prompts, seed=seed, num_filtered=num_filtered)
+        return cls(prompts, seed=seed, shuffle=shuffle, num_filtered=num_filtered)
 
     def __len__(self) -> int:
         """Prompts per epoch."""
@@ -133,7 +135,9 @@ class PromptDataset:
         if epoch not in self._orders:
             while len(self._orders) >= 2:
                 del self._orders[min(self._orders)]
-            self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
+            n = len(self.prompts)
+            shuffled = np.random.default_rng([self._seed, epoch]).permutation
+            self._orders[epoch] = shuffled(n) if self._shuffle else np.arange(n)
         return self._orders[epoch]
 
     def _checksum(self) -> int:

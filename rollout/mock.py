@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 
@@ -13,8 +15,9 @@ from rollout.types import Completion, GenerateRequest, Health, WeightBucket
 class MockGenerator:
     """Random tokens, lengths uniform in [max(1, min_new_tokens), max_new_tokens]; both functions of the seed."""
 
-    def __init__(self, *, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, model_path: str) -> None:
+        """Of the model folder only the vocabulary size of config.json is read."""
+        self._vocab_size: int = json.loads((Path(model_path) / "config.json").read_text())["vocab_size"]
         self._version = 0
         self._done: deque[tuple[str, Completion]] = deque()
         self._something_done = asyncio.Event()

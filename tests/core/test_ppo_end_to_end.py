@@ -1,0 +1,174 @@
+"""The real command line, real Ray, real megatron ranks and generators, on a model of a few thousand parameters."""
+
+import ast
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+TUTORIAL_METRICS = [
+    "ppo_approx_kl", "actor_loss", "actor_clip_ratio", "importance_weight", "task_reward", "kl_reward", "final_reward",
+    "advantage", "avg_seq_len", "avg_prompt_len", "n_tokens", "n_valid_tokens", "n_seqs", "no_eos_ratio",
+    "disable_value", "mask_no_eos_with_zero",
+]  # fmt: skip
+STAMP = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} "
+STEP_LINE = re.compile(
+    STAMP + r"master worker INFO: Epoch (\d+)/(\d+) step (\d+)/(\d+) \(global step (\d+)\) finishes\. "
+    r"Average #tokens per batch is \d+\. #End to end# execution time: \*\d+\.\d{3}\*s\. "
+    r"Total time consumption: \d+\.\d{3}s\.( Estimated remaining time: \d+\.\d{3}s\.)?$",
+    re.MULTILINE,
+)
+
+
+def ppo(assets, **changes) -> dict:
+    """A configuration of 5 steps an epoch, 8 prompts x 4 answers a step."""
+    config = {
+        "allocation_mode": "embedded.d1m1p1+d1m1p1",
+        "n_gpus_per_node": 2,
+        "group_size": 4,
+        "group_adv_norm": True,
+        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
+        "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": 8, "max_prompt_len": 8},
+        "ppo": {"gen": {"max_new_tokens": 6}, "ppo_n_minibatches": 1, "kl_ctl": 0.0, "disable_value": True},
+        "exp_ctrl": {"total_train_epochs": 1, "save_freq_epochs": 1},
+        "staleness": {"max_staleness": 2},
+    }
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
+    return config
+
+
+def metrics_of(command) -> list[dict]:
+    return [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained_steps(command) -> list[int]:
+    return [m["step"] for m in metrics_of(command) if "task_reward" in m]
+
+
+def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_command) -> None:
+    evaluation = {"path": str(assets.prompts), "num_prompts": 5}
+    command = run_command("ppo-math", ppo(assets, evaluation=evaluation, exp_ctrl={"eval_freq_epochs": 1}))
+    command.wait_for("global step 1")
+    family = command.remember_family()
+    assert command.finish() == 0, command.output()[-4000:]
+    assert len(family) > 3 and command.survivors(timeout=20) == []
+    output = command.output()
+
+    steps = STEP_LINE.findall(output)
+    assert [tuple(map(int, s[:5])) for s in steps] == [(1, 1, i, 5, i) for i in range(1, 6)]
+    assert [bool(s[5]) for s in steps] == [False, False, True, True, True]
+    line = re.search(STAMP + r"master worker INFO: RPC name actor_train returns (\{.*\})$", output, re.MULTILINE)
+    assert line is not None and list(ast.literal_eval(line[1]))[: len(TUTORIAL_METRICS)] == TUTORIAL_METRICS
+    assert len(re.findall(r"Where the step went: wait for rollout", output)) == 5
+    assert len(re.findall(r"Staleness of the batch", output)) == 5
+
+    rows = [m for m in metrics_of(command) if "task_reward" in m]
+    assert [m["n_seqs"] for m in rows] == [32.0] * 5
+    assert max(m["staleness/max"] for m in rows) <= 2
+    # The first batch is on policy: generator and trainer must agree on the log-probability of every token.
+    assert abs(rows[0]["behave_approx_kl"]) < 1e-4 and rows[0]["behave_imp_weight"] == pytest.approx(1.0, abs=1e-4)
+    evaluated = [m for m in metrics_of(command) if "eval/accuracy" in m]
+    assert [m["step"] for m in evaluated] == [0, 5] and all(0 <= m["eval/accuracy"] <= 1 for m in evaluated)
+
+    for name in ("master_worker", "trainer-rank0", "generator-0", "rollout"):
+        assert (command.logs / f"{name}.log").is_file()
+    assert list((command.logs / "tensorboard").glob("events.*"))
+    saved = command.checkpoints / "actor" / "epoch1epochstep5globalstep5"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    import torch
+
+    generated = model.generate(torch.tensor([tokenizer("1+1=")["input_ids"]]), max_new_tokens=3, do_sample=False)
+    assert generated.shape[1] > 4
+    before = AutoModelForCausalLM.from_pretrained(assets.model)
+    assert not torch.equal(before.model.norm.weight, model.model.norm.weight)
+
+
+def test_critic_reference_minibatches_and_tensor_parallel_ranks_train_together(assets, run_command) -> None:
+    command = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode="embedded.d1m1p1+d1m2p1",
+            n_gpus_per_node=3,
+            critic={"init_critic_from_actor": True, "optimizer": {"lr": 1e-3}},
+            ppo={"gen": {"max_new_tokens": 6}, "ppo_n_minibatches": 2, "kl_ctl": 0.1, "disable_value": False},
+            exp_ctrl={"total_train_steps": 3},
+        ),
+    )
+    assert command.finish() == 0, command.output()[-4000:]
+    rows = [m for m in metrics_of(command) if "task_reward" in m]
+    assert len(rows) == 3
+    assert rows[0]["kl_reward"] == pytest.approx(0.0, abs=1e-6), "the actor starts as its reference"
+    assert rows[-1]["kl_reward"] != 0.0
+    assert all(m["critic_value_loss"] > 0 and m["critic_grad_norm"] > 0 for m in rows)
+    assert rows[0]["disable_value"] == 0.0
+    phases = {
+        "time/old_log-probs",
+        "time/ref_log-probs",
+        "time/values",
+        "time/critic_update",
+        "time/update",
+        "time/push",
+    }
+    assert phases <= rows[0].keys()
+
+
+def test_a_killed_run_continues_where_its_last_checkpoint_was(assets, run_command) -> None:
+    config = ppo(assets, recover_mode="auto", exp_ctrl={"total_train_epochs": 3, "ckpt_freq_steps": 1})
+    first = run_command("ppo-math", config)
+    first.wait_for("global step 4)")
+    first.remember_family()
+    first.process.send_signal(signal.SIGKILL)
+    first.finish()
+    assert first.survivors(timeout=60) == []
+    assert "Dumped recover info to file." in first.output()
+    second = run_command("ppo-math", config)
+    assert second.finish() == 0, second.output()[-4000:]
+    recovered = re.search(r"Recovered from .*: (\d+) steps are done", second.output())
+    assert recovered is not None and int(recovered[1]) >= 2
+    done = int(recovered[1])
+    steps = trained_steps(second)
+    assert steps[-(15 - done) :] == list(range(done + 1, 16))
+    lrs = [m["lr"] for m in metrics_of(second) if "lr" in m]
+    assert len(set(lrs)) == 1
+    kept = sorted(p.name for p in next(Path(second.root).glob("recover/*/test/trial")).iterdir())
+    assert kept == ["globalstep14", "globalstep15"]
+
+
+def test_ctrl_c_ends_everything_in_order(assets, run_command) -> None:
+    command = run_command(
+        "ppo-math", ppo(assets, allocation_mode="mock.d1m1p1+d1m1p1", exp_ctrl={"total_train_epochs": 10000})
+    )
+    command.wait_for("global step 3)")
+    command.remember_family()
+    command.process.send_signal(signal.SIGINT)
+    assert command.finish(timeout=60) == 130, command.output()[-4000:]
+    assert command.survivors(timeout=20) == []
+    assert "Traceback" not in command.output()
+
+
+def test_a_lost_generator_restarts_the_run_from_its_checkpoint(assets, run_command) -> None:
+    import psutil
+
+    config = ppo(
+        assets, recover_mode="auto", recover_retries=1, exp_ctrl={"total_train_epochs": 3, "ckpt_freq_steps": 1}
+    )
+    command = run_command("ppo-math", config)
+    command.wait_for("global step 3)")
+    family = [psutil.Process(pid) for pid in command.remember_family()]
+    generator = next(p for p in family if p.is_running() and "GeneratorActor" in " ".join(p.cmdline()))
+    generator.kill()
+    assert command.finish() == 0, command.output()[-4000:]
+    assert "Restarting from the last recover checkpoint (1 of 1)" in command.output()
+    assert trained_steps(command)[-1] == 15
+
+
+def test_a_dead_ray_cluster_is_one_clear_error(assets, run_command) -> None:
+    command = run_command("ppo-math", ppo(assets, launch={"ray_address": "127.0.0.1:1", "threads_per_process": 1}))
+    assert command.finish(timeout=60) == 1
+    assert "launch.ray_address=127.0.0.1:1" in command.output() and "Traceback" not in command.output()
