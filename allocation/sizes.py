@@ -56,8 +56,8 @@ def check_sizes(
             f"{'few' if needed > cluster.num_slots else 'many'} are there: n_nodes={cluster.n_nodes} x "
             f"n_gpus_per_node={cluster.n_gpus_per_node} = {cluster.num_slots}, and all must be used"
             + (" (without GPUs, n_gpus_per_node counts processes)" if backend == "embedded" else ""),
-            nearest=f"{_nearest_text(cluster, backend, generator, trainer, disaggregated=disaggregated)}, or "
-            f"{_nearest_cluster(cluster, needed)}",
+            nearest=_nearest_text(cluster, backend, generator, trainer, disaggregated=disaggregated)
+            + (f", or {_nearest_cluster(cluster, needed)}" if needed <= MAX_SLOTS else ""),
         )
     for role, layout in trainer.items():
         if layout.world_size != training:
