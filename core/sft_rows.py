@@ -1,4 +1,4 @@
-"""jsonl rows for supervised fine-tuning, read into pairs. Standard library only: a --dry-run checks a data set with it."""
+"""jsonl rows for supervised fine-tuning, read into pairs. Without torch: a --dry-run checks a data set with it."""
 
 from __future__ import annotations
 
