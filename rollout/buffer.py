@@ -75,7 +75,7 @@ class StepSchedule:
 
 
 class StalenessBuffer:
-    """Tickets from start to consumption. One Condition: put() and fail() wake the one take() that waits."""
+    """Tickets from start to consumption. One Condition: put(), restart() and fail() wake the one take() that waits."""
 
     def __init__(self, schedule: StepSchedule, *, max_staleness: int, over_age: OverAge = "wait") -> None:
         if max_staleness < 0:
@@ -101,12 +101,16 @@ class StalenessBuffer:
         return (total is None or position < total) and self.schedule.step_of(position) <= version + self.max_staleness
 
     def start(self, position: int, version: int) -> None:
-        """The ticket of `position` is sampled from weights of `version` on; called again when it is sampled again."""
-        before = self._started.get(position)
-        if before is not None:
-            _decrease(self._outstanding, before)
+        """The ticket of `position` is sampled from weights of `version` on."""
         self._started[position] = version
         self._outstanding[version] += 1
+
+    async def restart(self, position: int, version: int) -> None:
+        """The ticket of `position` failed and is sampled once more, which may be all that take() waits for."""
+        async with self._changed:
+            _decrease(self._outstanding, self._started[position])
+            self.start(position, version)
+            self._changed.notify_all()
 
     async def put(self, position: int, group: Group) -> None:
         """The ticket of `position` is finished."""

@@ -1,9 +1,9 @@
 """The shipped reward: is the final answer of a completion equal to one of the prompt's solutions? Runs in a worker.
 
-Which part of the text is the answer is decided here: the last \\boxed{...}; without a box what follows the last "####";
+Which part of the text is the answer is decided here: the last \\boxed{...}; without a box a last line "#### answer";
 without either the last characters of the text, where math-verify looks for it. What is equal is decided by math-verify.
-Invariant: the short cut (two integers, or the same text) says "right" only where math-verify, given the same answer and
-solution, says so too; a test compares them.
+Invariant: the short cut for integers says "right" only where math-verify, given the same answer and solution, says so
+too; a test compares them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ RIGHT = 1.0
 WRONG = 0.0
 
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is no brace
+_BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")
 _UNANCHORED_TAIL_CHARS = 1_000
 """Without a box or "####" only this much of the end of a text is searched: regular expressions over a whole chain of
 thought find numbers that are no answer, and take their time."""
@@ -32,23 +34,25 @@ def math_reward(prompt: Prompt, text: str) -> float:
 
     Raises UnparsableAnswerError when no answer is found in `text`.
     """
+    quick = quick_math_reward(prompt, text)
+    if quick is not None:
+        return quick
     answer = final_answer(text)
-    if not answer:
-        raise UnparsableAnswerError("empty completion")
-    content = _box_content(answer)
-    hard = []
-    for solution in prompt.solutions:
-        verdict = _quick_verdict(content, solution)
-        if verdict:
-            return RIGHT
-        if verdict is None:
-            hard.append(solution)
-    if not hard:
-        return WRONG
-    parsed = _parse(answer)
+    parsed = _parse(answer) if answer else []
     if not parsed:
-        raise UnparsableAnswerError(f"no answer in {answer[-80:]!r}")
-    return RIGHT if any(_verify(_parsed_solution(solution), parsed) for solution in hard) else WRONG
+        raise UnparsableAnswerError(f"no answer in {text[-80:]!r}")
+    return RIGHT if any(_verify(_parsed_solution(solution), parsed) for solution in prompt.solutions) else WRONG
+
+
+def quick_math_reward(prompt: Prompt, text: str) -> float | None:
+    """The same verdict where answer and solutions are integers, else None. Linear in `text`, safe in any process."""
+    answer = _boxed_integer(final_answer(text))
+    if answer is None:
+        return None
+    solutions = [_boxed_integer(_boxed_solution(solution)) for solution in prompt.solutions]
+    if answer in solutions:
+        return RIGHT
+    return None if None in solutions else WRONG
 
 
 def final_answer(text: str) -> str:
@@ -57,44 +61,36 @@ def final_answer(text: str) -> str:
     if start >= 0:
         end = _closing_brace(text, start + len("\\boxed{"))
         return text[start : end + 1]
-    _, marker, final = text.rpartition("####")
-    if marker:
-        line = final.strip().partition("\n")[0].strip()
-        return f"\\boxed{{{line}}}" if line else ""
     text = text.strip()
+    _, marker, last_line = text.rpartition("####")
+    if marker and "\n" not in last_line:  # else it is a heading
+        return f"\\boxed{{{last_line.strip()}}}"
     return f"\\boxed{{{text}}}" if _INTEGER.fullmatch(text) else text[-_UNANCHORED_TAIL_CHARS:]
 
 
 def _closing_brace(text: str, start: int) -> int:
     """Index of the brace that closes the group opened just before `start`; the end of the text if none does."""
     depth = 1
-    for match in re.compile(r"\\?[{}]").finditer(text, start):
+    for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
         if depth == 0:
             return match.start()
     return len(text)
 
 
-def _box_content(answer: str) -> str | None:
-    """What is inside `answer` when all of it is one box, else None."""
-    if not answer.startswith("\\boxed{") or _closing_brace(answer, len("\\boxed{")) != len(answer) - 1:
-        return None
-    return answer[len("\\boxed{") : -1].strip()
+def _boxed_solution(solution: str) -> str:
+    """The answer of a solution: its last box, or all of it."""
+    return final_answer(solution) if "\\boxed{" in solution else f"\\boxed{{{solution}}}"
 
 
-def _quick_verdict(answer: str | None, solution: str) -> bool | None:
-    """Equal, different, or None where math-verify has to say. `answer` is the inside of a box."""
-    content = _box_content(solution)
-    if not answer or not content:
-        return None
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(content):
-        return int(answer) == int(content)
-    return True if answer == content and _parsed_solution(solution) else None
+def _boxed_integer(answer: str) -> int | None:
+    match = _BOXED_INTEGER.fullmatch(answer)
+    return int(match[1]) if match else None
 
 
 @lru_cache(maxsize=512)
 def _parsed_solution(solution: str) -> list[Any]:
-    return _parse(solution if "\\boxed" in solution else f"\\boxed{{{solution}}}")
+    return _parse(_boxed_solution(solution))
 
 
 def _parse(text: str) -> list[Any]:

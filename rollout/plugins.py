@@ -78,7 +78,7 @@ def _missing_module(module_name: str) -> str | None:
 def _check_call(found: Any, spec: str, *, kind: str, args: Sequence[str], kwargs: Mapping[str, Any]) -> None:
     called = f"({', '.join([*args, *(f'{name}=' for name in kwargs)])})"
     if not callable(found):
-        raise PluginError(f"{kind} {spec}: is a {type(found).__name__}; it must be callable as {called}")
+        raise PluginError(f"{kind} {spec}: its type is {type(found).__name__}; it must be callable as {called}")
     try:
         signature = inspect.signature(found)
     except ValueError:  # builtins without a signature: the call itself will tell

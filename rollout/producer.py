@@ -45,8 +45,9 @@ class RolloutProducer:
     ) -> None:
         """`batch_size`: prompts of one step. `num_epochs`: prompts after that are not started; None: no end.
 
-        `max_in_flight` caps the prompts sampled at once. A workflow that raises is run again `max_retries` times, with
-        the same seeds; then take() raises its error. `stats_sources` are added to stats(): a reward pool's, ...
+        `max_in_flight` caps the prompts sampled at once; best what the generators really run at once, as prompts that
+        only queue there age for nothing. A workflow that raises is run again `max_retries` times, with the same seeds;
+        then take() raises its error. `stats_sources` are added to stats(): a reward pool's, a router's.
         """
         limits = (("batch_size", batch_size, 1), ("max_in_flight", max_in_flight, 1), ("max_retries", max_retries, 0))
         for name, value, least in limits:
@@ -65,7 +66,7 @@ class RolloutProducer:
         self._again: deque[int] = deque()  # positions in flight at the checkpoint this run started from
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
-        self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_retries": 0, "num_failures": 0}
+        self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_failures": 0}
 
     async def __aenter__(self) -> RolloutProducer:
         self._running = True
@@ -144,7 +145,7 @@ class RolloutProducer:
 
     async def _run_prompt(self, position: int, prompt: Prompt) -> None:
         """Runs the workflow until it succeeds once; ends with put() or, out of retries, with fail()."""
-        for attempt in range(self._max_retries + 1):
+        for attempt in range(1, self._max_retries + 2):
             try:
                 group = _checked(await self._workflow.run(prompt, self._generator), prompt)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - user code: counted, bounded, propagated
@@ -152,28 +153,24 @@ class RolloutProducer:
                     raise
                 if isinstance(error, asyncio.CancelledError):
                     error = RuntimeError("something that the workflow awaited was cancelled")
-                await self._on_error(error, prompt, attempt)
-                self._buffer.start(position, self._version)
+                self._counts["num_failures"] += 1
+                logger.warning(
+                    "%s: attempt %d of %d failed: %r", prompt.query_id, attempt, self._max_retries + 1, error
+                )
+                if attempt > self._max_retries:
+                    self._running = False
+                    error.add_note(
+                        f"sampling prompt {prompt.query_id} of epoch {prompt.epoch}, attempt {attempt}, the last"
+                    )
+                    await self._buffer.fail(error)
+                    return
+                await self._buffer.restart(position, self._version)
             else:
                 self._counts["num_prompts"] += 1
                 self._counts["num_trajectories"] += len(group)
                 self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
                 await self._buffer.put(position, group)
                 return
-
-    async def _on_error(self, error: BaseException, prompt: Prompt, attempt: int) -> None:
-        if attempt < self._max_retries:
-            self._counts["num_retries"] += 1
-            logger.warning(
-                "%s: attempt %d of %d failed: %r", prompt.query_id, attempt + 1, self._max_retries + 1, error
-            )
-            return
-        self._counts["num_failures"] += 1
-        self._running = False
-        error.add_note(
-            f"while sampling prompt {prompt.query_id} (epoch {prompt.epoch}), attempt {attempt + 1}, the last"
-        )
-        await self._buffer.fail(error)
 
 
 def _is_cancelled() -> bool:

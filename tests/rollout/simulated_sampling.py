@@ -1,0 +1,78 @@
+"""A workflow that takes (virtual) time in proportion to lognormal lengths, and prompts for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from rollout.dataset import PromptDataset
+from rollout.types import PROMPT_VERSION, Generator, Prompt, Trajectory
+
+SECONDS_PER_TOKEN = 0.02
+
+
+def make_prompts(num: int) -> list[Prompt]:
+    token_ids = np.arange(2, dtype=np.int32)
+    return [
+        Prompt(query_id=f"q{i}", index=i, task="math", text="?", token_ids=token_ids, solutions=("\\boxed{1}",))
+        for i in range(num)
+    ]
+
+
+def make_dataset(num: int, *, seed: int = 0) -> PromptDataset:
+    return PromptDataset(make_prompts(num), seed=seed)
+
+
+class LognormalWorkflow:
+    """Token j of a sample appears (j + 1) * SECONDS_PER_TOKEN after its prompt's start, under the version of then."""
+
+    def __init__(self, *, group_size: int, seed: int = 0, sigma: float = 1.0) -> None:
+        self.asked: dict[tuple[int, int], np.ndarray] = {}  # (epoch, index) -> lengths
+        self._group_size = group_size
+        self._seed = seed
+        self._sigma = sigma
+        self._push_times: list[float] = []  # entry v: when version v + 1 took over
+
+    def push(self) -> None:
+        self._push_times.append(asyncio.get_running_loop().time())
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        began = asyncio.get_running_loop().time()
+        rng = np.random.default_rng([self._seed, prompt.epoch, prompt.index])
+        lengths = np.ceil(rng.lognormal(3.0, self._sigma, self._group_size)).astype(np.int64)
+        self.asked[prompt.epoch, prompt.index] = lengths
+        await asyncio.sleep(float(lengths.max()) * SECONDS_PER_TOKEN)
+        token_times = began + SECONDS_PER_TOKEN * np.arange(1, lengths.max() + 1)
+        versions = np.searchsorted(self._push_times, token_times, side="right")
+        longest = trajectory(prompt, versions)
+        return [_cut(longest, len(prompt.token_ids) + n) for n in lengths.tolist()]
+
+
+def trajectory(prompt: Prompt, versions: np.ndarray) -> Trajectory:
+    """One completion whose token j was sampled by versions[j]."""
+    num_prompt = len(prompt.token_ids)
+    total = num_prompt + len(versions)
+    all_versions = np.full(total, PROMPT_VERSION, dtype=np.int32)
+    all_versions[num_prompt:] = versions
+    return Trajectory(
+        query_id=f"{prompt.query_id}@{prompt.epoch}",
+        token_ids=np.zeros(total, dtype=np.int32),
+        loss_mask=all_versions != PROMPT_VERSION,
+        rollout_logprobs=np.zeros(total, dtype=np.float32),
+        versions=all_versions,
+        reward=1.0,
+        finish_reason="stop",
+    )
+
+
+def _cut(longest: Trajectory, n: int) -> Trajectory:
+    return Trajectory(
+        query_id=longest.query_id,
+        token_ids=longest.token_ids[:n],
+        loss_mask=longest.loss_mask[:n],
+        rollout_logprobs=longest.rollout_logprobs[:n],
+        versions=longest.versions[:n],
+        reward=longest.reward,
+        finish_reason=longest.finish_reason,
+    )

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.dataset import PromptDataset
+from rollout.dataset_rows import DatasetError, scan_rows
+from rollout.types import Prompt
+
+DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word."""
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2, "Q:": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def tutorial_row(i: int, prompt: str = "one two") -> dict[str, object]:
+    return {"prompt": prompt, "task": "math", "query_id": f"id{i}", "solutions": [f"\\boxed{{{i}}}"]}
+
+
+def drawn(prompt: Prompt) -> tuple[int, int]:
+    return prompt.epoch, prompt.index
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "solutions"),
+    [
+        (tutorial_row(7), "one two", ("\\boxed{7}",)),
+        ({"prompt": "p", "solutions": ["3", "\\boxed{x}"]}, "p", ("\\boxed{3}", "\\boxed{x}")),
+        ({"question": "q", "answer": "1080 = 2 * 540\n#### 1,080"}, "q", ("\\boxed{1080}",)),
+        ({"problem": "p", "answer": "(0,100)", "level": 5}, "p", ("\\boxed{(0,100)}",)),
+        ({"problem": "p", "question": "p", "answer": 27.0}, "p", ("\\boxed{27}",)),
+        ({"problem": "p", "solution": "so \\boxed{\\frac{1}{2}}"}, "p", ("so \\boxed{\\frac{1}{2}}",)),
+        ({"input": "i", "target": 43.0}, "i", ("\\boxed{43}",)),
+        ({"input": "i", "target": 9.43}, "i", ("\\boxed{9.43}",)),
+        ({"input": "i", "target": 1e-7}, "i", ("\\boxed{0.0000001}",)),
+        ({"prompt": "p", "task": "code", "input_output": {}}, "p", ()),
+    ],
+)
+def test_rows_of_every_schema_are_read_as_they_are(
+    tmp_path: Path, record: dict[str, object], prompt: str, solutions: tuple[str, ...]
+) -> None:
+    (row,) = scan_rows(write(tmp_path / "d.jsonl", record))
+    assert (row.prompt, row.solutions) == (prompt, solutions)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "x", ', "not a json object"),
+        ("[1, 2]", "expected a json object, found list"),
+        ('{"text": "x"}', "no prompt among the keys ['text']"),
+        ('{"prompt": "", "solutions": ["1"]}', '"prompt" must be a non-empty string'),
+        ('{"prompt": 3, "solutions": ["1"]}', '"prompt" must be a non-empty string, found int'),
+        ('{"prompt": "x"}', '"solutions" must be a list of non-empty strings, found nothing'),
+        ('{"prompt": "x", "solutions": []}', '"solutions" must be a list'),
+        ('{"prompt": "x", "solutions": "\\\\boxed{1}"}', '"solutions" must be a list'),
+        ('{"question": "x", "answer": "no marker"}', "#### <number>"),
+        ('{"problem": "x", "answer": null}', '"answer" must be a string or a number'),
+        ('{"problem": "x", "solution": "no box"}', "no \\boxed"),
+        ('{"input": "x", "target": NaN}', '"target" must be a string or a number'),
+        ('{"prompt": "\\ud83d", "solutions": ["1"]}', "surrogates"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
+    path = write(tmp_path / "d.jsonl", tutorial_row(0), "", line)
+    with pytest.raises(DatasetError) as error:
+        scan_rows(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert said in str(error.value)
+
+
+def test_bytes_that_are_not_text_are_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"input": "x", "target": 1}\n{"input": "\xff\xfe", "target": 1}\n')
+    with pytest.raises(DatasetError, match=r"d\.jsonl:2: not UTF-8"):
+        scan_rows(path)
+
+
+def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"none\.jsonl: cannot read the data set: No such file"):
+        scan_rows(tmp_path / "none.jsonl")
+    with pytest.raises(DatasetError, match="Is a directory"):
+        scan_rows(tmp_path)
+    with pytest.raises(DatasetError, match="no rows"):
+        scan_rows(write(tmp_path / "d.jsonl", "", ""))
+
+
+def test_a_repeated_query_id_is_kept_under_a_new_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [tutorial_row(1), tutorial_row(1), {**tutorial_row(2), "query_id": "id1#2"}, tutorial_row(1)]
+    ids = [row.query_id for row in scan_rows(write(tmp_path / "d.jsonl", *rows))]
+    assert ids == ["id1", "id1#2'", "id1#2", "id1#3"]
+    assert "2 rows repeat a query_id" in caplog.text
+
+
+def test_scanning_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", tutorial_row(0))
+    code = f"import sys; from rollout.dataset_rows import scan_rows; assert len(scan_rows({str(path)!r})) == 1; "
+    code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_prompts_are_tokenised_in_the_template_and_too_long_ones_are_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "d.jsonl", tutorial_row(0), tutorial_row(1, "one " * 9), tutorial_row(2))
+    dataset = PromptDataset.load(path, tokenizer, max_prompt_len=3, seed=0, template="Q: {prompt}")
+    assert [p.query_id for p in dataset.prompts] == ["id0", "id2"]
+    assert [p.index for p in dataset.prompts] == [0, 1]
+    assert dataset.prompts[0].token_ids.tolist() == [3, 1, 2]
+    assert dataset.stats()["dataset/num_filtered"] == 1
+    with pytest.raises(DatasetError, match=r"max_prompt_len=1 leaves none of 3 prompts; the shortest has 2 tokens"):
+        PromptDataset.load(path, tokenizer, max_prompt_len=1, seed=0)
+    with pytest.raises(DatasetError, match=r"no \{prompt\}"):
+        PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=0, template="Q:")
+
+
+def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_which(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(50)))
+
+    def stream(seed: int) -> list[tuple[int, int]]:
+        dataset = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=seed)
+        return [drawn(dataset.next()) for _ in range(150)]
+
+    first = stream(1)
+    assert Counter(first) == Counter((epoch, index) for epoch in range(3) for index in range(50))
+    assert [epoch for epoch, _ in first] == sorted(epoch for epoch, _ in first)
+    assert [i for _, i in first[:50]] != [i for _, i in first[50:100]] != list(range(50))
+    assert first == stream(1) != stream(2)
+
+
+def test_a_restored_cursor_goes_on_in_the_middle_of_an_epoch(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(20)))
+    dataset = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1)
+    before = [drawn(dataset.next()) for _ in range(33)]
+    restored = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1)
+    restored.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    assert [drawn(restored.next()) for _ in range(30)] == [drawn(dataset.next()) for _ in range(30)]
+    assert [drawn(restored.at(k)) for k in range(33)] == before
+
+
+def test_a_cursor_of_other_data_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    state = PromptDataset.load(
+        write(tmp_path / "a.jsonl", tutorial_row(0), tutorial_row(1)), tokenizer, max_prompt_len=9, seed=1
+    ).state_dict()
+    for rows, seed, said in (
+        ([tutorial_row(0)], 1, "num_prompts=2, this one 1"),
+        ([tutorial_row(0), tutorial_row(1, "two")], 1, "checksum"),
+        ([tutorial_row(0), tutorial_row(1)], 2, "seed=1, this one 2"),
+    ):
+        other = PromptDataset.load(write(tmp_path / "b.jsonl", *rows), tokenizer, max_prompt_len=9, seed=seed)
+        with pytest.raises(DatasetError, match=said):
+            other.load_state_dict(state)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data sets: set SLIPSTREAM_DATA to their folder")
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    [("gsm8k/train", 7473), ("math_500/test", 500), ("aime24/test", 30), ("amc23/test", 40), ("mawps/singleop", 562)],
+)
+def test_public_data_sets_are_read_as_they_are(name: str, num_rows: int) -> None:
+    rows = scan_rows(DATA / f"{name}.jsonl")
+    assert len({row.query_id for row in rows}) == len(rows) == num_rows
+    assert all(row.solutions[0].startswith("\\boxed{") for row in rows)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import traceback
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from simulated_sampling import LognormalWorkflow, make_dataset, trajectory
+from virtual_clock import run_virtual, settle
+
+from rollout.producer import RolloutProducer
+from rollout.types import Generator, Prompt, Trajectory
+
+
+class CallWorkflow:
+    """Runs `body(prompt, calls)`; what it returns is the group, None stands for one good trajectory."""
+
+    def __init__(self, body: Callable[[Prompt, int], object] | None = None, seconds: float = 1.0) -> None:
+        self.calls: Counter[str] = Counter()
+        self.order: list[str] = []
+        self.running = self.most_running = 0
+        self.version = 0
+        self._body = body
+        self._seconds = seconds
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        self.calls[prompt.query_id] += 1
+        self.order.append(f"{prompt.query_id}@{prompt.epoch}")
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        began_at = self.version
+        try:
+            await asyncio.sleep(self._seconds)
+            result = self._body(prompt, self.calls[prompt.query_id]) if self._body else None
+        finally:
+            self.running -= 1
+        return [trajectory(prompt, np.array([began_at, self.version]))] if result is None else result
+
+
+def make_producer(workflow: object, num_prompts: int = 20, **settings: object) -> RolloutProducer:
+    settings = {"batch_size": 4, "max_staleness": 1} | settings
+    return RolloutProducer(make_dataset(num_prompts), workflow, generator=None, **settings)
+
+
+async def train(producer: RolloutProducer, workflow: CallWorkflow, steps: range) -> list[str]:
+    taken = []
+    for step in steps:
+        taken += [group[0].query_id for group in await producer.take(step)]
+        await asyncio.sleep(0.5)
+        workflow.version = step + 1
+        producer.set_version(step + 1)
+    return taken
+
+
+def test_prompts_start_as_far_ahead_as_the_bound_allows_and_no_further() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        async with make_producer(workflow, batch_size=4, max_staleness=2) as producer:
+            await settle()
+            assert workflow.running == 12
+            await asyncio.sleep(10)
+            assert producer.stats()["rollout/num_ready"] == 12
+            await producer.take(0)
+            await asyncio.sleep(10)
+            assert workflow.calls.total() == 12, "a step taken makes no room: the next version does"
+            producer.set_version(1)
+            await settle()
+            assert workflow.running == 4
+
+    run_virtual(main())
+
+
+def test_synchronous_training_samples_every_batch_from_its_own_version() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        async with make_producer(workflow, max_staleness=0) as producer:
+            for step in range(5):
+                for group in await producer.take(step):
+                    assert group[0].versions.tolist() == [-1, -1, step, step]
+                assert workflow.running == 0
+                workflow.version = step + 1
+                producer.set_version(step + 1)
+
+    run_virtual(main())
+
+
+def test_max_in_flight_caps_what_runs_at_once() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        async with make_producer(workflow, max_staleness=4, max_in_flight=3) as producer:
+            await train(producer, workflow, range(10))
+        assert workflow.most_running == 3
+
+    run_virtual(main())
+
+
+def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt() -> None:
+    def flaky(prompt: Prompt, calls: int) -> None:
+        if calls <= 2 and prompt.index % 3 == 0:
+            raise ConnectionError("try again")
+
+    async def main() -> None:
+        workflow = CallWorkflow(flaky)
+        async with make_producer(workflow, num_epochs=1) as producer:
+            taken = await train(producer, workflow, range(5))
+            assert sorted(taken) == sorted(f"q{i}@0" for i in range(20))
+            assert producer.stats()["rollout/num_failures"] == 2 * 7
+            assert workflow.calls["q3"] == 3
+            assert workflow.calls["q4"] == 1
+
+    run_virtual(main())
+
+
+def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None:
+    def failing_reward_parser(prompt: Prompt, calls: int) -> None:
+        if prompt.index == 7:
+            raise ZeroDivisionError("seven")
+
+    async def main() -> None:
+        workflow = CallWorkflow(failing_reward_parser)
+        producer = make_producer(workflow, max_retries=2)
+        with pytest.raises(ZeroDivisionError, match="seven") as error:
+            async with producer:
+                await train(producer, workflow, range(100))
+        shown = "".join(traceback.format_exception(error.value))
+        assert "in failing_reward_parser" in shown
+        assert "sampling prompt q7 of epoch 0, attempt 3, the last" in shown
+        assert workflow.calls["q7"] == 3
+        assert workflow.running == 0
+
+    run_virtual(main())
+
+
+def test_something_cancelled_inside_a_workflow_is_a_failure_like_any_other() -> None:
+    def cancel(prompt: Prompt, calls: int) -> None:
+        if calls == 1:
+            raise asyncio.CancelledError
+
+    async def main() -> None:
+        workflow = CallWorkflow(cancel)
+        async with make_producer(workflow) as producer:
+            assert len(await producer.take(0)) == 4
+        workflow = CallWorkflow(cancel)
+        with pytest.raises(RuntimeError, match="awaited was cancelled"):
+            async with make_producer(workflow, max_retries=0) as producer:
+                await producer.take(0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ([], "returns a non-empty list of Trajectory, not []"),
+        ("text", "returns a non-empty list of Trajectory, not 'text'"),
+        ([3], r"returns a non-empty list of Trajectory, not [3]"),
+        (
+            [Trajectory(**(vars(trajectory(make_dataset(1).prompts[0], np.zeros(2))) | {"versions": np.zeros(3)}))],
+            "versions must be an array of 4 entries, one per token, not array([0., 0., 0.])",
+        ),
+    ],
+)
+def test_a_workflow_that_returns_something_else_is_told_so(group: object, said: str) -> None:
+    async def main() -> None:
+        async with make_producer(CallWorkflow(lambda prompt, calls: group), max_retries=0) as producer:
+            await producer.take(0)
+
+    with pytest.raises(TypeError) as error:
+        run_virtual(main())
+    assert said in str(error.value)
+
+
+def test_leaving_the_producer_cancels_everything_it_started() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow(seconds=1e6)
+        async with make_producer(workflow, max_staleness=3) as producer:
+            await settle()
+            assert workflow.running == 16
+            assert producer.stats()["rollout/num_in_flight"] == 16
+        assert workflow.running == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main())
+
+
+def test_the_last_epoch_ends_the_stream() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        async with make_producer(workflow, num_prompts=10, max_staleness=8, num_epochs=2) as producer:
+            taken = await train(producer, workflow, range(6))
+            with pytest.raises(ValueError, match=r"take\(6\): the next step is 6 of 6"):
+                await producer.take(6)
+        assert sorted(taken) == sorted(f"q{i}@{epoch}" for epoch in range(2) for i in range(10))
+        assert workflow.calls.total() == 20
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("over_age", ["wait", "mask"])
+def test_a_restored_run_consumes_every_prompt_once_and_samples_what_was_in_flight_first(over_age: str) -> None:
+    settings = {"num_prompts": 30, "max_staleness": 2, "num_epochs": 2, "max_in_flight": 7, "over_age": over_age}
+
+    async def first_half() -> tuple[list[str], bytes, list[str]]:
+        workflow = LognormalWorkflow(group_size=2)
+        producer = make_producer(workflow, **settings)
+        taken = []
+        async with producer:
+            for step in range(6):
+                taken += [group[0].query_id for group in await producer.take(step)]
+                workflow.push()
+                producer.set_version(step + 1)
+            await asyncio.sleep(0.5)
+            state = producer.state_dict()
+            assert state["buffer"]["ready"]
+            assert state["in_flight"]
+            names = [f"{p.query_id}@{p.epoch}" for p in map(make_dataset(30).at, state["in_flight"])]
+            return taken, pickle.dumps(state), names
+
+    async def second_half(state: bytes) -> tuple[list[str], list[str]]:
+        workflow = CallWorkflow()
+        workflow.version = 6
+        producer = make_producer(workflow, **settings)
+        producer.load_state_dict(pickle.loads(state))
+        async with producer:
+            taken = await train(producer, workflow, range(6, 16))
+            assert producer.stats()["rollout/num_prompts"] == 60
+        return taken, workflow.order
+
+    before, state, in_flight = run_virtual(first_half())
+    after, order = run_virtual(second_half(state))
+    assert order[: len(in_flight)] == in_flight
+    assert sorted(before + after) == sorted(f"q{i}@{epoch}" for epoch in range(2) for i in range(30))
+
+
+def test_a_checkpoint_of_a_checkpoint_still_has_what_was_in_flight() -> None:
+    async def main() -> None:
+        first = make_producer(CallWorkflow(), max_staleness=1)
+        async with first:
+            await settle()
+            state = first.state_dict()
+        second = make_producer(CallWorkflow(), max_staleness=1, max_in_flight=1)
+        second.load_state_dict(state)
+        async with second:
+            await settle()
+            assert second.state_dict()["in_flight"] == state["in_flight"] == list(range(8))
+
+    run_virtual(main())
+
+
+def test_a_checkpoint_of_other_settings_is_refused() -> None:
+    state = make_producer(CallWorkflow()).state_dict()
+    for settings, said in (
+        ({"batch_size": 8}, "batch_size=8, but the recover checkpoint was written with 4"),
+        ({"max_staleness": 4}, "max_staleness=4, but the recover checkpoint was written with 1"),
+        ({"over_age": "mask"}, "over_age=mask, but the recover checkpoint was written with wait"),
+        ({"num_prompts": 21}, "num_prompts=20, this one 21"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_producer(CallWorkflow(), **settings).load_state_dict(state)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for settings in ({"batch_size": 0}, {"max_in_flight": 0}, {"max_retries": -1}):
+        ((name, value),) = settings.items()
+        with pytest.raises(ValueError, match=f"{name}={value} must be at least"):
+            make_producer(CallWorkflow(), **settings)
+    with pytest.raises(ValueError, match=r"set_version\(-1\): the weights are at version 0"):
+        make_producer(CallWorkflow()).set_version(-1)
+
+
+def test_stats_gather_the_counts_of_all_parts() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        async with make_producer(workflow, stats_sources=[lambda: {"reward/num_scored": 5.0}]) as producer:
+            await train(producer, workflow, range(3))
+            stats = producer.stats()
+        assert stats["reward/num_scored"] == 5
+        assert stats["dataset/num_prompts"] == 20
+        assert stats["rollout/num_tokens"] == 2 * stats["rollout/num_trajectories"] == 2 * stats["rollout/num_prompts"]
+        assert stats["staleness/age_0"] + stats["staleness/age_1"] == 4
+        assert stats["rollout/wait_seconds"] >= stats["rollout/wait_for_oldest_seconds"] >= 0
+        assert all(isinstance(value, float) for value in stats.values())
+
+    run_virtual(main())
+
+
+def test_nothing_is_kept_of_steps_that_are_over() -> None:
+    """What the producer and the buffer hold on to is the same after 100 steps and after 2,000."""
+
+    def num_objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    async def main() -> None:
+        workflow = CallWorkflow(seconds=0.1)
+        async with make_producer(workflow, max_staleness=2) as producer:
+            await train(producer, workflow, range(100))
+            workflow.order.clear()
+            before = num_objects()
+            await train(producer, workflow, range(100, 2000))
+            workflow.order.clear()
+            assert num_objects() < before + 200
+
+    run_virtual(main())

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from math_verify import parse, verify
+
+from rollout.dataset_rows import scan_rows
+from rollout.math_reward import RIGHT, UnparsableAnswerError, final_answer, math_reward, quick_math_reward
+from rollout.types import Prompt
+
+DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+
+
+def prompt(*solutions: str) -> Prompt:
+    token_ids = np.arange(3, dtype=np.int32)
+    return Prompt(query_id="q", index=0, task="math", text="?", token_ids=token_ids, solutions=solutions)
+
+
+@pytest.mark.parametrize(
+    ("solution", "text"),
+    [
+        ("\\boxed{42}", "42"),
+        ("\\boxed{42}", " 042\n"),
+        ("\\boxed{42}", "so x = 42."),
+        ("\\boxed{15}", "7 + 8 = 15"),
+        ("\\boxed{42}", "it is 41, no: \\boxed{42}"),
+        ("\\boxed{42}", "first \\boxed{41}, then after some thought \\boxed{42}"),
+        ("\\boxed{42}", "Thus $x=\\boxed{42}$. Half of that is 21."),
+        ("\\boxed{42}", "\\boxed{\\boxed{42}}"),
+        ("\\boxed{7}", "The answer to the first part is 5.\n#### 7"),
+        ("\\boxed{1080}", "#### 1,080"),
+        ("\\boxed{18}", "#### $18"),
+        ("\\boxed{42}", "#### Step 2\nadd them\nThe answer is 42."),
+        ("\\boxed{\\frac{1}{2}}", "\\boxed{0.5}"),
+        ("\\boxed{0.6666666667}", "\\boxed{\\frac{2}{3}}"),
+        ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "$\\boxed{(3, \\pi/2)}$"),
+        ("\\boxed{\\{1, 2\\}}", "\\boxed{\\{2, 1\\}}"),
+        ("so the sum is \\boxed{8}", "\\boxed{8}"),
+        ("8", "\\boxed{8}"),
+    ],
+)
+def test_right_answers_are_right(solution: str, text: str) -> None:
+    assert math_reward(prompt(solution), text) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("solution", "text"),
+    [
+        ("\\boxed{42}", "41"),
+        ("\\boxed{42}", "\\boxed{42} is wrong, it is \\boxed{41}"),
+        ("\\boxed{42}", "\\boxed{41, 42}"),
+        ("\\boxed{42}", "\\boxed{-42}"),
+        ("\\boxed{42}", "\\boxed{42\\%}"),
+        ("\\boxed{7}", "7 apples and\n#### 8"),
+        ("\\boxed{x+1}", "\\boxed{x+2}"),
+    ],
+)
+def test_wrong_answers_are_wrong(solution: str, text: str) -> None:
+    assert math_reward(prompt(solution), text) == 0.0
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "I do not know", "\\boxed{42", "\\boxed{}", "####"])
+def test_a_text_without_an_answer_is_unparsable(text: str) -> None:
+    with pytest.raises(UnparsableAnswerError):
+        math_reward(prompt("\\boxed{42}"), text)
+
+
+def test_any_of_several_solutions_will_do() -> None:
+    assert math_reward(prompt("\\boxed{1}", "\\boxed{2}"), "\\boxed{2}") == 1.0
+    assert math_reward(prompt("\\boxed{1}", "\\boxed{\\frac{1}{2}}"), "\\boxed{0.5}") == 1.0
+    assert quick_math_reward(prompt("\\boxed{1}", "\\boxed{\\frac{1}{2}}"), "\\boxed{3}") is None
+
+
+digits = st.text("0123456789", min_size=1, max_size=12)
+integers = st.builds(
+    lambda sign, zeros, body: sign + zeros + body, st.sampled_from(["", "-"]), st.sampled_from(["", "00"]), digits
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(answer=integers, other=integers, same=st.booleans())
+def test_the_short_cut_for_integers_never_differs_from_math_verify(answer: str, other: str, same: bool) -> None:
+    solution = f"\\boxed{{{answer if same else other}}}"
+    text = f"so \\boxed{{ {answer} }}."
+    expected = verify(
+        parse(solution, parsing_timeout=None), parse(final_answer(text), parsing_timeout=None), timeout_seconds=None
+    )
+    assert quick_math_reward(prompt(solution), text) == float(expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["\\boxed{1e3}", "\\boxed{٤٢}", "\\boxed{4_2}", "\\boxed{+42}", "\\boxed{42.0}", "\\boxed{4 2}"]
+)
+def test_the_short_cut_leaves_everything_but_plain_integers_to_math_verify(text: str) -> None:
+    assert quick_math_reward(prompt("\\boxed{42}"), text) is None
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data sets: set SLIPSTREAM_DATA to their folder")
+def test_the_solutions_of_public_data_sets_are_right_answers_to_themselves() -> None:
+    for name, step in (("math_500/test", 5), ("gsm8k/test", 20), ("mawps/singleop", 5)):
+        rows = scan_rows(DATA / f"{name}.jsonl")[::step]
+        wrong = [
+            row.query_id for row in rows if math_reward(prompt(*row.solutions), f"It is ${row.solutions[0]}$.") != RIGHT
+        ]
+        assert not wrong, name
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data sets: set SLIPSTREAM_DATA to their folder")
+def test_the_rationales_of_gsm8k_are_right_answers() -> None:
+    lines = (DATA / "gsm8k" / "test.jsonl").read_text().splitlines()[::10]
+    rows = scan_rows(DATA / "gsm8k" / "test.jsonl")[::10]
+    assert all(
+        math_reward(prompt(*row.solutions), json.loads(line)["answer"]) == RIGHT
+        for row, line in zip(rows, lines, strict=True)
+    )

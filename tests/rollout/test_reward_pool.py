@@ -1,0 +1,236 @@
+"""Rewards that hang, explode and crash, in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.plugins import PluginError
+from rollout.reward import RewardPool, RewardWorkerError
+from rollout.types import Prompt
+
+REPOSITORY = Path(__file__).parents[2]
+
+EVIL = """
+import ctypes, os, sys
+from rollout.math_reward import UnparsableAnswerError
+
+def score(prompt, text):
+    if text == "hang":
+        while True: pass
+    if text == "hang in C":
+        return sum(range(10**13))
+    if text == "hang and resist":
+        while True:
+            try:
+                while True: pass
+            except BaseException: pass
+    if text == "allocate at once":
+        return len(bytearray(10**13))
+    if text == "allocate on and on":
+        blocks = []
+        while True: blocks.append(bytes(10**8))
+    if text == "recurse":
+        return score(prompt, text)
+    if text == "raise":
+        raise KeyError("no such key")
+    if text == "exit":
+        sys.exit(3)
+    if text == "exit now":
+        os._exit(3)
+    if text == "segfault":
+        ctypes.string_at(0)
+    if text == "nan":
+        return float("nan")
+    if text == "no number":
+        return None
+    if text == "unparsable":
+        raise UnparsableAnswerError
+    if text == "pid":
+        return os.getpid()
+    return len(text)
+
+not_callable = 3
+def wrong_signature(text): return 1.0
+"""
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "evil_rewards.py").write_text(EVIL)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "evil_rewards:score"
+
+
+def make_prompt(solution: str = "\\boxed{1}") -> Prompt:
+    token_ids = np.arange(3, dtype=np.int32)
+    return Prompt(query_id="q", index=0, task="math", text="?", token_ids=token_ids, solutions=(solution,))
+
+
+def with_pool(body: Callable[[RewardPool], Awaitable[None]], reward: str, **settings: float) -> None:
+    async def main() -> None:
+        async with RewardPool(reward, **settings) as pool:
+            await body(pool)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("hang", "timeout"),
+        ("hang in C", "timeout"),
+        ("hang and resist", "timeout"),
+        ("allocate at once", "memory"),
+        ("recurse", "error"),
+        ("raise", "error"),
+        ("exit", "error"),
+        ("exit now", "crash"),
+        ("segfault", "crash"),
+        ("nan", "error"),
+        ("no number", "error"),
+        ("unparsable", "unparsable"),
+    ],
+)
+def test_whatever_an_answer_does_it_scores_as_wrong_is_counted_and_the_next_is_scored(
+    evil: str, text: str, outcome: str
+) -> None:
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score_many(make_prompt(), ["four", text, "sixsix"]) == [4.0, 0.0, 6.0]
+        stats = pool.stats()
+        assert stats[f"reward/num_{outcome}"] == 1
+        assert stats["reward/num_scored"] == 2
+
+    with_pool(body, evil, num_workers=1, timeout_seconds=0.5)
+
+
+def test_an_answer_that_allocates_on_and_on_meets_the_memory_limit(evil: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score_many(make_prompt(), ["allocate on and on", "four"]) == [0.0, 4.0]
+        assert pool.stats()["reward/num_memory"] == 1
+
+    with_pool(body, evil, num_workers=1, timeout_seconds=60, memory_limit_gib=0.5)
+
+
+def test_answers_behind_a_hanging_one_are_scored_by_the_other_workers(evil: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        hanging = asyncio.create_task(pool.score(make_prompt(), "hang in C"))
+        await asyncio.sleep(0.2)
+        assert await asyncio.wait_for(pool.score_many(make_prompt(), ["four"] * 100), 20) == [4.0] * 100
+        assert not hanging.done()
+        hanging.cancel()
+
+    with_pool(body, evil, num_workers=2, timeout_seconds=60)
+
+
+def test_many_groups_at_once_get_their_own_scores_in_order() -> None:
+    async def body(pool: RewardPool) -> None:
+        texts = ["\\boxed{1}", "\\boxed{0.5}", "\\boxed{\\frac{2}{4}}", "\\boxed{x}", "nothing"]
+        for solution, right in (("\\boxed{1}", [1, 0, 0, 0, 0]), ("\\boxed{\\frac{1}{2}}", [0, 1, 1, 0, 0])):
+            groups = await asyncio.gather(*(pool.score_many(make_prompt(solution), texts) for _ in range(20)))
+            assert groups == [right] * 20
+        assert pool.stats()["reward/num_unparsable"] == 40
+
+    with_pool(body, "math", num_workers=2)
+
+
+def test_an_explosive_answer_to_the_math_reward_is_wrong() -> None:
+    async def body(pool: RewardPool) -> None:
+        tower = "\\boxed{" + "9^{" * 8 + "9" + "}" * 8 + "}"
+        assert await pool.score_many(make_prompt(), [tower, "\\boxed{1.0}"]) == [0.0, 1.0]
+
+    with_pool(body, "math", num_workers=1, timeout_seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("evil_rewards:scor", "has no 'scor'; did you mean score?"),
+        ("evil_rewards:not_callable", "its type is int; it must be callable as (prompt, text)"),
+        ("evil_rewards:wrong_signature", "its signature is (text)"),
+        ("no_such_package.mod:score", "there is no module 'no_such_package'"),
+        ("evil_rewards.mod:score", "there is no module 'evil_rewards.mod'"),
+        ("broken_rewards:score", "ZeroDivisionError"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_loaded_is_an_error_at_the_start(
+    evil: str, tmp_path: Path, reward: str, said: str
+) -> None:
+    (tmp_path / "broken_rewards.py").write_text("1 / 0")
+    with pytest.raises(RewardWorkerError) as error:
+        with_pool(lambda pool: asyncio.sleep(0), reward, num_workers=2)
+    assert said in str(error.value)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(PluginError, match=r"unknown reward 'maths': use one of \['math'\] or an import path"):
+        RewardPool("maths")
+    with pytest.raises(ValueError, match="num_workers=0"):
+        RewardPool("math", num_workers=0)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not Path(f"/proc/{pid}/stat").exists() or " Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def wait_until_gone(pids: list[int]) -> list[int]:
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def test_closing_the_pool_ends_its_workers_and_cancels_what_waits(evil: str) -> None:
+    pids = []
+
+    async def main() -> None:
+        async with RewardPool(evil, num_workers=1, timeout_seconds=60) as pool:
+            pids.append(int(await pool.score(make_prompt(), "pid")))
+            waiting = [asyncio.create_task(pool.score(make_prompt(), text)) for text in ("hang in C", "four")]
+            await asyncio.sleep(0.2)
+        for task in waiting:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        with pytest.raises(RuntimeError, match="closed"):
+            await pool.score(make_prompt(), "four")
+
+    asyncio.run(main())
+    assert not wait_until_gone(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems end a hanging worker only when it comes back")
+def test_no_worker_survives_a_killed_parent_even_while_it_hangs(evil: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        f"sys.path[:0] = [{str(REPOSITORY)!r}, {str(tmp_path)!r}, {str(REPOSITORY / 'tests' / 'rollout')!r}]\n"
+        "from test_reward_pool import RewardPool, make_prompt\n"
+        "async def main():\n"
+        f"    async with RewardPool({evil!r}, num_workers=2, timeout_seconds=600) as pool:\n"
+        "        pids = await asyncio.gather(*(pool.score(make_prompt(), 'pid') for _ in range(50)))\n"
+        "        print(*{int(pid) for pid in pids}, flush=True)\n"
+        "        await asyncio.gather(*(pool.score(make_prompt(), 'hang in C') for _ in range(2)))\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert pids
+    time.sleep(0.5)
+    assert all(is_alive(pid) for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert not wait_until_gone(pids)
