@@ -1,0 +1,59 @@
+"""The asyncio HTTP client of one SGLang server: thousands of POSTs in flight on one event loop.
+
+Bodies and answers are bytes of orjson; numpy arrays go in without becoming Python lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+
+from rollout.sglang_weights import Call, ServerGone, check_answer
+
+
+class SGLangClient:
+    """POSTs to one server. Make it inside the event loop that uses it."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name, self.url = name, url
+        # A request is one connection for as long as it samples: no limits on either.
+        self._session = aiohttp.ClientSession(
+            url,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
+            headers={"Content-Type": "application/json"},
+        )
+
+    async def post(self, call: Call, *, timeout_seconds: float | None = None) -> dict[str, Any]:
+        """The JSON answer. Raises ServerError when the server refuses, ServerGone when it is not there or (with
+        `timeout_seconds`) does not answer in time."""
+        path, body = call
+        try:
+            async with (
+                asyncio.timeout(timeout_seconds),
+                self._session.post(path, data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as response,
+            ):
+                raw, status = await response.read(), response.status
+        except TimeoutError as e:
+            raise ServerGone(f"{self.name} ({self.url}) did not answer {path} within {timeout_seconds:g} s") from e
+        except (aiohttp.ClientError, OSError) as e:
+            raise ServerGone(f"{self.name} ({self.url}) is gone ({path}: {type(e).__name__}: {e})") from e
+        try:
+            answer = orjson.loads(raw) if raw else {}
+        except orjson.JSONDecodeError:
+            answer = raw.decode(errors="replace")
+        return check_answer(self.name, path, status, answer)
+
+    async def is_healthy(self, *, timeout_seconds: float) -> bool:
+        """Whether /health answers 200 in time."""
+        try:
+            async with asyncio.timeout(timeout_seconds), self._session.get("/health") as response:
+                return response.status == 200
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return False
+
+    async def close(self) -> None:
+        await self._session.close()

@@ -1,0 +1,85 @@
+"""Which GPUs a server would get, and who is on them already: asked of nvidia-smi before anything is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+BUSY_MIB = 2048
+"""More memory than this in the hands of others, and a server would come up with a fraction of its cache or fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUser:
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    name: str
+    mib: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU of this node."""
+
+    index: int
+    used_mib: int
+    total_mib: int
+    users: tuple[GpuUser, ...]
+
+
+def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
+    """The GPUs of this node; none when there is no driver."""
+    cards = _ask(nvidia_smi, "--query-gpu=index,uuid,memory.used,memory.total")
+    users: dict[str, list[GpuUser]] = {uuid: [] for _, uuid, *_ in cards}
+    for uuid, pid, name, mib in _ask(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
+        if uuid in users and pid.isdigit():
+            users[uuid].append(GpuUser(pid=int(pid), name=name, mib=int(mib) if mib.isdigit() else 0))
+    return [
+        Gpu(index=int(index), used_mib=int(used), total_mib=int(total), users=tuple(users[uuid]))
+        for index, uuid, used, total in cards
+    ]
+
+
+def _ask(nvidia_smi: str, query: str) -> list[list[str]]:
+    try:
+        answer = subprocess.run(
+            [nvidia_smi, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.split(", ") for line in answer.stdout.splitlines() if line] if answer.returncode == 0 else []
+
+
+def check_gpus(
+    indices: Sequence[int], *, own_pids: Collection[int] = (), gpus: list[Gpu] | None = None, busy_mib: int = BUSY_MIB
+) -> None:
+    """Raises ValueError when a GPU is missing, or others hold memory of it: who, and how much. `own_pids` are
+    processes of this run."""
+    gpus = query_gpus() if gpus is None else gpus
+    if not gpus:
+        raise ValueError(
+            "allocation_mode asks for SGLang on GPUs, and nvidia-smi shows none on this machine; to sample on the CPU "
+            "write embedded. instead of sglang., as in allocation_mode=embedded.d1m1p1+d1m1p1"
+        )
+    by_index = {gpu.index: gpu for gpu in gpus}
+    missing = [index for index in indices if index not in by_index]
+    if missing:
+        raise ValueError(
+            f"allocation_mode asks for GPU {missing[0]}, and this machine has {len(gpus)} (0 to {max(by_index)}); "
+            "lower n_gpus_per_node and the layout with it"
+        )
+    own = {os.getpid(), *own_pids}
+    for gpu in (by_index[index] for index in indices):
+        others = [user for user in gpu.users if user.pid not in own]
+        # In a container the processes of others are not listed, their memory is.
+        held = gpu.used_mib - sum(user.mib for user in gpu.users if user.pid in own)
+        if held > busy_mib:
+            who = ", ".join(f"process {u.pid} ({u.name}) holds {u.mib} MiB" for u in others)
+            raise ValueError(
+                f"GPU {gpu.index}: {held} of its {gpu.total_mib} MiB are in use by others: "
+                f"{who or 'processes that this container does not see'}; end them, or choose other GPUs with "
+                "actor_gen.device_mapping"
+            )

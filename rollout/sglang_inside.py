@@ -1,0 +1,172 @@
+"""What runs inside a SGLang server's processes: the start, and four hooks through SGLang's own plug-in interface.
+
+The file is run by path with the server's interpreter (`python -P rollout/sglang_inside.py`, settings as JSON on stdin),
+so it stands alone: nothing of this project is imported. Its hooks give the trainer what the HTTP interface lacks:
+
+- every token carries the version of the weights that its forward pass ran with (`weight_version` of a response is
+  that of the moment of output, one for the whole response);
+- cached prefixes of older weights are never used for requests that start or restart under newer ones;
+- an update begins when no forward pass is running any more, and is answered when its copies are complete;
+- a checksum of every parameter that the sender can compute too, whatever the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSION_KEY = "slipstream_version"
+"""Name of the per-token versions in a response's meta_info."""
+EXIT_USAGE = 64
+"""Exit code of a server that was given wrong arguments; the last line of its log says which."""
+
+_MULTIPLIER = -7046029254386353131  # an odd 64-bit constant (the golden ratio's), as a signed number
+_CHUNK = 1 << 24
+
+
+def position_checksum(tensor: Tensor, start: int = 0) -> Tensor:
+    """[] int64: sum over elements of bits x weight(position), modulo 2^64; positions count from `start`.
+
+    Additive, so the checksum of a fused tensor is the sum over its parts; zeros (padding) add nothing. Exact on any
+    device: integers only."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for begin in range(0, bits.numel(), _CHUNK):
+        part = bits[begin : begin + _CHUNK].to(torch.int64)
+        weight = torch.arange(start + begin, start + begin + part.numel(), device=part.device) * _MULTIPLIER
+        weight = (weight ^ (weight >> 29)) | 1
+        total += (part * weight).sum()
+    return total
+
+
+class Hooks:
+    """State of one scheduler process: the version of its weights, as continue_generation told it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def tag_tokens(self, result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """After Scheduler.run_batch: one version for each request's next token."""
+        output = getattr(result, "logits_output", None)
+        if output is not None:
+            output.customized_info = {VERSION_KEY: [self.version] * len(batch.reqs)}
+
+    def name_prefix(self, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+        """Before Scheduler._add_request_to_queue: prefixes are shared among requests of one version."""
+        req.extra_key = str(self.version)
+
+    def before_continue(self, scheduler: Any, request: Any) -> None:
+        """Before Scheduler.continue_generation: its request id is the version from now on."""
+        if request.rid is not None:
+            self.version = int(request.rid)
+            for req in scheduler.waiting_queue:
+                req.extra_key = request.rid
+
+    def wait_for_device(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """After a pause: in_place leaves a forward pass running. After an update: the sender's memory may be reused."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def checksum(self, original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        """Around WeightChecker.handle: its own hash needs a GPU, and a copy of it on the sender's side would too."""
+        if action != "checksum":
+            return original(checker, action, *args, **kwargs)
+        named = dict(checker._get_model().named_parameters())
+        sums = torch.stack([position_checksum(p) for p in named.values()]).tolist()
+        checksums = {name: str(value) for name, value in zip(named, sums, strict=True)}
+        return {
+            "checksums": checksums,
+            "per_gpu_checksum": hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest(),
+            "parallelism_info": checker._parallelism_info().model_dump(),
+        }
+
+
+def install_hooks() -> None:
+    """Register the hooks; SGLang applies them at the start of each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    hooks = Hooks()
+    scheduler = "sglang.srt.managers.scheduler.Scheduler."
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    for target, hook, kind in (
+        (scheduler + "run_batch", hooks.tag_tokens, HookType.AFTER),
+        (scheduler + "_add_request_to_queue", hooks.name_prefix, HookType.BEFORE),
+        (scheduler + "continue_generation", hooks.before_continue, HookType.BEFORE),
+        (scheduler + "pause_generation", hooks.wait_for_device, HookType.AFTER),
+        (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
+        ("sglang.srt.utils.weight_checker.WeightChecker.handle", hooks.checksum, HookType.AROUND),
+    ):
+        HookRegistry.register(target, hook, kind, source=HookSource("slipstream", None))
+
+
+def command_line(flags: dict[str, Any]) -> list[str]:
+    """Server arguments by name as an argument list. Raises SystemExit(EXIT_USAGE) on a name this SGLang lacks."""
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    actions = {action.dest: action for action in parser._actions}
+    argv: list[str] = []
+    for key, value in flags.items():
+        action = actions.get(key.replace("-", "_"))
+        if action is None:
+            near = difflib.get_close_matches(key, actions, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            sys.stderr.write(f"actor.sglang.{key}: SGLang {sglang.__version__} has no such server argument{hint}\n")
+            raise SystemExit(EXIT_USAGE)
+        option = max(action.option_strings, key=len)
+        if action.nargs == 0:
+            argv += [option] if value else []
+        elif isinstance(value, list):
+            argv += [option, *map(str, value)]
+        elif value is not None:
+            argv += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return argv
+
+
+def end_with(parent: int) -> None:
+    """Kill the server's process group when `parent` is gone. (The kernel's own parent-death signal follows the thread
+    that started the process, not the process.)"""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    settings = json.load(sys.stdin)
+    end_with(settings["parent"])
+    argv = command_line(settings["flags"])
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # the second is how the server's spawned processes see this file
+    install_hooks()
+if __name__ == "__main__":
+    main()

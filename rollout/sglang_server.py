@@ -1,0 +1,257 @@
+"""One SGLang server process a data-parallel replica: its arguments, its start, its log, its end.
+
+The replica's tensor and pipeline ranks are the server's own child processes; all of them form one process group, which
+ends with this object or with the process that made it, whatever happens first. Nothing else is ever killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.sglang_client import SGLangClient
+from rollout.sglang_gpus import check_gpus
+from rollout.sglang_inside import EXIT_USAGE
+from rollout.sglang_weights import ServerAddress
+
+logger = logging.getLogger(__name__)
+
+FlagValue = bool | int | float | str | list[int] | None
+
+FA3_HEAD_DIMS = (64, 96, 128, 256)
+"""Head dimensions that the FlashAttention 3 kernels have in bfloat16."""
+LAST_LINES = 20
+"""How many lines of a dead server's log its error shows."""
+
+FROM_ELSEWHERE = {
+    "model_path": "actor.path says which model",
+    "tp_size": "allocation_mode says the layout",
+    "pp_size": "allocation_mode says the layout",
+    "dp_size": "allocation_mode says the layout: one server a data-parallel replica",
+    "base_gpu_id": "allocation_mode says which GPUs",
+    "nnodes": "a replica is on one node",
+    "host": "chosen at start",
+    "port": "a free one is chosen at start",
+    "nccl_port": "a free one is chosen at start",
+    "dtype": "generator.dtype says it",
+    "max_running_requests": "generator.max_running says it",
+    "skip_tokenizer_init": "requests and answers are token ids",
+    "enable_memory_saver": "allocation_mode says whether trainer and generators share GPUs",
+    "speculative_algorithm": "a step that samples several tokens cannot tell their versions apart",
+}
+"""Server arguments that are not the user's to set, and what decides them."""
+
+
+class ServerStartError(RuntimeError):
+    """A server died at start or was not ready in time. The message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """One replica."""
+
+    name: str
+    """As in generator-0: for messages."""
+    model_path: str
+    log_file: Path
+    gpus: tuple[int, ...]
+    """Indices on this node, tp x pp of them; empty: run on the CPU (tiny models, for tests)."""
+    tp: int = 1
+    pp: int = 1
+    dtype: str = "bfloat16"
+    max_running: int = 256
+    """Requests that run at once; the CUDA graphs cover all of them."""
+    seed: int = 0
+    colocated: bool = False
+    """The GPUs are shared with the trainer: memory can be released and resumed."""
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+    """actor.sglang.*: server arguments by name; they win over the defaults here."""
+    host: str = "127.0.0.1"
+    """Address of this node that the trainer's ranks reach."""
+    python: str = sys.executable
+    """Interpreter that has SGLang."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables on top of this process's own."""
+    startup_timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.gpus and len(self.gpus) != self.tp * self.pp:
+            raise ValueError(f"{self.name}: {len(self.gpus)} GPUs for tp={self.tp} x pp={self.pp}")
+        for key in self.flags:
+            why = FROM_ELSEWHERE.get(key.replace("-", "_"))
+            if why is not None:
+                raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
+
+
+def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: int, nccl_port: int) -> dict[str, Any]:
+    """Every server argument by name. `model` is the parsed config.json."""
+    flags: dict[str, Any] = {
+        "model_path": settings.model_path,
+        "host": settings.host,
+        "port": port,
+        "nccl_port": nccl_port,
+        "tp_size": settings.tp,
+        "pp_size": settings.pp,
+        "dtype": settings.dtype,
+        "max_running_requests": settings.max_running,
+        "random_seed": settings.seed,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "grammar_backend": "none",
+        "log_level_http": "warning",
+    }
+    if settings.gpus:
+        # Without the first, throughput more than halves beyond the default of 256; capturing prefill graphs takes a
+        # minute of start-up and prompts are a small part of the work.
+        flags |= {"cuda_graph_max_bs_decode": settings.max_running, "disable_prefill_cuda_graph": True}
+        if settings.colocated:
+            flags["enable_memory_saver"] = True
+        head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        if head_dim not in FA3_HEAD_DIMS and "attention_backend" not in settings.flags:
+            logger.warning(
+                "%s: head dimension %d is not one of FlashAttention 3's %s: attention_backend=triton, which is slower",
+                settings.name, head_dim, FA3_HEAD_DIMS,
+            )  # fmt: skip
+            flags["attention_backend"] = "triton"
+    else:
+        flags |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+        flags |= {"disable_cuda_graph": True}
+    return flags | dict(settings.flags)
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """The parsed config.json of a Hugging Face folder. Raises ValueError when there is none."""
+    try:
+        return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ValueError(f"actor.path={path}: no readable config.json there ({e}); give a Hugging Face folder") from e
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+class SGLangServer:
+    """A server process. `await start()`, then `address`; `stop()` when done."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+
+    @property
+    def address(self) -> ServerAddress:
+        s = self.settings
+        return ServerAddress(name=s.name, url=self._url, tp=s.tp, pp=s.pp)
+
+    async def start(self) -> None:
+        """Return when the server answers. Raises ValueError for arguments that SGLang does not have and for GPUs that
+        are missing or in use, ServerStartError when the server dies or is not ready in time."""
+        settings = self.settings
+        if settings.gpus and not settings.colocated:  # else the trainer may be there already
+            check_gpus(settings.gpus)
+        model = read_model_config(settings.model_path)
+        port, nccl_port = free_ports(2)
+        self._url = f"http://{settings.host}:{port}"
+        self._launch(server_flags(settings, model, port=port, nccl_port=nccl_port))
+        begin = time.monotonic()
+        client = SGLangClient(settings.name, self._url)
+        try:
+            while not await client.is_healthy(timeout_seconds=5.0):
+                self._check_alive()
+                if time.monotonic() - begin > settings.startup_timeout_seconds:
+                    raise ServerStartError(
+                        f"{settings.name}: not ready within launch.startup_timeout_seconds="
+                        f"{settings.startup_timeout_seconds:g}; {self.last_lines()}"
+                    )
+                await asyncio.sleep(0.2)
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            await client.close()
+        logger.info("%s is ready at %s after %.1f s", settings.name, self._url, time.monotonic() - begin)
+
+    def _launch(self, flags: Mapping[str, Any]) -> None:
+        settings = self.settings
+        env = os.environ | settings.env
+        if settings.gpus:
+            # Both ends of a weight push must agree on this; the server's own default is 0.
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus)), "NCCL_CUMEM_ENABLE": "0"}
+        settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with settings.log_file.open("wb") as log:
+            # -P: this folder must not be where the server's processes import `types` and the like from.
+            self._process = subprocess.Popen(
+                [settings.python, "-P", str(Path(__file__).with_name("sglang_inside.py"))],
+                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+            )  # fmt: skip
+        assert self._process.stdin is not None, "stdin is a pipe"
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # a process that died is found by start()
+            stdin.write(json.dumps({"parent": os.getpid(), "flags": dict(flags)}).encode())
+
+    def _check_alive(self) -> None:
+        """Raises ServerStartError, or ValueError for wrong arguments, when the process has ended."""
+        assert self._process is not None, "start() launches it"
+        code = self._process.poll()
+        if code == EXIT_USAGE:
+            raise ValueError(self.settings.log_file.read_text(errors="replace").strip().rpartition("\n")[2])
+        if code is not None:
+            raise ServerStartError(
+                f"{self.settings.name}: the SGLang server died at start (exit code {code}); {self.last_lines()}"
+            )
+
+    def last_lines(self) -> str:
+        """The end of the log, for error messages."""
+        with suppress(OSError):
+            lines = self.settings.log_file.read_text(errors="replace").splitlines()
+            # The server logs all its arguments on one line of many thousand characters.
+            tail = "\n".join(line[:500] for line in lines[-LAST_LINES:])
+            return f"its last lines in {self.settings.log_file}:\n{tail}"
+        return f"no log in {self.settings.log_file}"
+
+    def explain(self) -> str:
+        """What became of the process, for the message of a call that failed."""
+        code = None if self._process is None else self._process.poll()
+        return "" if code is None else f"the server process ended with code {code}; {self.last_lines()}"
+
+    def stop(self, *, grace_seconds: float = 10.0) -> None:
+        """End the server's process group. Safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace_seconds)
+        with suppress(ProcessLookupError):  # children that outlive the leader keep its group
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def start_servers(servers: list[SGLangServer]) -> None:
+    """Start all at once; if one fails, all are stopped and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for server in servers:
+                group.create_task(server.start())
+    except* (ValueError, RuntimeError) as failures:
+        for server in servers:
+            server.stop()
+        raise failures.exceptions[0] from None

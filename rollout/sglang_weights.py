@@ -1,0 +1,196 @@
+"""How new weights enter a SGLang server: flat buckets, the calls that announce them, and a plain HTTP client.
+
+The trainer's ranks use this file to speak to the servers while they send; the generator uses the same calls. Standard
+library and torch only. Invariant: a server is paused when any of these calls that change weights reaches it; otherwise
+it would first wait for every running request to end.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+WRITTEN_FOR = "0.5.17"
+"""The SGLang version whose interface these calls follow."""
+
+Call = tuple[str, dict[str, Any]]
+"""Path and JSON body of a POST."""
+
+
+class ServerError(RuntimeError):
+    """A server refused a call, or lacks it. The message names the server and carries its answer."""
+
+
+class ServerGone(ConnectionError):
+    """A server cannot be reached or did not answer in time. The message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """One server as the trainer sees it."""
+
+    name: str
+    url: str
+    tp: int
+    pp: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatBucket:
+    """Tensors laid end to end as bytes, the widest elements first so that every one is aligned."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: Tensor  # [bytes] uint8
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> FlatBucket:
+        """Concatenate. Raises ValueError on no tensors."""
+        if not tensors:
+            raise ValueError("a bucket needs at least one tensor")
+        items = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        return FlatBucket(
+            names=tuple(name for name, _ in items),
+            dtypes=tuple(t.dtype for _, t in items),
+            shapes=tuple(tuple(t.shape) for _, t in items),
+            flat=torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in items]),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.numel()
+
+    @property
+    def metadata(self) -> list[SimpleNamespace]:
+        """Where each tensor lies, with the attributes of SGLang's FlattenedTensorMetadata (which only a process that
+        has SGLang could pickle)."""
+        entries, start = [], 0
+        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            size = dtype.itemsize * torch.Size(shape).numel()
+            entries.append(
+                SimpleNamespace(
+                    name=name, shape=torch.Size(shape), dtype=dtype, start_idx=start, end_idx=start + size, numel=size
+                )
+            )
+            start += size
+        return entries
+
+    def payload(self, shared: object | None = None) -> str:
+        """Pickled, base64-coded, for receive_tensors. `shared`: a handle to device memory in place of the bytes."""
+        content = {"flattened_tensor": self.flat.cpu() if shared is None else shared, "metadata": self.metadata}
+        return base64.b64encode(pickle.dumps(content)).decode()
+
+
+def _versioned(body: dict[str, Any], version: int | None) -> dict[str, Any]:
+    # The cache needs no flushing: prefixes are kept apart by version (sglang_inside.py), and a flush with requests
+    # waiting would fail and take the server down.
+    body |= {"flush_cache": False}
+    return body if version is None else body | {"weight_version": str(version)}
+
+
+def receive_broadcast(bucket: FlatBucket, *, group: str, version: int | None) -> Call:
+    """Receive this bucket as one broadcast from rank 0 of the group. `version` with the last bucket of a push."""
+    return "/update_weights_from_distributed", _versioned(
+        {
+            "names": bucket.names,
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
+            "shapes": bucket.shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        },
+        version,
+    )
+
+
+def receive_tensors(payloads: Sequence[str], *, version: int | None) -> Call:
+    """Copy from these payloads, one per tensor-parallel rank."""
+    body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket"}
+    return "/update_weights_from_tensor", _versioned(body, version)
+
+
+def receive_folder(path: str, *, version: int | None) -> Call:
+    """Load a Hugging Face folder of the same architecture."""
+    return "/update_weights_from_disk", _versioned({"model_path": path, "load_format": "auto"}, version)
+
+
+def join_group(*, group: str, host: str, port: int, first_rank: int, world_size: int, backend: str) -> Call:
+    """Join a process group as ranks [first_rank, first_rank + tp)."""
+    return "/init_weights_update_group", {
+        "master_address": host,
+        "master_port": port,
+        "rank_offset": first_rank,
+        "world_size": world_size,
+        "group_name": group,
+        "backend": backend,
+    }
+
+
+def leave_group(group: str) -> Call:
+    return "/destroy_weights_update_group", {"group_name": group}
+
+
+def pause_generation(mode: str) -> Call:
+    """Mode retract or in_place; what comes after this call on the server sees it paused."""
+    return "/pause_generation", {"mode": mode}
+
+
+def continue_generation(version: int) -> Call:
+    """Go on. The request id of this call carries the version to the schedulers (sglang_inside.py)."""
+    return "/continue_generation", {"rid": str(version), "torch_empty_cache": False}
+
+
+CHECKSUMS: Call = ("/weights_checker", {"action": "checksum"})
+
+
+def checksums_of(answer: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Per tensor-parallel rank, parameter name -> checksum, from the answer to CHECKSUMS."""
+    ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"]["tp_rank"])
+    return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
+
+
+def check_answer(server: str, path: str, status: int, answer: object) -> dict[str, Any]:
+    """The JSON answer of a call that succeeded. Raises ServerError."""
+    if status in (404, 405):
+        raise ServerError(
+            f"{server}: this SGLang has no {path}; Slipstream is written for SGLang {WRITTEN_FOR} "
+            f"(pip install sglang=={WRITTEN_FOR})"
+        )
+    if not isinstance(answer, dict):
+        answer = {"message": str(answer)}
+    if status != 200 or answer.get("success") is False:
+        message = answer.get("message") or answer.get("error") or answer.get("detail") or answer
+        raise ServerError(f"{server}: {path} failed (HTTP {status}): {message}")
+    return answer
+
+
+def post(server: ServerAddress, call: Call, *, timeout_seconds: float) -> dict[str, Any]:
+    """POST and wait for the answer, on a connection of its own. Raises ServerError, ServerGone."""
+    path, body = call
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_seconds)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        raw = response.read()
+    except TimeoutError as e:
+        raise ServerGone(f"{server.name} ({server.url}) did not answer {path} within {timeout_seconds:g} s") from e
+    except (OSError, http.client.HTTPException) as e:
+        raise ServerGone(f"{server.name} ({server.url}) is gone ({path}: {type(e).__name__}: {e})") from e
+    finally:
+        connection.close()
+    try:
+        answer = json.loads(raw) if raw else {}
+    except ValueError:
+        answer = raw.decode(errors="replace")
+    return check_answer(server.name, path, response.status, answer)
