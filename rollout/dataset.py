@@ -1,7 +1,7 @@
 """Prompts in the order in which they are trained: the first stage of the rollout pipeline.
 
-Invariant: the stream is a pure function of (rows, seed): position k is prompt `order(epoch)[k % n]` of epoch k // n, so
-the cursor is one integer and any position can be drawn again after a restart.
+Invariant: the stream is a pure function of (rows, seed, shuffle): position k is prompt `order(epoch)[k % n]` of epoch
+k // n, so the cursor is one integer and any position can be drawn again after a restart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 class PromptDataset:
-    """Tokenised prompts with a seeded shuffle per epoch and a resumable cursor."""
+    """Tokenised prompts, by default in a new, seeded order every epoch, with a resumable cursor."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True, num_filtered: int = 0) -> None:
         """`prompts[i].index` must be i. Raises DatasetError when there is no prompt."""
@@ -106,7 +106,14 @@ class PromptDataset:
         return prompt
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self._cursor, "seed": self._seed, "num_prompts": len(self), "checksum": self._checksum()}
+        """The cursor, and what tells this stream from another."""
+        return {
+            "position": self._cursor,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "num_prompts": len(self),
+            "checksum": self._checksum(),
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state` was taken. Raises DatasetError when rows or seed are not the ones of that run."""
@@ -115,6 +122,7 @@ class PromptDataset:
             ("num_prompts", "dataset.path or max_prompt_len"),
             ("checksum", "dataset.path"),
             ("seed", "seed"),
+            ("shuffle", "the order of the prompts"),
         ):
             if state[key] != mine[key]:
                 raise DatasetError(
@@ -131,7 +139,7 @@ class PromptDataset:
         }
 
     def _order(self, epoch: int) -> np.ndarray:
-        """[n] permutation of the rows. Two epochs are kept: around an epoch's end the stream is drawn from both."""
+        """[n] order of the rows in `epoch`. Two epochs are kept: around an epoch's end both are drawn from."""
         if epoch not in self._orders:
             while len(self._orders) >= 2:
                 del self._orders[min(self._orders)]

@@ -149,6 +149,16 @@ def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_whic
     assert first == stream(1) != stream(2)
 
 
+def test_without_shuffling_every_epoch_is_in_the_order_of_the_file(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(5)))
+    dataset = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1, shuffle=False)
+    assert [dataset.next().index for _ in range(10)] == [0, 1, 2, 3, 4] * 2
+    with pytest.raises(DatasetError, match="shuffle=False, this one True"):
+        PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1).load_state_dict(dataset.state_dict())
+
+
 def test_a_restored_cursor_goes_on_in_the_middle_of_an_epoch(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
