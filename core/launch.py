@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
+from core.launch_guard import start_guard
 
 if TYPE_CHECKING:
     from core.batch import RolloutBatch
@@ -58,6 +59,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
             },
         }
+        self._guard = start_guard()
         try:
             if self._address is None:
                 ray.init(address="local", num_cpus=self._num_actors, include_dashboard=False, **common)
@@ -65,7 +67,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 _check_reachable(self._address)
                 ray.init(address=self._address, **common)
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as e:
-            ray.shutdown()
+            self._end()
             raise LaunchError(
                 f"launch.ray_address={self._address}: Ray does not answer there ({type(e).__name__}: {e}); start it "
                 "with `ray start --head`, or unset launch.ray_address and RAY_ADDRESS: the run then starts its own"
@@ -79,7 +81,13 @@ class Cluster(AbstractContextManager["Cluster"]):
             ray.kill(actor, no_restart=True)
         for group in self._groups:
             remove_placement_group(group)
+        self._end()
+
+    def _end(self) -> None:
         ray.shutdown()
+        assert self._guard.stdin is not None, "it was started with a pipe"
+        self._guard.stdin.close()
+        self._guard.wait()
 
     def reserve(self, allocation: Allocation) -> None:
         """One bundle a node of the device map; actors are put on the bundle of their slot's node. Raises LaunchError

@@ -1,0 +1,50 @@
+"""A small process beside the driver: when the driver is gone, however it went, nothing that it started stays.
+
+Started with the read end of a pipe as standard input, whose other end the driver holds: end of file means that the
+driver is gone. Until then it remembers the driver's descendants, by process id and start time; then it kills those that
+are left, and theirs. No name is ever matched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import subprocess
+import sys
+
+import psutil
+
+_LOOK_EVERY_SECONDS = 1.0
+
+
+def start_guard() -> subprocess.Popen[bytes]:
+    """The guard of this process. It ends by itself, at once when its `stdin` is closed."""
+    pid = str(psutil.Process().pid)
+    return subprocess.Popen([sys.executable, __file__, pid], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def descendants(process: psutil.Process) -> set[psutil.Process]:
+    """Everything below `process` now; empty when it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return set(process.children(recursive=True))
+    return set()
+
+
+def guard(driver: psutil.Process) -> None:
+    """Return when the driver and everything it started are gone."""
+    me = psutil.Process()
+    family: set[psutil.Process] = set()
+    while not select.select([sys.stdin], [], [], _LOOK_EVERY_SECONDS)[0]:
+        family |= descendants(driver)
+        # psutil compares process id and start time: an id that was given anew is not in the family.
+        family = {p for p in family if p.is_running()} - {me}
+    for process in family.copy():
+        family |= descendants(process)
+    for process in family - {me}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(psutil.NoSuchProcess, KeyboardInterrupt):
+        guard(psutil.Process(int(sys.argv[1])))
