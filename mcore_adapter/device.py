@@ -7,11 +7,13 @@ get_device() is called, and what runs Megatron runs inside `Device.activate()`.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 

@@ -134,9 +134,6 @@ class CpuDevice:
 
     def memory_stats(self) -> dict[str, float]:
         with open("/proc/self/statm") as statm:
-            resident_pages = int(statm.read().split()[1])
-        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {
-            "allocated_gib": resident_pages * resource.getpagesize() / 2**30,
-            "peak_gib": peak_kib / 2**20,
-        }
+            now = int(statm.read().split()[1]) * resource.getpagesize() / 2**30
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return {"allocated_gib": now, "peak_gib": max(now, peak)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
@@ -90,6 +91,7 @@ def initialize_parallel(
             context_parallel_size=layout.cp,
             distributed_timeout_minutes=timeout_seconds / 60,
         )
+        torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelState(
         layout=layout,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from mcore_ranks import RankPool
+from tiny_models import MODELS, write_model
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +17,10 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """name of tiny_models.MODELS -> (its Hugging Face folder, the transformers model)"""
+    root = tmp_path_factory.mktemp("models")
+    return {name: (root / name, write_model(name, root / name)) for name in MODELS}

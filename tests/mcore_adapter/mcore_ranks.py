@@ -19,6 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allocation import ParallelLayout
+
+LAYOUTS = {
+    "one process": ParallelLayout(),
+    "tp2": ParallelLayout(tp=2),
+    "pp2": ParallelLayout(pp=2),
+    "cp2": ParallelLayout(cp=2),
+    "tp2 pp2": ParallelLayout(tp=2, pp=2),
+    "pp2 vpp2": ParallelLayout(pp=2, vpp=2),
+}
 _GRACE_SECONDS = 3.0  # after a first failure: time for the other ranks to report theirs
 
 
@@ -31,7 +41,7 @@ class Rank:
     init_method: str
 
     @contextlib.contextmanager
-    def joined(self, layout: Any, *, seed: int = 1) -> Iterator[tuple[Any, Any]]:
+    def joined(self, layout: ParallelLayout, *, seed: int = 1) -> Iterator[tuple[Any, Any]]:
         """(ParallelState, Device) of this rank in `layout`, on CPU; its world must be the whole call."""
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import destroy_parallel, initialize_parallel
@@ -51,6 +61,20 @@ class Rank:
                 yield parallel, device
         finally:
             destroy_parallel()
+
+
+def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
+    """On a rank: the chunks of the Hugging Face model in `folder`, loaded; kwargs of build_model()."""
+    import torch
+
+    from mcore_adapter.hf_config import read_config
+    from mcore_adapter.model import build_model
+    from mcore_adapter.weights import load_hf_weights
+
+    kwargs.setdefault("dtype", torch.float32)
+    chunks = build_model(read_config(folder), parallel=parallel, device=device, **kwargs)
+    load_hf_weights(chunks, folder, parallel=parallel)
+    return chunks
 
 
 class RankPool:

@@ -1,0 +1,87 @@
+"""Reading a model's shape from config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_adapter.hf_config import Llama3RopeScaling, ModelConfigError, parse_config, read_config
+
+QWEN2 = dict(
+    model_type="qwen2",
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    use_sliding_window=False,
+    sliding_window=64,
+)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def test_what_a_family_fixes_without_saying_so_is_known() -> None:
+    qwen2 = parse_config(QWEN2)
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.tied) == (True, False, 8, True)
+    qwen3 = parse_config({**QWEN2, "model_type": "qwen3", "tie_word_embeddings": False})
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.tied) == (False, True, 128, False)
+    llama = parse_config({**QWEN2, "model_type": "llama", "num_key_value_heads": None})
+    assert (llama.qkv_bias, llama.qk_norm, llama.num_kv_heads) == (False, False, 4)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 64}},
+    ],
+    ids=["as older files say it", "as newer files say it"],
+)
+def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> None:
+    config = parse_config({**QWEN2, "model_type": "llama", **rope})
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == Llama3RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, ("model_type='gpt2'", "llama, qwen2, qwen3")),
+        ({"model_type": None}, ("model_type=None",)),
+        ({"hidden_size": 0}, ("hidden_size=0", "positive")),
+        ({"vocab_size": "100"}, ("vocab_size='100'", "integer")),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads=3", "num_attention_heads=4")),
+        ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "silu")),
+        ({"use_sliding_window": True}, ("use_sliding_window",)),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ("sliding",)),
+        ({"model_type": "llama", "attention_bias": True}, ("attention_bias=True",)),
+        ({"model_type": "llama", "mlp_bias": True}, ("mlp_bias=True",)),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_type='yarn'", "llama3")),
+        ({"rope_scaling": {**LLAMA3}}, ("original_max_position_embeddings",)),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_with_key_and_value(
+    change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ModelConfigError) as error:
+        parse_config({**QWEN2, **change})
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", json.dumps({**QWEN2, "model_type": "t5"})], ids=["absent", "broken", "t5"]
+)
+def test_errors_name_the_file(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelConfigError, match=str(tmp_path / "config.json")):
+        read_config(tmp_path)
