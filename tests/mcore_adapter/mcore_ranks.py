@@ -54,7 +54,7 @@ class Rank:
             init_method=self.init_method,
             device=device,
             seed=seed,
-            timeout_seconds=60,
+            timeout_seconds=120,
         )
         try:
             with device.activate():
@@ -86,7 +86,7 @@ class RankPool:
         self._tasks: list[Any] = []
         self._results: Any = self._context.Queue()
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
         """The results by rank. `function` must be importable (module level); results must be picklable.
 
         Raises AssertionError with the ranks' tracebacks where one fails, and TimeoutError after `timeout` seconds.
