@@ -27,6 +27,8 @@ EXTRAS = {
     "gpu": [
         "torch==2.11.0",
         "sglang==0.5.17",
+        "aiohttp>=3.10,<4",
+        "orjson>=3.10,<4",
         "transformer-engine[core_cu13,pytorch]==2.10.0",
     ],
     "dev": [

@@ -30,13 +30,16 @@ class Actions:
     """() -> (seconds of training so far, what else a recover checkpoint must hold)"""
 
 
-def _frequency(control: ExperimentSaveEvalControl, prefix: str) -> Frequency:
-    """The exp_ctrl.{prefix}_freq_{epochs,steps,secs} keys."""
-    return Frequency(
-        epochs=getattr(control, f"{prefix}_freq_epochs"),
-        steps=getattr(control, f"{prefix}_freq_steps"),
-        seconds=getattr(control, f"{prefix}_freq_secs"),
-    )
+def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTimer]:
+    evaluate = Frequency(epochs=control.eval_freq_epochs, steps=control.eval_freq_steps, seconds=control.eval_freq_secs)
+    save = Frequency(epochs=control.save_freq_epochs, steps=control.save_freq_steps, seconds=control.save_freq_secs)
+    ckpt = Frequency(epochs=control.ckpt_freq_epochs, steps=control.ckpt_freq_steps, seconds=control.ckpt_freq_secs)
+    return {
+        "eval": DueTimer(evaluate, now=now),
+        "save": DueTimer(save, now=now),
+        # The tutorial's rule: the first recover checkpoint follows the second step.
+        "ckpt": DueTimer(ckpt, now=now, first_step=2),
+    }
 
 
 @dataclass(kw_only=True)
@@ -50,10 +53,7 @@ class Housekeeping:
     _timers: dict[str, DueTimer] = field(init=False)
 
     def __post_init__(self) -> None:
-        now = time.monotonic()
-        self._timers = {p: DueTimer(_frequency(self.control, p), now=now) for p in ("eval", "save")}
-        # The tutorial's rule: the first recover checkpoint follows the second step.
-        self._timers["ckpt"] = DueTimer(_frequency(self.control, "ckpt"), now=now, first_step=2)
+        self._timers = _timers(self.control, time.monotonic())
 
     def after_step(self, step: int, timer: StepTimer) -> None:
         """`step` steps are finished and the generators have its weights."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -68,7 +67,7 @@ def bucket_from_wire(wire: dict[str, Any]) -> WeightBucket:
     return WeightBucket(tensors=tensors)
 
 
-@ray.remote(max_restarts=0)
+@ray.remote
 class TrainerRank:
     """One process of the trainer's world. Every method is called on all ranks at once, in the same order."""
 
@@ -144,7 +143,7 @@ class TrainerRank:
         self._engines[engine].load(path)
 
 
-@ray.remote(max_restarts=0)
+@ray.remote
 class GeneratorActor:
     """One generator replica."""
 
@@ -157,7 +156,7 @@ class GeneratorActor:
         if self._backend == "mock":
             from rollout.mock import MockGenerator
 
-            self._generator = MockGenerator(self._settings["model_path"])
+            self._generator: Any = MockGenerator(self._settings["model_path"])
         else:
             from rollout.embedded import EmbeddedGenerator
 
@@ -240,7 +239,7 @@ class ActorGenerator(Generator):
             self._pump.cancel()
 
 
-@ray.remote(max_restarts=0, max_concurrency=64)
+@ray.remote
 class RolloutActor:
     """The rollout side: data set, producer, buffer and rewards, in one event loop."""
 
@@ -273,7 +272,3 @@ class RolloutActor:
 
     async def close(self) -> None:
         await self._service.close()
-
-
-def process_id() -> int:
-    return os.getpid()

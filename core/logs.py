@@ -52,7 +52,7 @@ def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
         )
     else:
         terminal = logging.StreamHandler(console.file)
-    handlers = [terminal]
+    handlers: list[logging.Handler] = [terminal]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(path))

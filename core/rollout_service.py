@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from rollout.router import Router
 from transformers import AutoTokenizer
 
 from core.batch import RolloutBatch, pack_trajectories
@@ -17,6 +16,7 @@ from rollout.buffer import OverAge
 from rollout.dataset import PromptDataset
 from rollout.producer import RolloutProducer
 from rollout.reward import RewardPool
+from rollout.router import Router
 from rollout.types import GenerateRequest, Generator, Prompt, SamplingParams
 from rollout.workflow import make_workflow
 
@@ -119,12 +119,15 @@ class RolloutService:
         assert self._eval_sampling is not None, "evaluation.path is set"
         requests = [
             GenerateRequest(
-                request_id=f"eval-{p.index}", prompt_ids=p.token_ids, sampling=self._eval_sampling, seed=p.index
+                request_id=f"eval-{p.index}",
+                prompt_ids=p.token_ids.tolist(),
+                sampling=self._eval_sampling,
+                seed=p.index,
             )
             for p in self._eval_prompts
         ]
         completions = await asyncio.gather(*(self._router.generate(r) for r in requests))
-        texts = [self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        texts = [str(self._tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
         scores = await asyncio.gather(
             *(self._rewards.score(p, t) for p, t in zip(self._eval_prompts, texts, strict=True))
         )

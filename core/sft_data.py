@@ -19,6 +19,7 @@ from rollout.dataset_rows import DatasetError
 
 logger = logging.getLogger(__name__)
 
+
 class AnswerDataset:
     """Tokenised prompt-answer sequences."""
 

@@ -35,5 +35,3 @@ def read_pairs(path: str | Path) -> list[tuple[str, str]]:
     if not pairs:
         raise DatasetError(f"{path}: no rows; a data set needs at least one json object per line")
     return pairs
-
-

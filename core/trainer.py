@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from core.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
 from core.batch import RolloutBatch
-from core.losses import kl_estimate, ppo_loss, value_loss
+from core.losses import KLEstimator, kl_estimate, ppo_loss, value_loss
 from core.monitor import Monitor, StepTimer
 from core.recover import RunState
 from core.schedule import Schedule
@@ -38,8 +38,8 @@ class AlgorithmSettings:
 
     ppo_n_minibatches: int
     kl_ctl: float
-    kl_in: str
-    kl_estimator: str
+    kl_in: Literal["reward", "loss"]
+    kl_estimator: KLEstimator
     discount: float
     gae_lambda: float
     eps_clip: float
@@ -169,7 +169,7 @@ class PPOTrainer:
             scores = group_normalize(scores, torch.from_numpy(rollout.group_ids))
         kl_penalty = None
         if settings.needs_reference and settings.kl_in == "reward":
-            kl = kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.kl_estimator)  # type: ignore[arg-type]
+            kl = kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.kl_estimator)
             kl_penalty = settings.kl_ctl * kl
         rewards = token_rewards(scores, batch.cu_seqlens, mask, kl_penalty=kl_penalty)
         values = fields.get("old_values", torch.zeros_like(rewards))

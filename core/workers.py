@@ -206,7 +206,8 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
     eval_sampling = SamplingParams(
         max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
     )
-    # Enough prompts to fill every replica's batch twice over: one that finishes never leaves its place empty.
+    # A little more than the replicas decode together, so that whoever finishes never leaves a place empty; much more
+    # would only make prompts older before they are sampled.
     slots = config.generator.max_running * allocation.generator.layout.dp
     return {
         "tokenizer_path": config.actor.path,
@@ -221,7 +222,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
         "num_epochs": config.exp_ctrl.total_train_epochs,
         "sampling": sampling,
         "eval_sampling": eval_sampling if evaluation.path else None,
-        "max_in_flight": max(1, -(-2 * slots // config.group_size)),
+        "max_in_flight": max(2, -(-5 * slots // (4 * config.group_size))),
         "workflow": config.workflow.type,
         "reward": config.reward.function,
         "reward_workers": config.reward.num_workers,

@@ -15,7 +15,8 @@ from typing import Any
 from rollout.types import Prompt
 
 RIGHT = 1.0
-WRONG = 0.0
+WRONG = -1.0
+"""Also the score of whatever could not be scored. Right and wrong are +1 and -1, as in the tutorial's task_reward."""
 
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is no brace

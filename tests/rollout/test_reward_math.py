@@ -62,7 +62,7 @@ def test_right_answers_are_right(solution: str, text: str) -> None:
     ],
 )
 def test_wrong_answers_are_wrong(solution: str, text: str) -> None:
-    assert math_reward(prompt(solution), text) == 0.0
+    assert math_reward(prompt(solution), text) == -1.0
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "I do not know", "\\boxed{42", "\\boxed{}", "####"])
@@ -91,7 +91,7 @@ def test_the_short_cut_for_integers_never_differs_from_math_verify(answer: str, 
     expected = verify(
         parse(solution, parsing_timeout=None), parse(final_answer(text), parsing_timeout=None), timeout_seconds=None
     )
-    assert quick_math_reward(prompt(solution), text) == float(expected)
+    assert quick_math_reward(prompt(solution), text) == (RIGHT if expected else -1.0)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_whatever_an_answer_does_it_scores_as_wrong_is_counted_and_the_next_is_s
     evil: str, text: str, outcome: str
 ) -> None:
     async def body(pool: RewardPool) -> None:
-        assert await pool.score_many(make_prompt(), ["four", text, "sixsix"]) == [4.0, 0.0, 6.0]
+        assert await pool.score_many(make_prompt(), ["four", text, "sixsix"]) == [4.0, -1.0, 6.0]
         stats = pool.stats()
         assert stats[f"reward/num_{outcome}"] == 1
         assert stats["reward/num_scored"] == 2
@@ -115,7 +115,7 @@ def test_whatever_an_answer_does_it_scores_as_wrong_is_counted_and_the_next_is_s
 
 def test_an_answer_that_allocates_on_and_on_meets_the_memory_limit(evil: str) -> None:
     async def body(pool: RewardPool) -> None:
-        assert await pool.score_many(make_prompt(), ["allocate on and on", "four"]) == [0.0, 4.0]
+        assert await pool.score_many(make_prompt(), ["allocate on and on", "four"]) == [-1.0, 4.0]
         assert pool.stats()["reward/num_memory"] == 1
 
     with_pool(body, evil, num_workers=1, timeout_seconds=60, memory_limit_gib=0.5)
@@ -135,7 +135,7 @@ def test_answers_behind_a_hanging_one_are_scored_by_the_other_workers(evil: str)
 def test_many_groups_at_once_get_their_own_scores_in_order() -> None:
     async def body(pool: RewardPool) -> None:
         texts = ["\\boxed{1}", "\\boxed{0.5}", "\\boxed{\\frac{2}{4}}", "\\boxed{x}", "nothing"]
-        for solution, right in (("\\boxed{1}", [1, 0, 0, 0, 0]), ("\\boxed{\\frac{1}{2}}", [0, 1, 1, 0, 0])):
+        for solution, right in (("\\boxed{1}", [1, -1, -1, -1, -1]), ("\\boxed{\\frac{1}{2}}", [-1, 1, 1, -1, -1])):
             groups = await asyncio.gather(*(pool.score_many(make_prompt(solution), texts) for _ in range(20)))
             assert groups == [right] * 20
         assert pool.stats()["reward/num_unparsable"] == 40
@@ -146,7 +146,7 @@ def test_many_groups_at_once_get_their_own_scores_in_order() -> None:
 def test_an_explosive_answer_to_the_math_reward_is_wrong() -> None:
     async def body(pool: RewardPool) -> None:
         tower = "\\boxed{" + "9^{" * 8 + "9" + "}" * 8 + "}"
-        assert await pool.score_many(make_prompt(), [tower, "\\boxed{1.0}"]) == [0.0, 1.0]
+        assert await pool.score_many(make_prompt(), [tower, "\\boxed{1.0}"]) == [-1.0, 1.0]
 
     with_pool(body, "math", num_workers=1, timeout_seconds=1.0)
 

@@ -70,7 +70,7 @@ def test_a_group_is_sampled_decoded_scored_and_kept_in_sample_order(tokenizer: P
                 tokenizer=tokenizer, reward_pool=pool, sampling=SAMPLING, group_size=3, seed=1
             )
             group = await workflow.run(make_prompt(), generator)
-        assert [t.reward for t in group] == [1.0, 0.0, 1.0]
+        assert [t.reward for t in group] == [1.0, -1.0, 1.0]
         first = group[0]
         assert first.token_ids.tolist() == [7, 8, 42, 0]
         assert first.loss_mask.tolist() == [False, False, True, True]
