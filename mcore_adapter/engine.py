@@ -19,6 +19,7 @@ from torch import Tensor
 from mcore_adapter.batch import PackedBatch
 from mcore_adapter.checkpoint import load_checkpoint, save_checkpoint
 from mcore_adapter.device import Device
+from mcore_adapter.families import HF_VALUE_HEAD
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf_config import ModelConfig, read_config
 from mcore_adapter.microbatch import Microbatch, plan_microbatches
@@ -26,6 +27,7 @@ from mcore_adapter.model import build_model, lm_head_weight
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.safetensors_folder import SafetensorsFolder
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from mcore_adapter.weights import init_from_scratch, iter_hf_weights, load_hf_weights, save_hf
 
@@ -61,6 +63,8 @@ class MegatronEngine:
         if settings.init_from_scratch:
             init_from_scratch(self._model, parallel=parallel, seed=settings.seed)
         else:
+            if settings.is_critic and not settings.init_critic_from_actor:
+                _require_value_head(settings.hf_path)
             load_hf_weights(self._model, settings.hf_path, parallel=parallel, seed=settings.seed)
         self._chunks: Sequence[Any] = self._model
         self._optimizer: TrainOptimizer | None = None
@@ -223,6 +227,15 @@ class MegatronEngine:
             dist.broadcast_object_list(packed, src=source, group=parallel.pp_group, device=self._device.torch_device)
             return packed[0]
         return dict(zip(names, values, strict=True))
+
+
+def _require_value_head(path: str) -> None:
+    with SafetensorsFolder(path) as folder:
+        if HF_VALUE_HEAD not in folder.names:
+            raise ValueError(
+                f"{path} holds no critic ({HF_VALUE_HEAD} is missing); to start one from a language model set "
+                "critic.init_critic_from_actor=true"
+            )
 
 
 def _attention_cost(config: ModelConfig) -> float:

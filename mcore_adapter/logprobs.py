@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS_PER_CHUNK = 1 << 22
-"""Default size of a chunk, in logits of this rank's vocabulary shard (16 MiB of fp32)."""
+LOGITS_PER_CHUNK = 1 << 26
+"""Default size of a chunk, in logits of this rank's vocabulary shard: 256 MiB of fp32, at which the matrix products of a
+150,000-word vocabulary still run at full speed and small models need a single chunk."""
 
 
 def linear_logprobs(

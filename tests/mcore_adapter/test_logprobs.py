@@ -7,8 +7,10 @@ import sys
 
 import pytest
 import torch
+from mcore_ranks import Rank
 from torch import Tensor
 
+from allocation import ParallelLayout
 from mcore_adapter.logprobs import linear_logprobs
 
 VOCAB, HIDDEN, TOKENS = 97, 24, 53
@@ -73,6 +75,40 @@ def test_an_entropy_alone_has_its_gradient():
         entropy.sum().backward()
         grads.append(h.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-6)
+
+
+def vocabulary_shard_run(rank: Rank, chunk_tokens: int) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropies and gradients of this rank's half of the vocabulary, hidden's summed over ranks."""
+    with rank.joined(ParallelLayout(tp=2)) as (parallel, _):
+        hidden, weight, targets = problem(4)
+        hidden, shard = hidden.requires_grad_(), weight[:96].chunk(2)[rank.rank].clone().requires_grad_()
+        logprobs, entropy = linear_logprobs(
+            hidden,
+            shard,
+            targets % 96,
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+            tp_group=parallel.tp_group,
+            with_entropy=True,
+        )
+        (torch.linspace(-1, 1, TOKENS) * (logprobs + 0.3 * entropy)).sum().backward()
+        torch.distributed.all_reduce(hidden.grad)
+        return logprobs.detach(), entropy.detach(), hidden.grad, shard.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 1000])
+def test_a_vocabulary_on_two_ranks_gives_what_one_rank_gives(ranks, chunk_tokens):
+    first, second = ranks.run(vocabulary_shard_run, 2, chunk_tokens)
+    hidden, weight, targets = problem(4)
+    hidden, weight = hidden.requires_grad_(), weight[:96].clone().requires_grad_()
+    logprobs, entropy = reference(hidden, weight, targets % 96, 0.7)
+    (torch.linspace(-1, 1, TOKENS) * (logprobs + 0.3 * entropy)).sum().backward()
+    for mine, other in zip(first[:2], second[:2], strict=True):
+        assert torch.equal(mine, other), "bit-equal on all ranks: their losses must not drift apart"
+    torch.testing.assert_close(first[0], logprobs.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first[1], entropy.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first[2], hidden.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.cat((first[3], second[3])), weight.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_a_second_backward_through_the_same_graph_gives_the_same_gradient():

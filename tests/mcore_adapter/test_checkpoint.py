@@ -1,0 +1,164 @@
+"""Checkpoints on real ranks: what one layout saves, another continues; a failed save leaves no checkpoint behind."""
+
+from __future__ import annotations
+
+import random
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import make_engine, per_token, policy_loss, random_batch
+from mcore_ranks import Rank, RankPool
+from tiny_models import write_model
+
+from allocation import ParallelLayout
+
+TP2 = ParallelLayout(tp=2)
+OPTIMIZER = {"lr": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.2, "total_steps": 10}
+MAX_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_model("qwen2_tied", path / "model")
+    (path / "model" / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+def train(engine: Any, steps: int) -> list[dict[str, float]]:
+    return [engine.train_step(random_batch(seed=i), policy_loss, max_tokens_per_mb=MAX_TOKENS) for i in range(steps)]
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def save_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dtype: str) -> dict[str, Any]:
+    """Three updates, a save, then what an uninterrupted run would do next."""
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
+        train(engine, 3)
+        random.seed(rank.rank)
+        engine.save(path)
+        return {"draws": draws(), "steps": train(engine, 2)}
+
+
+def load_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dtype: str) -> dict[str, Any]:
+    with rank.joined(layout, seed=99) as (parallel, device):
+        engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
+        engine.load(path)
+        return {"draws": draws(), "num_updates": engine.num_updates, "steps": train(engine, 2)}
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, folder: Path) -> dict[str, Any]:
+    """A checkpoint made at TP2, and what its run did afterwards."""
+    path = folder / "tp2"
+    return {"path": path, "ranks": ranks.run(save_run, 2, TP2, str(folder / "model"), str(path), "float32")}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(pp=2),
+        ParallelLayout(),
+        ParallelLayout(dp=2),
+        ParallelLayout(tp=2, pp=2),
+        ParallelLayout(pp=2, vpp=2),
+    ],
+    ids=str,
+)
+def test_a_run_saved_at_tp2_continues_under_another_layout(ranks, folder, saved, layout):
+    results = ranks.run(load_run, layout.world_size, layout, str(folder / "model"), str(saved["path"]), "float32")
+    for result in results:
+        assert result["num_updates"] == 3
+        for step, expected in zip(result["steps"], saved["ranks"][0]["steps"], strict=True):
+            assert step["lr"] == expected["lr"]
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_under_its_own_layout_a_run_continues_bit_for_bit_random_states_included(ranks, folder, saved, dtype):
+    path, expected = saved["path"], saved["ranks"]
+    if dtype == "bfloat16":
+        path = folder / "bf16"
+        expected = ranks.run(save_run, 2, TP2, str(folder / "model"), str(path), dtype)
+    results = ranks.run(load_run, 2, TP2, str(folder / "model"), str(path), dtype)
+    assert expected[0]["draws"] != expected[1]["draws"], "ranks have their own random states"
+    for result, reference in zip(results, expected, strict=True):
+        assert result["draws"] == reference["draws"]
+        assert result["steps"] == reference["steps"]
+
+
+def test_the_folder_holds_all_that_a_converter_needs(saved):
+    names = {p.name for p in saved["path"].iterdir()}
+    assert {"metadata.json", ".metadata", "common.pt", "config.json", "tokenizer_config.json"} <= names
+
+
+def reference_run(rank: Rank, model: str, path: str) -> Any:
+    """An inference engine takes the model of a training checkpoint; its own checkpoint cannot resume a training."""
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        trained = make_engine(parallel, device, model, optimizer=OPTIMIZER)
+        trained.load(path)
+        reference = make_engine(parallel, device, model, train=False)
+        reference.load(path)
+        batch = random_batch()
+        both = [per_token(batch, e.logprobs(batch, max_tokens_per_mb=MAX_TOKENS)) for e in (trained, reference)]
+        reference.save(path + "-inference")
+        with pytest.raises(ValueError, match="no optimizer state"):
+            trained.load(path + "-inference")
+        with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+            trained.load(path + "-missing")
+        with pytest.raises(FileExistsError, match="not empty"):
+            trained.save(path)
+        return both
+
+
+def test_an_inference_engine_loads_the_model_alone_and_misuse_is_told(ranks, folder, saved):
+    ((trained, reference),) = ranks.run(reference_run, 1, str(folder / "model"), str(saved["path"]))
+    assert torch.equal(trained, reference)
+
+
+def full_disk_run(rank: Rank, model: str, path: str, failing_rank: int) -> str:
+    """The failing rank may not write files beyond 20 kB: what its part of the checkpoint needs is more."""
+    with rank.joined(TP2) as (parallel, device):
+        engine = make_engine(parallel, device, model, optimizer=OPTIMIZER)
+        train(engine, 1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank.rank == failing_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            with pytest.raises(OSError) as error:
+                engine.save(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_no_checkpoint(ranks, folder, failing_rank):
+    path = folder / f"full{failing_rank}"
+    messages = ranks.run(full_disk_run, 2, str(folder / "model"), str(path), failing_rank)
+    assert messages[0] == messages[1]
+    assert "File too large" in messages[0]
+    assert not (path / "metadata.json").exists()
+
+
+def unwritable_run(rank: Rank, model: str, path: str) -> list[str]:
+    with rank.joined(TP2) as (parallel, device):
+        engine = make_engine(parallel, device, model, train=False)
+        with pytest.raises(OSError) as error:
+            engine.save(path)
+        return [type(error.value).__name__, str(error.value)]
+
+
+def test_a_path_that_cannot_be_a_folder_is_told_on_all_ranks(ranks, folder):
+    (folder / "file").write_text("")
+    results = ranks.run(unwritable_run, 2, str(folder / "model"), str(folder / "file" / "checkpoint"))
+    assert results[0] == results[1]
+    assert str(folder / "file") in results[0][1]

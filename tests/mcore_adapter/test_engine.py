@@ -1,0 +1,342 @@
+"""The engine on real gloo ranks: every layout computes what one process does, and that is what transformers does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import make_engine, per_token, policy_loss, random_batch, value_loss
+from mcore_ranks import Rank, RankPool
+from tiny_models import write_model
+
+from allocation import ParallelLayout
+
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2),
+    "pp2": ParallelLayout(pp=2),
+    "dp2": ParallelLayout(dp=2),
+    "cp2": ParallelLayout(cp=2),
+    "pp2_vpp2": ParallelLayout(pp=2, vpp=2),
+    "tp2_pp2": ParallelLayout(tp=2, pp=2),
+}
+STEPS = 3
+MAX_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("engine")
+    write_model("qwen2_tied", path / "qwen2_tied")
+    write_model("qwen3", path / "qwen3")
+    return path
+
+
+def actor_run(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, Any]:
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model)
+        batch = random_batch()
+        shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
+        steps = [
+            engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS, temperature=0.8, with_entropy=True)
+            for _ in range(STEPS)
+        ]
+        owner = parallel.tp_rank == 0 and parallel.cp_rank == 0 and parallel.is_last_stage
+        return {"steps": steps, "shard": shard, "owner": owner}
+
+
+def critic_run(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, Any]:
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, is_critic=True, init_critic_from_actor=True)
+        batch = random_batch()
+        steps = [engine.train_step(batch, value_loss, max_tokens_per_mb=MAX_TOKENS) for _ in range(STEPS)]
+        return {"steps": steps, "shard": engine.values(batch, max_tokens_per_mb=MAX_TOKENS)}
+
+
+def whole(results: list[dict[str, Any]]) -> torch.Tensor:
+    """The per-token result of all shards together; every token must come from exactly one."""
+    batch = random_batch()
+    shards = torch.stack([per_token(batch, r["shard"]) for r in results if r["shard"] is not None])
+    assert torch.equal((~shards.isnan()).sum(0), torch.ones(batch.num_tokens, dtype=torch.int64))
+    return shards.nan_to_num().sum(0)
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What one rank computes, by kind of run."""
+    return {
+        "qwen2_tied": ranks.run(actor_run, 1, ParallelLayout(), str(folder / "qwen2_tied")),
+        "qwen3": ranks.run(actor_run, 1, ParallelLayout(), str(folder / "qwen3")),
+        "critic": ranks.run(critic_run, 1, ParallelLayout(), str(folder / "qwen3")),
+    }
+
+
+def assert_same_steps(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["steps"] == results[0]["steps"], "every rank reports the same numbers"
+    for step, reference in zip(results[0]["steps"], expected[0]["steps"], strict=True):
+        assert step.keys() == reference.keys()
+        for key in step.keys() - {"num_microbatches"}:
+            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_process_does(ranks, folder, one_process, layout):
+    """Tied embeddings: the first and the last stage share a weight and its gradient."""
+    results = ranks.run(actor_run, LAYOUTS[layout].world_size, LAYOUTS[layout], str(folder / "qwen2_tied"))
+    assert_same_steps(results, one_process["qwen2_tied"])
+    assert [r["shard"] is not None for r in results] == [r["owner"] for r in results]
+    torch.testing.assert_close(whole(results), whole(one_process["qwen2_tied"]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_untied_model_with_query_norms_trains_the_same_at_tp2_pp2(ranks, folder, one_process):
+    results = ranks.run(actor_run, 4, LAYOUTS["tp2_pp2"], str(folder / "qwen3"))
+    assert_same_steps(results, one_process["qwen3"])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
+def test_a_critic_learns_the_same_values_in_every_layout(ranks, folder, one_process, layout):
+    results = ranks.run(critic_run, LAYOUTS[layout].world_size, LAYOUTS[layout], str(folder / "qwen3"))
+    assert_same_steps(results, one_process["critic"])
+    torch.testing.assert_close(whole(results), whole(one_process["critic"]), rtol=1e-5, atol=1e-5)
+
+
+def test_one_process_computes_what_transformers_computes(folder, one_process):
+    """Each sequence on its own through the Hugging Face model: loss, gradient norm and log-probabilities."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2_tied").float()
+    batch = random_batch()
+    loss, all_logprobs = torch.zeros(()), []
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        logp = (model(one.token_ids[None]).logits[0] / 0.8).log_softmax(-1)
+        logprobs = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0])) * one.loss_mask
+        entropy = torch.cat((torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1])) * one.loss_mask
+        loss = loss - (one.fields["advantages"] * logprobs).sum() - 0.1 * entropy.sum()
+        all_logprobs.append(logprobs.detach())
+    loss = loss / batch.loss_mask.sum()
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    first = one_process["qwen2_tied"][0]["steps"][0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
+    torch.testing.assert_close(whole(one_process["qwen2_tied"]), torch.cat(all_logprobs), rtol=1e-5, atol=1e-5)
+
+
+def packing_run(rank: Rank, model: str) -> dict[str, Any]:
+    """One rank: the same minibatch cut in different ways, and with all of a layer's activations recomputed."""
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        batch = random_batch()
+        cuts = {"alone": int(batch.seq_lens.max()), "packed": 10_000}
+        result: dict[str, Any] = {}
+        for name, max_tokens in cuts.items():
+            engine = make_engine(parallel, device, model)
+            result[name] = (
+                engine.logprobs(batch, max_tokens_per_mb=max_tokens),
+                engine.train_step(batch, policy_loss, max_tokens_per_mb=max_tokens),
+            )
+        engine = make_engine(parallel, device, model, recompute="full")
+        result["recomputed"] = (
+            engine.logprobs(batch, max_tokens_per_mb=10_000),
+            engine.train_step(batch, policy_loss, max_tokens_per_mb=10_000),
+        )
+        return result
+
+
+def test_packed_sequences_and_recomputation_change_nothing(ranks, folder):
+    (result,) = ranks.run(packing_run, 1, str(folder / "qwen2_tied"))
+    batch = random_batch()
+    logprobs, step = result["packed"]
+    assert step["num_microbatches"] == 1
+    assert result["alone"][1]["num_microbatches"] >= 6
+    for name in ("alone", "recomputed"):
+        other_logprobs, other_step = result[name]
+        torch.testing.assert_close(per_token(batch, other_logprobs), per_token(batch, logprobs), rtol=1e-6, atol=1e-6)
+        assert other_step["loss"] == pytest.approx(step["loss"], rel=1e-6)
+        assert other_step["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-5)
+
+
+def filler_run(rank: Rank, layout: ParallelLayout, model: str) -> Any:
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model)
+        batch = random_batch(num_sequences=3)
+        shard = engine.logprobs(batch, max_tokens_per_mb=40)
+        one = random_batch(num_sequences=1)
+        return [engine.train_step(b, policy_loss, max_tokens_per_mb=40) for b in (batch, one)], shard
+
+
+def test_fewer_sequences_than_ranks_train_the_same_with_fillers(ranks, folder):
+    (expected, shard), *_ = ranks.run(filler_run, 1, ParallelLayout(), str(folder / "qwen2_tied"))
+    for layout in (ParallelLayout(dp=4), ParallelLayout(dp=2, tp=2)):
+        results = ranks.run(filler_run, 4, layout, str(folder / "qwen2_tied"))
+        for steps, _ in results:
+            assert [step["num_microbatches"] for step in steps] == [s["num_microbatches"] for s in results[0][0]]
+            for step, reference in zip(steps, expected, strict=True):
+                assert step["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+                assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+        shards = [s for _, s in results if s is not None]
+        assert sorted(i for s in shards for i in s.sequences) == [0, 1, 2]
+        assert sum(s.values.sum() for s in shards) == pytest.approx(float(shard.values.sum()), rel=1e-5)
+
+
+def _broken_loss(output: Any, fields: Any) -> Any:
+    return output.logprobs.sum() * float("nan"), {}
+
+
+def one_rank_run(rank: Rank, model: str) -> dict[str, Any]:
+    """Everything that needs no second rank, in one world."""
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        return {
+            "guard": _guard(parallel, device, model),
+            "several": _several_engines(parallel, device, model),
+            "masked": make_engine(parallel, device, model).train_step(
+                _all_masked(), policy_loss, max_tokens_per_mb=MAX_TOKENS
+            ),
+            "bf16": _bf16(parallel, device, model),
+            "lrs": _lrs(parallel, device, model),
+            "errors": _errors(parallel, device, model),
+        }
+
+
+def _weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for bucket in engine.iter_hf_weights(1 << 20) for k, v in bucket.items()}
+
+
+def _guard(parallel: Any, device: Any, model: str) -> dict[str, Any]:
+    engine = make_engine(parallel, device, model)
+    batch = random_batch()
+    engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS)
+    before = _weights(engine)
+    skipped = engine.train_step(batch, _broken_loss, max_tokens_per_mb=MAX_TOKENS)
+    unchanged = all(torch.equal(before[k], v) for k, v in _weights(engine).items())
+    num_updates = engine.num_updates
+    after = engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS)
+    control = make_engine(parallel, device, model)
+    expected = [control.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS) for _ in range(2)][1]
+    return dict(skipped=skipped, unchanged=unchanged, num_updates=num_updates, after=after, expected=expected)
+
+
+def _several_engines(parallel: Any, device: Any, model: str) -> dict[str, Any]:
+    actor = make_engine(parallel, device, model)
+    critic = make_engine(parallel, device, model, is_critic=True, init_critic_from_actor=True)
+    reference = make_engine(parallel, device, model, train=False)
+    batch = random_batch()
+    first = reference.logprobs(batch, max_tokens_per_mb=MAX_TOKENS).values
+    steps = []
+    for _ in range(2):
+        steps.append(actor.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS))
+        critic.train_step(batch, value_loss, max_tokens_per_mb=MAX_TOKENS)
+    control = make_engine(parallel, device, model)
+    expected = [control.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS) for _ in range(2)]
+    return dict(
+        steps=steps,
+        expected=expected,
+        reference_unchanged=torch.equal(first, reference.logprobs(batch, max_tokens_per_mb=MAX_TOKENS).values),
+        reference_buffers=[n for c in reference._model for n, p in c.named_parameters() if hasattr(p, "main_grad")],
+    )
+
+
+def _all_masked() -> Any:
+    batch = random_batch()
+    batch.loss_mask.zero_()
+    return batch
+
+
+def _bf16(parallel: Any, device: Any, model: str) -> list[float]:
+    engine = make_engine(parallel, device, model, dtype="bfloat16", optimizer={"lr": 1e-2})
+    batch = random_batch()
+    batch.fields["advantages"].fill_(1.0)
+    return [engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS)["loss"] for _ in range(6)]
+
+
+def _lrs(parallel: Any, device: Any, model: str) -> list[float]:
+    schedule = {"lr_scheduler_type": "linear", "warmup_steps_proportion": 0.5, "total_steps": 4, "lr": 1.0}
+    engine = make_engine(parallel, device, model, optimizer=schedule)
+    return [engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)["lr"] for _ in range(5)]
+
+
+def _errors(parallel: Any, device: Any, model: str) -> dict[str, str]:
+    reference = make_engine(parallel, device, model, train=False)
+    batch = random_batch()
+    first_token = copy.deepcopy(batch)
+    first_token.loss_mask[0] = True
+    calls = {
+        "no optimizer": lambda: reference.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS),
+        "too long": lambda: reference.logprobs(batch, max_tokens_per_mb=8),
+        "first token": lambda: reference.logprobs(first_token, max_tokens_per_mb=MAX_TOKENS),
+        "no critic": lambda: make_engine(parallel, device, model, is_critic=True),
+    }
+    messages = {}
+    for name, call in calls.items():
+        with pytest.raises(ValueError) as error:
+            call()
+        messages[name] = str(error.value)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: RankPool, folder: Path) -> dict[str, Any]:
+    return ranks.run(one_rank_run, 1, str(folder / "qwen2_tied"))[0]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(one_rank):
+    guard = one_rank["guard"]
+    assert guard["skipped"]["update_skipped"] == 1.0
+    assert guard["unchanged"]
+    assert guard["num_updates"] == 1
+    assert guard["after"] == guard["expected"]
+    assert guard["after"]["update_skipped"] == 0.0
+
+
+def test_actor_critic_and_reference_share_a_process_without_touching_each_other(one_rank):
+    several = one_rank["several"]
+    assert several["steps"] == several["expected"]
+    assert several["reference_unchanged"]
+    assert several["reference_buffers"] == [], "an inference engine holds no gradient buffers"
+
+
+def test_a_batch_without_trained_tokens_is_a_step_of_zero_gradient(one_rank):
+    assert one_rank["masked"]["loss"] == 0.0
+    assert one_rank["masked"]["grad_norm"] == 0.0
+
+
+def test_bfloat16_training_learns(one_rank):
+    assert one_rank["bf16"][-1] < one_rank["bf16"][0] - 0.5
+
+
+def test_the_learning_rate_follows_the_schedule_with_the_updates(one_rank):
+    assert one_rank["lrs"] == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_misuse_is_one_clear_error(one_rank):
+    errors = one_rank["errors"]
+    assert "inference" in errors["no optimizer"]
+    assert "max_tokens_per_mb=8" in errors["too long"]
+    assert "loss_mask" in errors["first token"]
+    assert "init_critic_from_actor=true" in errors["no critic"]
+
+
+def export_run(rank: Rank, layout: ParallelLayout, model: str, target: str) -> Any:
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, optimizer={"lr": 1e-2})
+        batch = random_batch()
+        engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS)
+        engine.save_hf(target)
+        return engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS)
+
+
+def test_what_was_trained_is_what_is_exported(ranks, folder, tmp_path):
+    import transformers
+
+    results = ranks.run(export_run, 2, LAYOUTS["tp2"], str(folder / "qwen2_tied"), str(tmp_path / "hf"))
+    batch = random_batch()
+    logprobs = per_token(batch, results[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").float()
+    one = batch.select([0])
+    with torch.no_grad():
+        logp = model(one.token_ids[None]).logits[0, :-1].log_softmax(-1).gather(1, one.token_ids[1:, None])[:, 0]
+    expected = torch.cat((torch.zeros(1), logp)) * one.loss_mask
+    torch.testing.assert_close(logprobs[: one.num_tokens], expected, rtol=1e-5, atol=1e-5)
