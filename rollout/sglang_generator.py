@@ -172,12 +172,12 @@ class SGLangGenerator:
         """Copy a bucket through HTTP: for small models and tests. core/push_nccl.py and its neighbours are faster."""
         self._raise_unless_paused("update_weights()")
         payload = FlatBucket.of(bucket.tensors).payload()
-        await self._post(receive_tensors([payload] * self.address.tp, version=None))
+        await self._post(receive_tensors([payload] * self.address.tp))
 
     async def load_folder(self, path: str) -> None:
         """Take all weights from a Hugging Face folder."""
         self._raise_unless_paused("load_folder()")
-        await self._post(receive_folder(path, version=None))
+        await self._post(receive_folder(path))
 
     async def checksums(self) -> list[dict[str, int]]:
         """position_checksum of every parameter, by the server's own names, per tensor-parallel rank."""

@@ -43,6 +43,8 @@ class ServerAddress:
     url: str
     tp: int
     pp: int = 1
+    trainer_ranks: tuple[int, ...] = ()
+    """Colocated: the trainer's rank on the GPU of each tensor-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,13 @@ class FlatBucket:
     def num_bytes(self) -> int:
         return self.flat.numel()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors again, as views."""
+        return {
+            entry.name: self.flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape)
+            for entry in self.metadata
+        }
+
     @property
     def metadata(self) -> list[SimpleNamespace]:
         """Where each tensor lies, with the attributes of SGLang's FlattenedTensorMetadata (which only a process that
@@ -92,36 +101,32 @@ class FlatBucket:
         return base64.b64encode(pickle.dumps(content)).decode()
 
 
-def _versioned(body: dict[str, Any], version: int | None) -> dict[str, Any]:
-    # The cache needs no flushing: prefixes are kept apart by version (sglang_inside.py), and a flush with requests
-    # waiting would fail and take the server down.
-    body |= {"flush_cache": False}
-    return body if version is None else body | {"weight_version": str(version)}
+# Updates do not flush the cache: prefixes are kept apart by version (sglang_inside.py), and a flush with requests
+# waiting would fail and take the server down.
+_NO_FLUSH = {"flush_cache": False}
 
 
-def receive_broadcast(bucket: FlatBucket, *, group: str, version: int | None) -> Call:
-    """Receive this bucket as one broadcast from rank 0 of the group. `version` with the last bucket of a push."""
-    return "/update_weights_from_distributed", _versioned(
-        {
-            "names": bucket.names,
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
-            "shapes": bucket.shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket",
-        },
-        version,
-    )
+def receive_broadcast(bucket: FlatBucket, *, group: str) -> Call:
+    """Receive this bucket as one broadcast from rank 0 of the group."""
+    return "/update_weights_from_distributed", {
+        "names": bucket.names,
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
+        "shapes": bucket.shapes,
+        "group_name": group,
+        "load_format": "flattened_bucket",
+        **_NO_FLUSH,
+    }
 
 
-def receive_tensors(payloads: Sequence[str], *, version: int | None) -> Call:
+def receive_tensors(payloads: Sequence[str]) -> Call:
     """Copy from these payloads, one per tensor-parallel rank."""
     body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket"}
-    return "/update_weights_from_tensor", _versioned(body, version)
+    return "/update_weights_from_tensor", body | _NO_FLUSH
 
 
-def receive_folder(path: str, *, version: int | None) -> Call:
+def receive_folder(path: str) -> Call:
     """Load a Hugging Face folder of the same architecture."""
-    return "/update_weights_from_disk", _versioned({"model_path": path, "load_format": "auto"}, version)
+    return "/update_weights_from_disk", {"model_path": path, "load_format": "auto", **_NO_FLUSH}
 
 
 def join_group(*, group: str, host: str, port: int, first_rank: int, world_size: int, backend: str) -> Call:

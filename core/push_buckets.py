@@ -1,0 +1,178 @@
+"""What the senders of the weight push have in common: buckets made ahead, calls to many servers at once, one deadline.
+
+A sender lives in every rank of the trainer. `prepare` runs while the generators go on sampling: it gathers, converts
+and lays out as many buckets as fit. `send` runs while they are paused. Both are called on all ranks.
+Invariant: a sender either finishes in time or raises, and it names who did not answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout.sglang_checksums import ExpectedChecksums, ModelShape
+from rollout.sglang_weights import CHECKSUMS, Call, FlatBucket, ServerAddress, checksums_of, post
+
+_POLL_SECONDS = 0.0003
+
+
+class PushError(RuntimeError):
+    """A weight push failed; the generators hold old and new weights mixed and must not go on. Says who and what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderSettings:
+    """What every transport needs to know."""
+
+    rank: int
+    """Of the trainer; rank 0 has the full tensors and speaks to the servers."""
+    world_size: int
+    dtype: torch.dtype
+    """Format that the servers hold weights in."""
+    shape: ModelShape
+    timeout_seconds: float
+    """For `send` as a whole, and for joining the servers."""
+    bucket_bytes: int
+    staged_bytes: int | None = None
+    """Most bytes laid out before the pause. None: what the device has to spare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReport:
+    """What one `send` cost."""
+
+    seconds: float
+    num_bytes: int
+    num_buckets: int
+
+
+class Sender(Protocol):
+    """The trainer's end of one transport."""
+
+    def connect(self, servers: Sequence[ServerAddress]) -> None:
+        """Once, when the servers are up."""
+        ...
+
+    def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
+        """Begin a push: `buckets` is collective, with full tensors on rank 0 and nothing elsewhere."""
+        ...
+
+    def send(self) -> SendReport | None:
+        """Move everything; the servers are paused. The report on rank 0. Raises PushError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Buckets:
+    """An iterator over what a push moves, in lockstep on all ranks: a flat bucket on rank 0, None elsewhere. Each step
+    is collective, unless `stage` made its bucket ahead."""
+
+    def __init__(self, source: Iterator[Mapping[str, Tensor]], settings: SenderSettings, *, verify_tp: set[int]):
+        self._source, self._dtype = source, settings.dtype
+        self._staged: deque[FlatBucket | None] = deque()
+        self.expected = {tp: ExpectedChecksums(settings.shape, tp=tp) for tp in verify_tp}
+        """By tensor-parallel size of the servers: complete when the iterator is exhausted."""
+
+    def stage(self, count: int) -> None:
+        """Make up to `count` buckets ahead."""
+        self._staged.extend(map(self._flat, islice(self._source, count)))
+
+    def __iter__(self) -> Buckets:
+        return self
+
+    def __next__(self) -> FlatBucket | None:
+        return self._staged.popleft() if self._staged else self._flat(next(self._source))
+
+    def _flat(self, tensors: Mapping[str, Tensor]) -> FlatBucket | None:
+        if not tensors:
+            return None
+        cast = {name: t.to(self._dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        for expected in self.expected.values():
+            for name, tensor in cast.items():
+                expected.add(name, tensor)
+        return FlatBucket.of(cast)
+
+
+def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
+    """How many buckets fit ahead: rank 0's answer, on every rank. At least one."""
+    spare = settings.staged_bytes
+    if spare is None:
+        # Half of what is free: the rest is for the gathering itself and for the copies inside a colocated server.
+        spare = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 62
+    count = [max(1, spare // settings.bucket_bytes)]
+    if settings.world_size > 1:
+        dist.broadcast_object_list(count, src=0, device=device)
+    return count[0]
+
+
+def compare_checksums(servers: Sequence[ServerAddress], buckets: Buckets, deadline: Deadline) -> None:
+    """Compare every parameter of every server with what was sent. Raises PushError."""
+    for server in servers:
+        if server.pp > 1:  # such a server reports its first stage alone
+            continue
+        answer = post(server, CHECKSUMS, timeout_seconds=deadline.left())
+        wrong = buckets.expected[server.tp].mismatches(checksums_of(answer))
+        if wrong:
+            raise PushError(f"{server.name}: {len(wrong)} parameters differ from what was sent: {', '.join(wrong[:5])}")
+
+
+class Deadline:
+    """One time limit for all steps of a push."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.001, self._end - time.monotonic())
+
+    def wait(self, pending: Mapping[str, Future[Any]], what: str, *, also: Callable[[], bool] = lambda: True) -> None:
+        """Return when all futures are done and `also()` holds. Raises the first failure at once, and PushError with
+        the names of those that did not answer when the time is over."""
+        while True:
+            left = [name for name, future in pending.items() if not _is_done(future)]
+            if not left and also():
+                return
+            if time.monotonic() > self._end:
+                raise PushError(
+                    f"{what}: no answer within push.timeout_seconds={self._seconds:g} from "
+                    f"{', '.join(left) or 'the sender itself, although every server answered'}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def _is_done(future: Future[Any]) -> bool:
+    if not future.done():
+        return False
+    future.result()
+    return True
+
+
+def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run in a thread that does not keep the process alive: it may hang on a server that is gone."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as e:  # noqa: BLE001 (handed over to whoever waits)
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def post_all(calls: Sequence[tuple[ServerAddress, Call]], deadline: Deadline) -> dict[str, Future[Any]]:
+    """Post to many servers at once: server name -> answer."""
+    left = deadline.left()
+    return {server.name: in_background(post, server, call, timeout_seconds=left + 5) for server, call in calls}

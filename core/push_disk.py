@@ -1,0 +1,91 @@
+"""Weight push through a folder: safetensors written by the trainer, read by servers anywhere that see the folder.
+
+The folder is written while generation goes on; the pause is as long as the servers take to read it. Each server rank
+reads what it needs, so this is also the way into servers with pipeline stages.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from core.push_buckets import Buckets, Deadline, PushError, SenderSettings, SendReport, compare_checksums, post_all
+from rollout.sglang_weights import ServerAddress, receive_folder
+
+
+class DiskSender:
+    """See core.push_buckets.Sender."""
+
+    def __init__(self, settings: SenderSettings, device: torch.device, *, folder: Path, model_path: str) -> None:
+        """`folder`: where pushes are written, on a file system that the servers share. `model_path`: a Hugging Face
+        folder whose config.json the pushed ones get."""
+        self._settings, self._device = settings, device
+        self._folder, self._model_path = folder, model_path
+        self._servers: Sequence[ServerAddress] = ()
+        self._count = 0
+        self._written: tuple[Path, Buckets] | None = None
+
+    def connect(self, servers: Sequence[ServerAddress]) -> None:
+        self._servers = servers
+
+    def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
+        """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""
+        rank0 = self._settings.rank == 0
+        flat = Buckets(buckets, self._settings, verify_tp={s.tp for s in self._servers} if verify and rank0 else set())
+        target = self._folder / f"push-{self._count}"
+        self._count += 1
+        if rank0:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        try:
+            self._write(flat, target)
+        except BaseException:
+            if rank0:
+                shutil.rmtree(target, ignore_errors=True)
+            raise
+        self._written = (target, flat)
+
+    def _write(self, buckets: Buckets, target: Path) -> None:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for number, bucket in enumerate(buckets):
+            if bucket is None:
+                continue
+            file = f"model-{number:05d}.safetensors"
+            save_file(bucket.tensors(), target / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(bucket.names, file)
+            total += bucket.num_bytes
+        if self._settings.rank == 0:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+            shutil.copy(Path(self._model_path) / "config.json", target)
+
+    def send(self) -> SendReport | None:
+        written, self._written = self._written, None
+        if written is None:
+            raise PushError("send() without prepare()")
+        if self._settings.rank != 0:
+            return None
+        target, buckets = written
+        start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
+        files = list(target.glob("*.safetensors"))
+        num_bytes = sum(file.stat().st_size for file in files)
+        calls = [(server, receive_folder(str(target))) for server in self._servers]
+        deadline.wait(post_all(calls, deadline), f"reading {target}")
+        if buckets.expected:
+            compare_checksums(self._servers, buckets, deadline)
+        # A server that starts again reads its original folder; nobody needs this one any more.
+        shutil.rmtree(target, ignore_errors=True)
+        return SendReport(seconds=time.perf_counter() - start, num_bytes=num_bytes, num_buckets=len(files))
+
+    def close(self) -> None:
+        """Remove a folder that was written and not sent."""
+        if self._written is not None and self._settings.rank == 0:
+            shutil.rmtree(self._written[0], ignore_errors=True)

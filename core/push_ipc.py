@@ -1,0 +1,139 @@
+"""Weight push into servers on the trainer's own GPUs: every rank shares a flat bucket with the server beside it.
+
+Rank 0 has the full tensors. Each bucket goes to all ranks of the trainer's world, and what reaches a server is a handle
+to the memory of the rank on the same GPU; the bytes are copied once, by the server. Where there is no device memory
+to share (CPU), the handle is the bytes themselves.
+Invariant: a bucket's memory is kept until every server has answered; the servers answer when their copies are complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from core.push_buckets import (
+    Buckets,
+    Deadline,
+    PushError,
+    SenderSettings,
+    SendReport,
+    buckets_to_stage,
+    compare_checksums,
+    post_all,
+)
+from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, receive_tensors
+
+_DEVICE_ARGUMENT = 6
+"""Place of the device among the arguments of torch's rebuild_cuda_tensor."""
+
+
+class _SharedMemory:
+    """Pickles as a handle to a tensor's device memory. The device is named by its UUID: its number differs between
+    processes that see different GPUs, and SGLang's processes look it up that way."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
+        return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+class IpcSender:
+    """See core.push_buckets.Sender."""
+
+    def __init__(self, settings: SenderSettings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        self._servers: Sequence[ServerAddress] = ()
+        self._buckets: Buckets | None = None
+
+    def connect(self, servers: Sequence[ServerAddress]) -> None:
+        """Raises ValueError for a server with pipeline stages (each handle may be opened once, and such a server would
+        open it in every stage), or one that has no trainer's rank on each of its GPUs."""
+        for server in servers:
+            if server.pp > 1:
+                raise ValueError(
+                    f"push.type=ipc: {server.name} has {server.pp} pipeline stages, of which only one could open the "
+                    "trainer's memory; use p1 on the generator's side, or push.type=disk"
+                )
+            if len(server.trainer_ranks) != server.tp:
+                raise ValueError(
+                    f"push.type=ipc: {server.name} shares {len(server.trainer_ranks)} of its {server.tp} GPUs with the "
+                    "trainer; it needs all of them; use push.type=nccl for separate GPUs"
+                )
+        self._servers = servers
+
+    def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
+        tps = {server.tp for server in self._servers} if verify and self._settings.rank == 0 else set()
+        self._buckets = Buckets(buckets, self._settings, verify_tp=tps)
+        self._buckets.stage(buckets_to_stage(self._settings, self._device))
+
+    def send(self) -> SendReport | None:
+        buckets, self._buckets = self._buckets, None
+        if buckets is None:
+            raise PushError("send() without prepare()")
+        start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
+        num_bytes, number = 0, 0
+        for bucket in buckets:
+            shared = self._everywhere(bucket)
+            if shared is None:
+                continue
+            number, num_bytes = number + 1, num_bytes + shared.num_bytes
+            self._hand_over(shared, number, deadline)
+        if self._settings.rank != 0:
+            return None
+        if buckets.expected:
+            compare_checksums(self._servers, buckets, deadline)
+        return SendReport(seconds=time.perf_counter() - start, num_bytes=num_bytes, num_buckets=number)
+
+    def close(self) -> None:
+        """Nothing is held between pushes."""
+
+    def _everywhere(self, bucket: FlatBucket | None) -> FlatBucket | None:
+        """Rank 0's bucket on every rank."""
+        if self._settings.world_size == 1:
+            return bucket
+        layout: list[Any] = [bucket and (bucket.names, bucket.dtypes, bucket.shapes, bucket.num_bytes)]
+        dist.broadcast_object_list(layout, src=0, device=self._device)
+        if layout[0] is None:
+            return None
+        names, dtypes, shapes, size = layout[0]
+        flat = torch.empty(size, dtype=torch.uint8, device=self._device) if bucket is None else bucket.flat
+        dist.broadcast(flat, src=0)
+        return FlatBucket(names=names, dtypes=dtypes, shapes=shapes, flat=flat)
+
+    def _hand_over(self, bucket: FlatBucket, number: int, deadline: Deadline) -> None:
+        """Return on all ranks when every server holds the bucket. Raises PushError on all of them."""
+        on_device = bucket.flat.device.type == "cuda"
+        if on_device:
+            torch.cuda.synchronize(bucket.flat.device)
+        mine = any(self._settings.rank in server.trainer_ranks for server in self._servers)
+        payload = bucket.payload(_SharedMemory(bucket.flat) if on_device else None) if mine else None
+        payloads: list[str | None] = [payload]
+        if self._settings.world_size > 1:
+            payloads *= self._settings.world_size
+            dist.all_gather_object(payloads, payload)
+        outcome = [self._post(payloads, number, deadline) if self._settings.rank == 0 else None]
+        if self._settings.world_size > 1:
+            dist.broadcast_object_list(outcome, src=0, device=self._device)
+        if outcome[0] is not None:
+            raise PushError(outcome[0])
+
+    def _post(self, payloads: Sequence[str | None], number: int, deadline: Deadline) -> str | None:
+        """Rank 0: hand the payloads to the servers; what went wrong, for all ranks to raise."""
+        calls = [
+            (server, receive_tensors([payloads[rank] or "" for rank in server.trainer_ranks]))
+            for server in self._servers
+        ]
+        try:
+            deadline.wait(post_all(calls, deadline), f"bucket {number} of the weight push")
+        except (PushError, ServerError, ServerGone) as e:
+            return str(e)
+        return None

@@ -1,0 +1,157 @@
+"""Weight push over a process group of the trainer's first rank and all ranks of all servers: one broadcast a bucket.
+
+For trainers and generators on GPUs of their own. While a bucket is in flight the next one is gathered and laid out.
+A server that refuses an update leaves the broadcast waiting for it, so every answer is watched and a failure or the
+deadline aborts the communicator.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from core.push_buckets import (
+    Buckets,
+    Deadline,
+    PushError,
+    SenderSettings,
+    SendReport,
+    buckets_to_stage,
+    compare_checksums,
+    in_background,
+    post_all,
+)
+from rollout.sglang_weights import ServerAddress, join_group, leave_group, receive_broadcast
+
+logger = logging.getLogger(__name__)
+
+_groups = itertools.count()
+
+
+class NcclSender:
+    """See core.push_buckets.Sender. On the CPU the group is one of gloo."""
+
+    def __init__(self, settings: SenderSettings, device: torch.device, *, host: str = "127.0.0.1") -> None:
+        """`host`: address of this node that the servers reach. Raises ValueError for an environment in which the
+        first broadcast would hang."""
+        if device.type == "cuda" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
+            raise ValueError(
+                f"NCCL_CUMEM_ENABLE={os.environ.get('NCCL_CUMEM_ENABLE', '(unset)')} in the trainer's ranks must be 0, "
+                "as in the SGLang servers; otherwise the first weight push fails there and hangs here"
+            )
+        self._settings, self._device, self._host = settings, device, host
+        self._servers: Sequence[ServerAddress] = ()
+        self._group: dist.ProcessGroup | None = None
+        self._name = f"slipstream-{os.getpid()}-{next(_groups)}"
+        self._buckets: Buckets | None = None
+
+    def connect(self, servers: Sequence[ServerAddress]) -> None:
+        """Make the group: this rank is 0 of it, then the servers' tensor-parallel ranks in order. Raises ValueError
+        for a server with pipeline stages (SGLang counts its ranks by tensor parallelism alone), PushError or
+        ServerError when one does not join."""
+        for server in servers:
+            if server.pp > 1:
+                raise ValueError(
+                    f"push.type=nccl: {server.name} has {server.pp} pipeline stages, which SGLang cannot put into one "
+                    "group with the trainer; use p1 on the generator's side, or push.type=disk"
+                )
+        self._servers = servers
+        if self._settings.rank != 0:
+            return
+        deadline = Deadline(self._settings.timeout_seconds)
+        with socket.socket() as s:
+            s.bind(("", 0))
+            port = s.getsockname()[1]
+        world = 1 + sum(server.tp for server in servers)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        calls, first = [], 1
+        for server in servers:
+            call = join_group(
+                group=self._name, host=self._host, port=port, first_rank=first, world_size=world, backend=backend
+            )
+            calls.append((server, call))
+            first += server.tp
+        # The store must listen before the servers look for it; the group forms only when all have come.
+        store = dist.TCPStore(
+            self._host, port, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline.left())
+        )
+        joined = post_all(calls, deadline)
+        group = in_background(self._make_group, backend, store, world, deadline.left())
+        deadline.wait(joined | {"the sender": group}, "joining the group of the weight push")
+        self._group = group.result()
+
+    def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
+        rank0 = self._settings.rank == 0
+        tps = {server.tp for server in self._servers} if verify and rank0 else set()
+        self._buckets = Buckets(buckets, self._settings, verify_tp=tps)
+        self._buckets.stage(buckets_to_stage(self._settings, self._device))
+
+    def send(self) -> SendReport | None:
+        buckets, self._buckets = self._buckets, None
+        if buckets is None:
+            raise PushError("send() without prepare()")
+        if self._settings.rank != 0:
+            deque(buckets, maxlen=0)  # takes part in the gathering
+            return None
+        start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
+        num_bytes, number = 0, 0
+        try:
+            current = next(buckets, None)
+            while current is not None:
+                number, num_bytes = number + 1, num_bytes + current.num_bytes
+                answers = post_all([(s, receive_broadcast(current, group=self._name)) for s in self._servers], deadline)
+                work: Any = dist.broadcast(current.flat, src=0, group=self._group, async_op=True)
+                following = next(buckets, None)
+                deadline.wait(answers, f"bucket {number} of the weight push", also=work.is_completed)
+                work.wait()
+                current = following
+            if buckets.expected:
+                compare_checksums(self._servers, buckets, deadline)
+        except BaseException:
+            self._abort()
+            raise
+        return SendReport(seconds=time.perf_counter() - start, num_bytes=num_bytes, num_buckets=number)
+
+    def close(self) -> None:
+        """Leave the group. The servers may be gone already."""
+        if self._group is None:
+            return
+        deadline = Deadline(min(10.0, self._settings.timeout_seconds))
+        left = post_all([(server, leave_group(self._name)) for server in self._servers], deadline)
+        for name, future in left.items():
+            if future.exception(timeout=deadline.left()) is not None:
+                logger.warning("%s did not leave the group of the weight push: %s", name, future.exception())
+        dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _make_group(self, backend: str, store: dist.Store, world: int, timeout_seconds: float) -> dist.ProcessGroup:
+        """A group beside the trainer's own world, as SGLang makes it on its side: same store prefixes, same helper."""
+        # The library's own timeout ends the process; it must come after the deadline has been noticed here.
+        group, _ = c10d._new_process_group_helper(
+            world, 0, [], dist.Backend(backend), dist.PrefixStore(self._name, store),
+            group_name=c10d.GroupName(self._name), timeout=timedelta(seconds=2 * timeout_seconds + 60),
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
+        return group
+
+    def _abort(self) -> None:
+        """Free this rank from a collective that will never complete."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        logger.error("aborting the group of the weight push")
+        with suppress(TimeoutError):
+            in_background(group._get_backend(self._device).abort).exception(timeout=30)

@@ -1,0 +1,103 @@
+"""What the checksums of a SGLang server's parameters must be, from full tensors under their Hugging Face names.
+
+A server fuses q, k, v and gate, up, and cuts them over its tensor-parallel ranks. `position_checksum` is additive over
+the parts of a tensor, so the expected values add up tensor by tensor in any order, and no fused tensor is ever built.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.sglang_inside import position_checksum
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the cut depends on."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> ModelShape:
+        """From a parsed config.json."""
+        heads = config["num_attention_heads"]
+        return ModelShape(
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate_size=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+        )
+
+
+_VOCAB_PADDING = 64
+"""SGLang pads the vocabulary to a multiple of this before it cuts it; the padding is zeros and sums to nothing."""
+
+
+class ExpectedChecksums:
+    """Add every tensor of the model, then compare."""
+
+    def __init__(self, shape: ModelShape, *, tp: int) -> None:
+        self._shape, self._tp = shape, tp
+        self._sums: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """`tensor` as the server will hold it (its format included)."""
+        for rank in range(self._tp):
+            param, part, start = self._part(name, tensor, rank)
+            self._sums[rank, param].append(position_checksum(part, start * part[0].numel()))
+
+    def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
+        """Parameters whose checksum differs, is missing, or was not expected: "name (rank r)" each. `received` is
+        what each tensor-parallel rank reports."""
+        keys = list(self._sums)
+        sums = [torch.stack(self._sums[key]).sum() for key in keys]
+        expected = dict(zip(keys, torch.stack(sums).tolist() if sums else [], strict=True))
+        actual = {(rank, name): value for rank, ranks in enumerate(received) for name, value in ranks.items()}
+        if not any(name == "lm_head.weight" for _, name in actual):  # tied: the server has it once
+            expected = {key: value for key, value in expected.items() if key[1] != "lm_head.weight"}
+        return [
+            f"{name} (rank {rank})"
+            for rank, name in sorted(expected.keys() | actual.keys())
+            if expected.get((rank, name)) != actual.get((rank, name))
+        ]
+
+    def _part(self, name: str, tensor: Tensor, rank: int) -> tuple[str, Tensor, int]:
+        """(the server's parameter, the rows of `tensor` that rank holds of it, the first of them there)."""
+        for fused, members in self._fused().items():
+            for i, (member, rows, replicas) in enumerate(members):
+                if f".{member}." in name:
+                    first = rank // replicas * rows
+                    start = sum(before for _, before, _ in members[:i])
+                    return name.replace(member, fused), tensor[first : first + rows], start
+        if ".o_proj." in name or ".down_proj." in name:
+            return name, tensor.chunk(self._tp, dim=1)[rank], 0
+        if "embed_tokens" in name or "lm_head" in name:
+            padded = -(-self._shape.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
+            rows = padded // self._tp
+            return name, tensor[rank * rows : (rank + 1) * rows], 0
+        return name, tensor, 0
+
+    def _fused(self) -> dict[str, list[tuple[str, int, int]]]:
+        """Fused parameter -> its members in order: (name, rows a rank, ranks that share the same rows)."""
+        s, tp = self._shape, self._tp
+        kv_rows, replicas = max(1, s.num_kv_heads // tp) * s.head_dim, max(1, tp // s.num_kv_heads)
+        up_rows = s.intermediate_size // tp
+        return {
+            "qkv_proj": [
+                ("q_proj", s.num_heads // tp * s.head_dim, 1),
+                ("k_proj", kv_rows, replicas),
+                ("v_proj", kv_rows, replicas),
+            ],
+            "gate_up_proj": [("gate_proj", up_rows, 1), ("up_proj", up_rows, 1)],
+        }
