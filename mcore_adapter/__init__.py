@@ -2,6 +2,12 @@
 
 import warnings
 
-# Without a GPU Megatron says so once per file that it imports, and it warns of its own configuration defaults.
-warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex)\b.* not installed", category=UserWarning)
-warnings.filterwarnings("ignore", message=r"full scope is deprecated", category=UserWarning)
+# Megatron says at import, once per file, what is not installed without a GPU; and it warns of its own defaults and of
+# torch functions that it still uses. None of it is for the user to act on.
+for _message in (
+    r".*(Transformer Engine|Apex)\b.* not installed",
+    r"full scope is deprecated",
+    r"`load_state_dict` is deprecated",
+    r"Please use DTensor instead",
+):
+    warnings.filterwarnings("ignore", message=_message)

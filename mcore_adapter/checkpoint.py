@@ -71,7 +71,8 @@ def load_checkpoint(
 ) -> None:
     """Load what save_checkpoint() wrote, under any layout; collective. Without optimizer only the model is read.
 
-    Raises FileNotFoundError where there is no complete checkpoint and ValueError where it lacks the optimizer.
+    Raises FileNotFoundError where there is no complete checkpoint, OSError (on all ranks) where it is damaged, and
+    ValueError where it lacks the optimizer.
     """
     path = Path(path)
     if not (path / "metadata.json").is_file():
@@ -83,7 +84,11 @@ def load_checkpoint(
     same_layout = saved["layout"] == str(parallel.layout)
     if same_layout:
         state["rng"] = _rng_object(parallel)
-    loaded = dist_checkpointing.load(state, str(path))
+    try:
+        loaded = dist_checkpointing.load(state, str(path))
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"{path}: the checkpoint cannot be read, rank {rank} says: {cause}") from error
     for key, chunk in _model_keys(model):
         chunk.load_state_dict(loaded[key])
     if optimizer is not None:

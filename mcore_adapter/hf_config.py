@@ -51,6 +51,16 @@ class ModelConfig:
     raw: Mapping[str, Any] = field(compare=False, repr=False)
     """The file's own content, for writing it back."""
 
+    @property
+    def is_critic(self) -> bool:
+        """The weights beside this file end in a value head."""
+        return any(str(name).endswith("ForSequenceClassification") for name in self.raw.get("architectures") or ())
+
+    @property
+    def dtype(self) -> str | None:
+        """Name of the dtype of the weights beside this file, where it says so: "float32", "bfloat16"."""
+        return self.raw.get("dtype") or self.raw.get("torch_dtype")
+
 
 SUPPORTED: Mapping[str, str] = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 """Model type -> architecture name of its language model."""

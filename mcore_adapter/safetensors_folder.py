@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 _TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -66,6 +68,18 @@ class SafetensorsFolder:
     def file_of(self, name: str) -> Path:
         """Where `name` should be: its file, or the folder where nothing lists it."""
         return self._file_of.get(name, self.folder)
+
+    def dtype(self) -> torch.dtype:
+        """The one dtype of all tensors. Raises WeightsError, with an example of each, where there are several."""
+        found: dict[str, str] = {}
+        for name in self._file_of:
+            found.setdefault(self._slice(name).get_dtype(), name)
+        if len(found) != 1 or next(iter(found)) not in _DTYPES:
+            listed = ", ".join(f"{dtype} ({self.file_of(name).name}: {name})" for dtype, name in found.items())
+            raise WeightsError(
+                f"{self.folder}: all tensors must be of one dtype out of {', '.join(_DTYPES)}; are {listed}"
+            )
+        return _DTYPES[next(iter(found))]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
