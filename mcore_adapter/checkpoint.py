@@ -77,7 +77,10 @@ def load_checkpoint(
     path = Path(path)
     if not (path / "metadata.json").is_file():
         raise FileNotFoundError(f"{path}: no complete checkpoint in this folder (metadata.json is missing)")
-    saved = dist_checkpointing.load_common_state_dict(str(path))["slipstream"]
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(path))["slipstream"]
+    except RuntimeError as error:  # torch's word for a damaged file
+        raise OSError(f"{path / 'common.pt'}: cannot be read: {error}") from error
     if optimizer is not None and not saved["has_optimizer"]:
         raise ValueError(f"{path}: this checkpoint has no optimizer state; it was saved by an inference-only engine")
     state = _state(model, optimizer, parallel=parallel, loading=True)

@@ -92,6 +92,8 @@ def test_a_critic_converts_with_its_value_head(ranks: RankPool, model_folders: A
         ("mixed dtypes", ("F32", "BF16", "one dtype")),
         ("truncated checkpoint", ("cannot be read",)),
         ("checkpoint without a shard", (".distcp", "cannot be read")),
+        ("checkpoint without .metadata", (".metadata",)),
+        ("checkpoint with a truncated common.pt", ("common.pt",)),
     ],
 )
 def test_bad_input_is_one_error_and_nothing_is_written(
@@ -118,6 +120,10 @@ def test_bad_input_is_one_error_and_nothing_is_written(
         tensors = load_file(file)
         tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
         save_file(tensors, file)
+    elif what == "checkpoint without .metadata":
+        (source / ".metadata").unlink()
+    elif what == "checkpoint with a truncated common.pt":
+        (source / "common.pt").write_bytes((source / "common.pt").read_bytes()[:100])
     else:
         shard = next(source.glob("*.distcp"))
         if what == "truncated checkpoint":
