@@ -69,7 +69,8 @@ class RecoverStore:
     def dump(self, state: RunState, rollout_state: object, save_engines: Callable[[Path], None]) -> Path:
         """Write one checkpoint and drop all but the two newest. `save_engines(folder)` writes the trainer's part.
 
-        Raises OSError (a full disk, say): the temporary folder is removed and older checkpoints stay as they were."""
+        Raises OSError, with the space left, when that fails: nothing half-written stays, older checkpoints are as they
+        were."""
         target = self._folder / f"globalstep{state.step}"
         temporary = self._folder / f".writing-globalstep{state.step}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -85,9 +86,16 @@ class RecoverStore:
             if target.exists():
                 shutil.rmtree(target)
             os.rename(temporary, target)
-        except BaseException:
+        except (OSError, RuntimeError) as error:
+            # A writer inside a library may hide a full disk behind an error of its own: say what is left.
+            free_mib = shutil.disk_usage(self._folder).free / 2**20
+            raise OSError(
+                f"the recover checkpoint of step {state.step} could not be written to {self._folder} "
+                f"({free_mib:.1f} MiB left on its disk): {error}. Older checkpoints are as they were; make room, or set "
+                "external_configs.cluster_config.fileroot to a larger disk"
+            ) from error
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise
         for old in self._checkpoints()[:-_KEEP]:
             shutil.rmtree(old, ignore_errors=True)
         logger.info("Dumped recover info to file.")

@@ -54,7 +54,8 @@ class Frequency:
 
 
 class DueTimer:
-    """Says when a `Frequency` is due again. `first_step` is due whatever the frequency says (None: no such step)."""
+    """Says when a `Frequency` is due again. Nothing is due before `first_step`, which is
+    itself due whatever the frequency says (None: no such step)."""
 
     def __init__(self, frequency: Frequency, *, now: float, first_step: int | None = None) -> None:
         self._frequency = frequency
@@ -66,6 +67,8 @@ class DueTimer:
         """Ask once after every step (counting from 1); a true answer starts the count anew."""
         self._steps += 1
         freq = self._frequency
+        if self._first_step is not None and step < self._first_step:
+            return False
         is_due = (
             step == self._first_step
             or (freq.steps is not None and self._steps >= freq.steps)

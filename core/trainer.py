@@ -158,15 +158,15 @@ class PPOTrainer:
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Advantages (and returns, for the critic) of every trained token, and the tutorial's reward metrics."""
         settings, mask = self._settings, batch.loss_mask
-        no_eos = torch.from_numpy(rollout.no_eos)
+        no_eos = torch.tensor(rollout.no_eos)
         scores = shape_scores(
-            torch.from_numpy(rollout.rewards), no_eos,
+            torch.tensor(rollout.rewards), no_eos,
             bias=settings.reward_output_bias, scaling=settings.reward_output_scaling,
             mask_no_eos_with_zero=settings.mask_no_eos_with_zero,
         )  # fmt: skip
         task_reward = scores.mean()
         if settings.group_adv_norm:
-            scores = group_normalize(scores, torch.from_numpy(rollout.group_ids))
+            scores = group_normalize(scores, torch.tensor(rollout.group_ids))
         kl_penalty = None
         if settings.needs_reference and settings.kl_in == "reward":
             kl = kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.kl_estimator)

@@ -25,6 +25,8 @@ def test_an_epoch_has_a_smaller_last_batch_and_positions_count_from_one() -> Non
 def test_the_recover_rule_of_the_tutorial_first_after_step_two_then_by_seconds() -> None:
     timer = DueTimer(Frequency(epochs=None, steps=None, seconds=600), now=0.0, first_step=2)
     assert due_steps(timer, 12, seconds_per_step=250) == [2, 5, 8, 11]
+    every_step = DueTimer(Frequency(epochs=None, steps=1, seconds=None), now=0.0, first_step=2)
+    assert due_steps(every_step, 4, seconds_per_step=1) == [2, 3, 4]
 
 
 def test_steps_and_epochs_are_counted_separately() -> None:
