@@ -91,7 +91,7 @@ class RecoverStore:
             free_mib = shutil.disk_usage(self._folder).free / 2**20
             raise OSError(
                 f"the recover checkpoint of step {state.step} could not be written to {self._folder} "
-                f"({free_mib:.1f} MiB left on its disk): {error}. Older checkpoints are as they were; make room, or set "
+                f"({free_mib:.1f} MiB left on its disk): {error}. Older checkpoints are as they were; make room or set "
                 "external_configs.cluster_config.fileroot to a larger disk"
             ) from error
         finally:
