@@ -1,0 +1,212 @@
+"""Continuous batching, one step at a time: run one token of every lane, admit waiting requests, hand out what is done.
+
+Invariant: between two steps every running request has exactly one token that is not in the cache yet (the last one
+sampled), so it can end, or have its keys and values computed anew, between any two tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.embedded.config import InferenceConfig
+from rollout.embedded.kv_cache import KVCache, capacity_for
+from rollout.embedded.lanes import Job, Lanes
+from rollout.embedded.model import Transformer
+from rollout.embedded.sampler import sample
+from rollout.embedded.weights import ModelWeights
+from rollout.types import Completion, GenerateRequest
+
+Interrupt = Literal["abort", "retract", "in_place"]
+Finished = list[tuple[GenerateRequest, Completion]]
+
+PREFILL_TOKENS = 8192
+"""Padded prompt tokens that one step admits at most (one prompt always fits): bounds the memory of a prompt pass and
+the time for which running requests wait for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    """A prefix that was run, kept while requests that begin with it wait for a slot."""
+
+    kv: Tensor  # [layers, 2, G, capacity, D]
+    hidden: Tensor  # [hidden_size], of its last token
+
+
+class Engine:
+    """Not thread-safe. Every method wants torch.inference_mode()."""
+
+    def __init__(self, config: InferenceConfig, weights: ModelWeights, *, max_running: int) -> None:
+        self._weights = weights
+        self._model = Transformer(config, weights)
+        self._lanes = Lanes(max_running, config.vocab_size)
+        self._vocab_size = config.vocab_size
+        self._device, dtype = weights.embedding.device, weights.embedding.dtype
+        self._cache = KVCache(config, max_lanes=max_running, dtype=dtype, device=self._device)
+        self._waiting: deque[Job] = deque()
+        self._num_waiting_for: Counter[bytes] = Counter()
+        self._prompts: dict[bytes, _Prompt] = {}
+        self.version = 0
+
+    @property
+    def num_running(self) -> int:
+        return self._lanes.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the keys and values held now."""
+        return self._cache.num_bytes
+
+    def add(self, requests: Iterable[GenerateRequest]) -> None:
+        """Queue requests; they are admitted in this order."""
+        for request in requests:
+            job = Job.of(request, request.output)
+            self._waiting.append(job)
+            self._num_waiting_for[job.key] += 1
+
+    def step(self) -> Finished:
+        """Sample one token for every running request, the newly admitted included; returns what is complete."""
+        running = self._cache.order()
+        parts = [(running, self._decode(running))] if len(running) else []
+        parts += self._admit()
+        if not parts:
+            return []
+        slots = np.concatenate([part[0] for part in parts])
+        done = self._sample(slots, torch.cat([part[1] for part in parts]))
+        finished = [self._lanes.finish(s, "stop" if self._lanes.stopped(s) else "length") for s in done.tolist()]
+        if len(done):
+            self._cache.remove(done)
+        left = self._cache.order()
+        full = self._lanes.position[left] >= self._cache.capacity_of[left]
+        if full.any():
+            self._cache.grow(left[full])
+        return finished
+
+    def abort(self, request_ids: Iterable[str]) -> Finished:
+        """End these requests with what they have, running or waiting. Unknown ids are passed over."""
+        wanted = set(request_ids)
+        aborted = self._release([s for s, r in self._lanes.running() if r.request_id in wanted])
+        for job in [job for job in self._waiting if job.request.request_id in wanted]:
+            self._waiting.remove(job)
+            self._no_longer_waiting(job.key)
+            aborted.append((job.request, job.partial()))
+        return aborted
+
+    def interrupt(self, how: Interrupt) -> Finished:
+        """Make way for new weights. "abort" ends the running requests and returns them; "retract" puts them back to
+        the head of the queue, to be run again from their tokens; "in_place" leaves them as they are."""
+        if how == "in_place":
+            return []
+        released = self._release([slot for slot, _ in self._lanes.running()])
+        if how == "abort":
+            return released
+        jobs = [Job.of(request, output) for request, output in released]
+        self._waiting.extendleft(reversed(jobs))
+        self._num_waiting_for.update(job.key for job in jobs)
+        return []
+
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors under their Hugging Face names into the model. Raises ValueError as ModelWeights.update."""
+        self._weights.update(tensors)
+        self._prompts.clear()
+
+    def _release(self, slots: list[int]) -> Finished:
+        if slots:
+            self._cache.remove(np.array(slots))
+        return [self._lanes.finish(slot, "abort") for slot in slots]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _decode(self, slots: np.ndarray) -> Tensor:
+        """Run the last sampled token of each lane: hidden states [n, hidden_size]."""
+        positions = self._lanes.position[slots]
+        tokens = self._tensor(self._lanes.last_token[slots])
+        hidden = self._model.decode(tokens, self._tensor(positions), int(positions.max()) + 1, self._cache)
+        self._lanes.position[slots] = positions + 1
+        return hidden
+
+    def _sample(self, slots: np.ndarray, hidden: Tensor) -> np.ndarray:
+        """Draw the next token of each slot and record it; returns the slots that are complete."""
+        lanes = self._lanes
+        logits = self._model.logits(hidden)
+        forbidden = lanes.forbidden(slots)
+        if forbidden is not None:
+            logits[self._tensor(forbidden[0]), self._tensor(forbidden[1])] = -torch.inf
+        tokens, logprobs = sample(
+            logits,
+            lanes.temperature[slots],
+            lanes.top_p[slots],
+            lanes.top_k[slots],
+            lanes.uniforms(slots),
+            vocab_size=self._vocab_size,
+        )
+        return lanes.append(slots, tokens, logprobs, self.version)
+
+    def _admit(self) -> list[tuple[np.ndarray, Tensor]]:
+        """Move waiting requests to free slots: (slots [n], hidden states of their last tokens [n, hidden_size])."""
+        by_capacity: dict[int, list[Job]] = {}
+        to_run: set[bytes] = set()
+        num_tokens, free = 0, len(self._lanes.free)
+        while self._waiting and free:
+            job = self._waiting[0]
+            capacity = capacity_for(len(job.prefix) + 1)
+            if job.key not in self._prompts and job.key not in to_run:
+                num_tokens += capacity
+                if to_run and num_tokens > PREFILL_TOKENS:
+                    break
+                to_run.add(job.key)
+            by_capacity.setdefault(capacity, []).append(self._waiting.popleft())
+            free -= 1
+        return [self._start(jobs, capacity) for capacity, jobs in by_capacity.items()]
+
+    def _start(self, jobs: list[Job], capacity: int) -> tuple[np.ndarray, Tensor]:
+        """Give jobs of one capacity their lanes. Each distinct prefix is run once; the others copy it."""
+        jobs.sort(key=lambda job: job.key in self._prompts)
+        slots = self._lanes.start(jobs)
+        kv = self._cache.add(slots, capacity)
+        fresh = [job for job in jobs if job.key not in self._prompts]
+        hidden = [self._prefill(fresh, kv[:, :, : len(fresh)])] if fresh else []
+        for i, job in enumerate(jobs[len(fresh) :], start=len(fresh)):
+            kv[:, :, i] = self._prompts[job.key].kv
+            hidden.append(self._prompts[job.key].hidden[None])
+        for i, job in enumerate(jobs):
+            self._no_longer_waiting(job.key)
+            if self._num_waiting_for[job.key] and job.key not in self._prompts:
+                self._prompts[job.key] = _Prompt(kv=kv[:, :, i].clone(), hidden=hidden[0][i].clone())
+        return slots, torch.cat(hidden)
+
+    def _prefill(self, jobs: Sequence[Job], kv: Tensor) -> Tensor:
+        """Run the distinct prefixes of `jobs` in one padded batch and fill every job's lane in `kv`
+        ([layers, 2, n, G, capacity, D]). Returns the hidden states of the last tokens, [n, hidden_size]."""
+        row_of = {key: row for row, key in enumerate(dict.fromkeys(job.key for job in jobs))}
+        prefixes = {job.key: job.prefix for job in jobs}
+        tokens = np.zeros((len(row_of), kv.shape[4]), dtype=np.int64)
+        for row, prefix in zip(tokens, prefixes.values(), strict=True):
+            row[: len(prefix)] = prefix
+        lengths = np.array([len(prefix) for prefix in prefixes.values()])
+        rows = self._tensor(np.array([row_of[job.key] for job in jobs]))
+        shared = len(row_of) < len(jobs)
+
+        def store(layer: int, k: Tensor, v: Tensor) -> None:
+            kv[layer, 0] = k[rows] if shared else k
+            kv[layer, 1] = v[rows] if shared else v
+
+        hidden = self._model.prefill(self._tensor(tokens), self._tensor(lengths), store)
+        return hidden[rows]
+
+    def _no_longer_waiting(self, key: bytes) -> None:
+        self._num_waiting_for[key] -= 1
+        if not self._num_waiting_for[key]:
+            del self._num_waiting_for[key]
+            self._prompts.pop(key, None)

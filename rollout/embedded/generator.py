@@ -1,0 +1,318 @@
+"""The embedded generator: the engine in a thread of its own, and an asyncio front that speaks `Generator`.
+
+The thread alone touches the engine. The front leaves commands in a list that the thread empties between two steps, and
+the thread hands results back in one call per step and event loop, so neither waits for the other.
+Invariant: whoever waits gets an answer. If the thread dies, every pending and every later call raises GeneratorError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from rollout.embedded.config import InferenceConfig
+from rollout.embedded.engine import Engine, Finished, Interrupt
+from rollout.embedded.weights import DTYPES, ModelWeights
+from rollout.types import Completion, GenerateRequest, Health, WeightBucket
+
+logger = logging.getLogger(__name__)
+
+
+class GeneratorError(RuntimeError):
+    """The generator is closed or its engine failed (then __cause__ says why)."""
+
+
+class _Waiter:
+    """A future of some event loop, to be resolved from the engine's thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+
+def _resolve(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
+    """Call in the waiters' own event loop. An exception is raised at whoever waits."""
+    for waiter, outcome in outcomes:
+        if waiter.future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            waiter.future.set_exception(outcome)
+        else:
+            waiter.future.set_result(outcome)
+
+
+def _settle(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
+    """Hand outcomes to waiters of any event loops: one wake-up a loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Any]]] = {}
+    for waiter, outcome in outcomes:
+        by_loop.setdefault(waiter.loop, []).append((waiter, outcome))
+    for loop, mine in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, mine)
+        except RuntimeError:
+            logger.debug("an event loop closed while %d calls waited in it", len(mine))
+
+
+class EmbeddedGenerator:
+    """Samples in this process, with continuous batching. Implements `Generator`.
+
+    `model` is a Hugging Face folder, or the parsed config.json alone: then the generator starts paused and has no
+    weights until update_weights() brought all of them and resume() was called.
+    `interrupt` says what pause() does to running requests: "abort" ends them with what they have, "retract" keeps them
+    and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.
+    `threads` (default: torch's own number) are the CPU threads of the engine; more of them than idle cores makes it
+    slower by far. Raises ValueError for a model that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Mapping[str, Any],
+        *,
+        max_running: int = 256,
+        dtype: str = "float32",
+        interrupt: Interrupt = "retract",
+        threads: int | None = None,
+        device: str = "cpu",
+        version: int = 0,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+        if max_running < 1:
+            raise ValueError(f"max_running={max_running} must be at least 1")
+        if interrupt not in get_args(Interrupt):
+            raise ValueError(f"interrupt={interrupt!r} is not one of {', '.join(get_args(Interrupt))}")
+        self._config = (
+            InferenceConfig.from_hf(model) if isinstance(model, Mapping) else InferenceConfig.from_folder(model)
+        )
+        self._weights = ModelWeights(self._config, dtype=DTYPES[dtype], device=torch.device(device))
+        if not isinstance(model, Mapping):
+            self._weights.load_folder(model)
+        self._engine = Engine(self._config, self._weights, max_running=max_running)
+        self._engine.version = version
+        self._interrupt = interrupt
+        self._threads = threads
+        self._paused = bool(self._weights.missing)
+        self._error: GeneratorError | None = None
+        self._changed = threading.Condition()
+        self._commands: list[tuple[Callable[[], Any], _Waiter | None]] = []
+        self._pending: dict[str, _Waiter | None] = {}  # request id -> who waits; None: drain() hands it out
+        self._drained: list[tuple[str, Completion]] = []
+        self._drainers: list[_Waiter] = []
+        self._thread = threading.Thread(target=self._run, name="embedded-generator", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. Raises ValueError for a request that cannot be served, GeneratorError if the engine
+        is gone. Cancelling it aborts the request."""
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Sample many completions, in the order of the requests."""
+        waiters = [_Waiter() for _ in requests]
+        self._enqueue(requests, waiters)
+        try:
+            return await asyncio.gather(*(waiter.future for waiter in waiters))
+        finally:
+            left = [r.request_id for r, w in zip(requests, waiters, strict=True) if w.future.cancelled()]
+            if left:
+                with suppress(GeneratorError):
+                    self._send(lambda: self._deliver(self._engine.abort(left)), None)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Take many requests at once; drain() hands out their completions. Raises ValueError if one of them cannot be
+        served (then none is taken) and GeneratorError if the engine is gone."""
+        self._enqueue(requests, [None] * len(requests))
+
+    async def drain(self, *, linger_seconds: float = 0.0) -> list[tuple[str, Completion]]:
+        """(request_id, completion) of what submit() brought and what finished since the last call. Waits until there
+        is something, then `linger_seconds` more, which makes fewer and larger answers."""
+        lingered = not linger_seconds
+        while True:
+            with self._changed:
+                self._raise_if_gone()
+                if self._drained and lingered:
+                    drained, self._drained = self._drained, []
+                    return drained
+                waiter = None if self._drained else _Waiter()
+                if waiter is not None:
+                    self._drainers.append(waiter)
+            if waiter is not None:
+                await waiter.future
+            else:
+                await asyncio.sleep(linger_seconds)
+                lingered = True
+
+    async def pause(self) -> None:
+        """Return when no further token of the current version can appear. Requests that arrive now wait."""
+        await self._call(self._do_pause)
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        """Copy full tensors in place. Raises ValueError unless paused, and for a tensor that the model does not
+        have."""
+        await self._call(lambda: self._do_update(bucket))
+
+    async def resume(self, version: int) -> None:
+        """Go on sampling; tokens from now on carry `version`. Raises ValueError while parameters are missing."""
+        await self._call(lambda: self._do_resume(version))
+
+    async def health(self) -> Health:
+        """Version and load; raises GeneratorError once the engine is gone."""
+        self._raise_if_gone()
+        running = self._engine.num_running
+        return Health(
+            version=self._engine.version, num_running=running, num_waiting=max(0, len(self._pending) - running)
+        )
+
+    async def close(self) -> None:
+        """End the engine. Requests that still run raise GeneratorError."""
+        with self._changed:
+            self._error = self._error or GeneratorError("the generator is closed")
+            self._changed.notify_all()
+        await asyncio.to_thread(self._thread.join)
+
+    def _raise_if_gone(self) -> None:
+        if self._error is not None:
+            raise self._gone()
+
+    def _gone(self) -> GeneratorError:
+        """The reason, as an error of its own for each who hears it: tracebacks grow on the one that is raised."""
+        error = GeneratorError(str(self._error))
+        error.__cause__ = self._error and self._error.__cause__
+        return error
+
+    def _send(self, command: Callable[[], Any], waiter: _Waiter | None) -> None:
+        with self._changed:
+            self._raise_if_gone()
+            self._commands.append((command, waiter))
+            self._changed.notify_all()
+
+    async def _call(self, command: Callable[[], Any]) -> None:
+        waiter = _Waiter()
+        self._send(command, waiter)
+        await waiter.future
+
+    def _enqueue(self, requests: Sequence[GenerateRequest], waiters: Sequence[_Waiter | None]) -> None:
+        for request in requests:
+            self._check(request)
+        with self._changed:
+            self._raise_if_gone()
+            ids = [request.request_id for request in requests]
+            taken = [i for i in ids if i in self._pending] if len(set(ids)) == len(ids) else ids
+            if taken:
+                raise ValueError(f"request_id={taken[0]!r} is already in use; ids must differ among running requests")
+            self._pending.update(zip(ids, waiters, strict=True))
+            self._commands.append((lambda: self._engine.add(requests), None))
+            self._changed.notify_all()
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raises ValueError if the request cannot be served."""
+        sampling, name = request.sampling, f"request {request.request_id!r}"
+        length = len(request.prompt_ids) + sampling.max_new_tokens
+        done = 0 if request.output is None else len(request.output.token_ids)
+        ids = np.asarray(request.prompt_ids)
+        if not ids.size or ids.min() < 0 or ids.max() >= self._config.vocab_size:
+            raise ValueError(
+                f"{name}: prompt_ids must be one or more numbers in [0, {self._config.vocab_size}), the vocabulary; "
+                + (f"they reach from {ids.min()} to {ids.max()}" if ids.size else "there is none")
+            )
+        if length > self._config.max_position_embeddings:
+            raise ValueError(
+                f"{name}: {len(request.prompt_ids)} prompt tokens + max_new_tokens={sampling.max_new_tokens} exceed "
+                f"max_position_embeddings={self._config.max_position_embeddings} of the model; shorten one of them"
+            )
+        if not done < sampling.max_new_tokens:
+            raise ValueError(f"{name}: max_new_tokens={sampling.max_new_tokens} must exceed the {done} tokens given")
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            raise ValueError(
+                f"{name}: temperature={sampling.temperature} must be >= 0 and top_p={sampling.top_p} in (0, 1]"
+            )
+        if sampling.min_new_tokens and len(set(sampling.stop_token_ids)) >= self._config.vocab_size:
+            raise ValueError(f"{name}: min_new_tokens rules out every token, because all of them are stop tokens")
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+            with torch.inference_mode():
+                while self._take_commands():
+                    if not self._paused:
+                        self._deliver(self._engine.step())
+        except BaseException as e:  # noqa: BLE001 (whatever it is, those who wait must hear of it)
+            logger.exception("the engine failed")
+            error = GeneratorError(f"the engine failed: {type(e).__name__}: {e}")
+            error.__cause__ = e
+            self._error = error
+        self._fail_pending()
+
+    def _take_commands(self) -> bool:
+        """Run what was sent; wait while there is nothing to do. False: the generator is closed."""
+        with self._changed:
+            while not self._commands and self._error is None and self._is_idle():
+                self._changed.wait()
+            if self._error is not None:
+                return False
+            commands, self._commands = self._commands, []
+        outcomes = []
+        for command, waiter in commands:
+            try:
+                outcome = command()
+            except (ValueError, RuntimeError) as e:
+                if waiter is None:
+                    raise
+                outcome = e
+            if waiter is not None:
+                outcomes.append((waiter, outcome))
+        _settle(outcomes)
+        return True
+
+    def _is_idle(self) -> bool:
+        return self._paused or not (self._engine.num_running or self._engine.num_waiting)
+
+    def _do_pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            self._deliver(self._engine.interrupt(self._interrupt))
+
+    def _do_update(self, bucket: WeightBucket) -> None:
+        if not self._paused:
+            raise ValueError("update_weights() needs pause() first: requests are being sampled with these weights")
+        self._engine.update_weights(bucket.tensors)
+
+    def _do_resume(self, version: int) -> None:
+        if self._weights.missing:
+            missing = self._weights.missing
+            raise ValueError(f"{len(missing)} parameters were never loaded, among them {min(missing)}")
+        self._engine.version = version
+        self._paused = False
+
+    def _deliver(self, finished: Finished) -> None:
+        if not finished:
+            return
+        outcomes: list[tuple[_Waiter, Any]] = []
+        with self._changed:
+            for request, completion in finished:
+                waiter = self._pending.pop(request.request_id)
+                if waiter is None:
+                    self._drained.append((request.request_id, completion))
+                else:
+                    outcomes.append((waiter, completion))
+            if self._drained:
+                outcomes += [(waiter, None) for waiter in self._drainers]
+                self._drainers = []
+        _settle(outcomes)
+
+    def _fail_pending(self) -> None:
+        with self._changed:
+            waiting = [*self._pending.values(), *self._drainers, *(waiter for _, waiter in self._commands)]
+            self._pending, self._drainers, self._commands = {}, [], []
+        _settle([(waiter, self._gone()) for waiter in waiting if waiter is not None])

@@ -1,0 +1,192 @@
+"""Keys and values of the running requests, in pools of equal capacity.
+
+A lane holds one request. Attention reads a whole pool as one dense batch of matrices, so a pool's lanes are packed
+without holes, and a lane whose request outgrows its pool moves to the next one: a short request never pays for a
+long neighbour.
+Invariant: lanes [0, n) of a pool are in use, and every lane's position p satisfies previous capacity <= p < capacity
+when a step begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.embedded.config import InferenceConfig
+
+SMALLEST_CAPACITY = 32
+
+
+def capacity_for(length: int) -> int:
+    """The smallest capacity >= length: multiples of 32, later of a quarter of the next smaller power of two."""
+    step = max(SMALLEST_CAPACITY, 2 ** (max(length - 1, 1).bit_length() - 1) // 4)
+    return -(-length // step) * step
+
+
+def previous_capacity(capacity: int) -> int:
+    """The largest capacity below this one, or 0."""
+    return 0 if capacity == SMALLEST_CAPACITY else _floor_capacity(capacity - 1)
+
+
+def _floor_capacity(length: int) -> int:
+    step = max(SMALLEST_CAPACITY, 2 ** (length.bit_length() - 1) // 4)
+    return length // step * step
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a pool needs in every layer of one step. `first`: its first row among the lanes of all pools."""
+
+    first: int
+    n: int
+    rows: Tensor  # [n * 2 G] int64: where this step's keys and values go
+    tail_mask: Tensor  # [n, 1, capacity - previous capacity]: -inf behind the lane's position, 0 before
+    tail: int
+
+
+class _Pool:
+    """Lanes of one capacity. kv: [layers, 2, lanes, G, capacity, D], grown and shrunk by doubling and halving."""
+
+    def __init__(self, cache: KVCache, capacity: int) -> None:
+        self._cache = cache
+        self.capacity = capacity
+        self.slots = np.empty(cache.max_lanes, dtype=np.int64)  # [:n] in lane order
+        self.n = 0
+        self.tail = previous_capacity(capacity)
+        self._columns = torch.arange(self.tail, capacity, device=cache.device)
+        self._allocate(0)
+
+    def _allocate(self, lanes: int) -> None:
+        c, cache = self._cache.config, self._cache
+        shape = (c.num_layers, 2, lanes, c.num_kv_heads, self.capacity, c.head_dim)
+        # Zeros, because what lies behind a position is multiplied by zero: it must not be NaN.
+        self.kv = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+        heads = lanes * c.num_kv_heads
+        self.keys = [layer[0].view(heads, self.capacity, c.head_dim).transpose(1, 2) for layer in self.kv]
+        self.values = [layer[1].view(heads, self.capacity, c.head_dim) for layer in self.kv]
+        self.flat = [layer.view(2 * heads * self.capacity, c.head_dim) for layer in self.kv]
+        head = torch.arange(heads, device=cache.device).view(lanes, 1, c.num_kv_heads)
+        values_follow = torch.tensor([[0], [heads]], device=cache.device)
+        self._row_of_head = (head + values_follow) * self.capacity  # [lanes, 2, G]
+
+    def _resize(self, lanes: int) -> None:
+        old, kept = self.kv, min(lanes, self.kv.shape[2])
+        self._allocate(lanes)
+        self.kv[:, :, :kept] = old[:, :, :kept]
+
+    def reserve(self, slots: np.ndarray) -> int:
+        """Append lanes for `slots`; returns the first one's number."""
+        first, self.n = self.n, self.n + len(slots)
+        lanes = self.kv.shape[2]
+        if self.n > lanes:
+            self._resize(min(self._cache.max_lanes, max(2 * lanes, self.n, 4)))
+        self.slots[first : self.n] = slots
+        return first
+
+    def remove(self, lanes: np.ndarray) -> None:
+        """Free these lanes; lanes from the end move into the holes. Memory that a pool no longer needs goes back."""
+        left = self.n - len(lanes)
+        holes = lanes[lanes < left]
+        if len(holes):
+            movers = np.setdiff1d(np.arange(left, self.n), lanes, assume_unique=True)
+            for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
+                self.kv[:, :, hole] = self.kv[:, :, mover]
+            self.slots[holes] = self.slots[movers]
+            self._cache.lane_of[self.slots[holes]] = holes
+        self.n = left
+        if left <= self.kv.shape[2] // 4:
+            self._resize(2 * left)
+
+    def begin_step(self, first: int, positions: Tensor) -> _Step:
+        rows = self._row_of_head[: self.n] + positions[:, None, None]
+        behind = self._columns > positions[:, None, None]
+        mask = torch.zeros(behind.shape, dtype=self._cache.dtype, device=behind.device).masked_fill_(behind, -torch.inf)
+        return _Step(first, self.n, rows.view(-1), mask, self.tail)
+
+
+class KVCache:
+    """The pools of at most `max_lanes` requests; requests are named by slots in [0, max_lanes)."""
+
+    def __init__(self, config: InferenceConfig, *, max_lanes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.max_lanes = max_lanes
+        self.dtype = dtype
+        self.device = device
+        self.lane_of = np.zeros(max_lanes, dtype=np.int64)
+        self.capacity_of = np.zeros(max_lanes, dtype=np.int64)
+        self._pools: dict[int, _Pool] = {}
+        self._order: np.ndarray | None = None
+        self._steps: list[tuple[_Pool, _Step]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the pools hold now."""
+        return sum(pool.kv.numel() * pool.kv.element_size() for pool in self._pools.values())
+
+    def order(self) -> np.ndarray:
+        """The slots in the order of their rows in a step: [n] int64."""
+        if self._order is None:
+            pools = [pool.slots[: pool.n] for pool in self._pools.values() if pool.n]
+            self._order = np.concatenate(pools) if pools else np.empty(0, dtype=np.int64)
+        return self._order
+
+    def add(self, slots: np.ndarray, capacity: int) -> Tensor:
+        """Lanes for `slots` in the pool of this capacity: [layers, 2, n, G, capacity, D], for the caller to fill."""
+        if capacity not in self._pools:
+            self._pools[capacity] = _Pool(self, capacity)
+            self._pools = dict(sorted(self._pools.items()))
+        pool = self._pools[capacity]
+        first = pool.reserve(slots)
+        self.lane_of[slots] = np.arange(first, pool.n)
+        self.capacity_of[slots] = capacity
+        self._order = None
+        return pool.kv[:, :, first : pool.n]
+
+    def lane(self, slot: int) -> Tensor:
+        """Keys and values of one slot: [layers, 2, G, capacity, D]."""
+        return self._pools[int(self.capacity_of[slot])].kv[:, :, int(self.lane_of[slot])]
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Free the lanes of these slots."""
+        capacities = self.capacity_of[slots]
+        for capacity in np.unique(capacities):
+            self._pools[int(capacity)].remove(self.lane_of[slots[capacities == capacity]])
+        self._order = None
+
+    def grow(self, slots: np.ndarray) -> None:
+        """Move lanes that are full to the pool of the next capacity."""
+        capacities = self.capacity_of[slots]
+        for capacity in np.unique(capacities)[::-1].tolist():
+            group = slots[capacities == capacity]
+            pool, lanes = self._pools[capacity], self.lane_of[group]
+            larger = self.add(group, capacity_for(capacity + 1))
+            for i, lane in enumerate(lanes.tolist()):
+                larger[:, :, i, :, :capacity] = pool.kv[:, :, lane]
+            pool.remove(lanes)
+
+    def begin_step(self, positions: Tensor) -> None:
+        """Each lane, in order(), is about to write its token at `positions` ([n] int64) and to attend up to it."""
+        first = 0
+        self._steps = []
+        for pool in self._pools.values():
+            if pool.n:
+                self._steps.append((pool, pool.begin_step(first, positions[first : first + pool.n])))
+                first += pool.n
+
+    def attend(self, layer: int, queries: Tensor, new_kv: Tensor, out: Tensor) -> None:
+        """Write this step's keys and values ([n * 2 G, D]) and attend with queries [n * G, H / G, D], already scaled;
+        the result goes to `out`, of the queries' shape."""
+        groups = self.config.num_kv_heads
+        for pool, step in self._steps:
+            heads = slice(step.first * groups, (step.first + step.n) * groups)
+            pool.flat[layer].index_copy_(0, step.rows, new_kv[2 * heads.start : 2 * heads.stop])
+            scores = torch.bmm(queries[heads], pool.keys[layer][: step.n * groups])
+            scores.view(step.n, -1, pool.capacity)[:, :, step.tail :] += step.tail_mask
+            if scores.dtype == torch.float32:
+                probs = torch.softmax(scores, dim=-1)
+            else:
+                probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+            torch.bmm(probs, pool.values[layer][: step.n * groups], out=out[heads])

@@ -1,0 +1,146 @@
+"""The inference transformer: prompts in one padded pass, then one token a lane and step against the cache.
+
+Invariant: a row's result does not depend on the other rows. Products with fewer than MIN_ROWS rows take another kernel
+with another summation order, so smaller batches are padded up to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout.embedded.config import InferenceConfig, Llama3Rope
+from rollout.embedded.kv_cache import KVCache
+from rollout.embedded.sampler import padded_size
+from rollout.embedded.weights import LayerWeights, ModelWeights
+
+MIN_ROWS = 4
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, qkv [t, (H + 2 G) D], rotated) -> [t, H D]. H, G: query and key/value heads, D: head_dim."""
+Store = Callable[[int, Tensor, Tensor], None]
+"""(layer, keys [n, G, l, D], values [n, G, l, D]): takes what a prompt pass computed into a cache."""
+
+
+class Transformer:
+    """Forward passes over `weights`. Every method wants torch.inference_mode()."""
+
+    def __init__(self, config: InferenceConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self._weights = weights
+        self._device = weights.embedding.device
+        self._query_columns = config.num_heads * config.head_dim
+        self._rotary_columns = self._query_columns + config.num_kv_heads * config.head_dim
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+        self._frequencies = inverse_frequencies(config).to(self._device)
+        self._rotations = self._frequencies.new_empty(0, config.head_dim // 2, dtype=torch.complex64)
+        self._logits = torch.empty(0)
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, store: Store) -> Tensor:
+        """Run prompts [n, l] (right-padded; true lengths [n]) and return the hidden state of each one's last token,
+        [n, hidden_size]."""
+        n, length = tokens.shape
+        c = self.config
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            heads = qkv.view(n, length, -1, c.head_dim).transpose(1, 2)
+            q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+            store(layer, k, v)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(n * length, -1)
+
+        positions = torch.arange(length, device=self._device).repeat(n)
+        x = self._layers(tokens.flatten(), positions, length, attend)
+        last = x.view(n, length, -1)[torch.arange(n, device=self._device), lengths - 1]
+        return self._final_norm(last)
+
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
+        """Run one token [n] of every lane of the cache, at `positions` [n] (the largest is longest - 1), and return
+        the hidden states [n, hidden_size]."""
+        n, c = tokens.shape[0], self.config
+        tokens, positions = _padded(tokens), _padded(positions)
+        cache.begin_step(positions[:n])
+        out = torch.zeros(tokens.shape[0], self._query_columns, dtype=self._weights.norm.dtype, device=self._device)
+        lanes_out = out[:n].view(n * c.num_kv_heads, -1, c.head_dim)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            q = (qkv[:n, : self._query_columns] * self._scale).view(lanes_out.shape)
+            cache.attend(layer, q, qkv[:n, self._query_columns :].reshape(-1, c.head_dim), lanes_out)
+            return out
+
+        return self._final_norm(self._layers(tokens, positions, longest, attend)[:n])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, padded_size(vocab_size)] float32, -inf beyond the vocabulary. The next call
+        overwrites it."""
+        n, vocab_size = hidden.shape[0], self.config.vocab_size
+        hidden, head = _padded(hidden), self._weights.head
+        if self._logits.shape[0] < hidden.shape[0]:
+            shape = max(hidden.shape[0], 2 * self._logits.shape[0]), padded_size(vocab_size)
+            self._logits = torch.full(shape, -torch.inf, dtype=torch.float32, device=self._device)
+        out = self._logits[: hidden.shape[0], :vocab_size]
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden, head.t(), out=out)
+        else:
+            out.copy_(F.linear(hidden, head))
+        return self._logits[:n]
+
+    def _layers(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
+        """All decoder layers over t tokens; residual sums are taken by the products themselves."""
+        x = F.embedding(tokens, self._weights.embedding)
+        rotation = self._rotation_table(longest)[positions][:, None]  # [t, 1, D / 2]
+        width, eps = self.config.intermediate_size, self.config.rms_norm_eps
+        for i, layer in enumerate(self._weights.layers):
+            qkv = F.linear(F.rms_norm(x, x.shape[1:], layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            self._rotate(qkv, layer, rotation)
+            x.addmm_(attend(i, qkv), layer.out.t())
+            gate_up = F.linear(F.rms_norm(x, x.shape[1:], layer.post_norm, eps), layer.gate_up)
+            x.addmm_(F.silu(gate_up[:, :width]).mul_(gate_up[:, width:]), layer.down.t())
+        return x
+
+    def _rotate(self, qkv: Tensor, layer: LayerWeights, rotation: Tensor) -> None:
+        """Norm (Qwen3) and rotate queries and keys [t, (H + G) D] in place."""
+        c = self.config
+        qk = qkv[:, : self._rotary_columns].view(qkv.shape[0], -1, c.head_dim)
+        if layer.qk_norm is not None:
+            qk.copy_(F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps).mul_(layer.qk_norm))
+        pairs = qk.view(*qk.shape[:2], -1, 2)
+        if qk.dtype == torch.float32:
+            torch.view_as_complex(pairs).mul_(rotation)
+        else:
+            pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[1:], self._weights.norm, self.config.rms_norm_eps)
+
+    def _rotation_table(self, length: int) -> Tensor:
+        """[at least length, D / 2] complex64: e^(i * position * frequency)."""
+        if self._rotations.shape[0] < length:
+            positions = torch.arange(2 * length, dtype=torch.float32, device=self._device)
+            angles = positions[:, None] * self._frequencies
+            self._rotations = torch.polar(torch.ones_like(angles), angles)
+        return self._rotations
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """`rows` with zero rows appended up to MIN_ROWS."""
+    short = MIN_ROWS - rows.shape[0]
+    return rows if short <= 0 else torch.cat((rows, rows.new_zeros(short, *rows.shape[1:])))
+
+
+def inverse_frequencies(config: InferenceConfig) -> Tensor:
+    """[head_dim / 2] float32: radians a position, of each rotated pair of dimensions."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
+
+
+def _stretched(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    turns = rope.original_max_position_embeddings / wavelengths  # within the original context
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / rope.factor)

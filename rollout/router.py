@@ -1,0 +1,237 @@
+"""Several generators behind one: a request goes where the least work is outstanding and stays with its group.
+
+Invariant: a request that was accepted ends as a completion or an error, whatever its generator does. One that is
+interrupted goes on with the tokens it has; one whose generator dies goes on at another, from the tokens that the
+router knows of; when no generator is left it raises NoGeneratorError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
+
+from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_RETRIES = 3
+_LONGEST_RETRY_WAIT_SECONDS = 1.0
+
+
+class NoGeneratorError(RuntimeError):
+    """Every generator of the router is gone."""
+
+
+class _AttemptFailed(Exception):
+    """A generator did not complete a request; __cause__ says why."""
+
+    def __init__(self, *, generator_died: bool) -> None:
+        super().__init__(generator_died)
+        self.generator_died = generator_died
+
+
+@dataclass(eq=False)
+class _Member:
+    """One generator and what the router has running there. `failure` is set once it is gone."""
+
+    generator: Generator
+    index: int
+    outstanding_tokens: int = 0
+    attempts: set[asyncio.Task[Completion]] = field(default_factory=set)
+    failure: BaseException | None = None
+
+
+@dataclass
+class _Group:
+    """Where a group's requests go while some of them are in flight."""
+
+    member: _Member
+    num_in_flight: int = 0
+
+
+class Router:
+    """Implements `Generator` over `generators`. Use it in one event loop.
+
+    Every `health_interval_seconds`, and whenever a request fails, a generator with work is asked for its health; one
+    that does not answer within `health_timeout_seconds` is dead and stays dead, as is one that fails an update.
+    """
+
+    def __init__(
+        self,
+        generators: Sequence[Generator],
+        *,
+        health_interval_seconds: float = 5.0,
+        health_timeout_seconds: float = 60.0,
+    ) -> None:
+        if not generators:
+            raise ValueError("a router needs at least one generator")
+        self._members = [_Member(generator, index) for index, generator in enumerate(generators)]
+        self._groups: dict[str, _Group] = {}
+        self._interval = health_interval_seconds
+        self._timeout = health_timeout_seconds
+        self._watcher: asyncio.Task[None] | None = None
+        self._sampling = asyncio.Event()
+        self._sampling.set()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion to its end ("stop" or "length"), through interruptions and the death of generators.
+        Raises NoGeneratorError when none is left, ValueError for a request that cannot be served, and what a healthy
+        generator keeps raising for it."""
+        self._watch()
+        group = self._join_group(request)
+        num_retries = 0  # since the last token
+        try:
+            while True:
+                await self._sampling.wait()
+                given = _num_given(request)
+                try:
+                    completion = await self._attempt(self._member_of(group), request)
+                except _AttemptFailed as e:
+                    num_retries += 1
+                    if not e.generator_died and num_retries > _MAX_RETRIES:
+                        assert e.__cause__ is not None, "raised from what the generator raised"
+                        raise e.__cause__ from None
+                else:
+                    if completion.finish_reason != "abort":
+                        return completion
+                    request = replace(request, output=completion)
+                    num_retries = 0 if _num_given(request) > given else num_retries + 1
+                if num_retries > 1:
+                    await asyncio.sleep(min(0.01 * 2**num_retries, _LONGEST_RETRY_WAIT_SECONDS))
+        finally:
+            self._leave_group(request)
+
+    async def pause(self) -> None:
+        """Pause every generator. Interrupted requests wait here for resume()."""
+        self._sampling.clear()
+        await self._everywhere(lambda generator: generator.pause())
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        """Copy a bucket into every generator."""
+        await self._everywhere(lambda generator: generator.update_weights(bucket))
+
+    async def resume(self, version: int) -> None:
+        """Let every generator go on."""
+        await self._everywhere(lambda generator: generator.resume(version))
+        self._sampling.set()
+
+    async def health(self) -> Health:
+        """The oldest version and the summed load of the generators that live."""
+        answers = await self._everywhere(lambda generator: asyncio.wait_for(generator.health(), self._timeout))
+        return Health(
+            version=min(h.version for h in answers),
+            num_running=sum(h.num_running for h in answers),
+            num_waiting=sum(h.num_waiting for h in answers),
+        )
+
+    async def close(self) -> None:
+        """Close every generator that lives."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await asyncio.gather(*(m.generator.close() for m in self._alive()))
+
+    def _alive(self) -> list[_Member]:
+        return [member for member in self._members if member.failure is None]
+
+    def _join_group(self, request: GenerateRequest) -> _Group:
+        """The request's group, with a generator chosen for it if it is the first; one without a group is its own."""
+        name = request.group_id or f"request {request.request_id}"
+        if name not in self._groups:
+            self._groups[name] = _Group(self._least_loaded())
+        self._groups[name].num_in_flight += 1
+        return self._groups[name]
+
+    def _leave_group(self, request: GenerateRequest) -> None:
+        name = request.group_id or f"request {request.request_id}"
+        self._groups[name].num_in_flight -= 1
+        if not self._groups[name].num_in_flight:
+            del self._groups[name]
+
+    def _least_loaded(self) -> _Member:
+        alive = self._alive()
+        if not alive:
+            failures = "; ".join(f"generator {m.index}: {m.failure!r}" for m in self._members)
+            raise NoGeneratorError(f"no generator is left: {failures}") from self._members[-1].failure
+        return min(alive, key=lambda member: member.outstanding_tokens)
+
+    def _member_of(self, group: _Group) -> _Member:
+        if group.member.failure is not None:
+            group.member = self._least_loaded()
+        return group.member
+
+    async def _attempt(self, member: _Member, request: GenerateRequest) -> Completion:
+        """One call of a generator. Raises _AttemptFailed if it failed or the generator died under it."""
+        tokens = len(request.prompt_ids) + request.sampling.max_new_tokens - _num_given(request)
+        attempt = asyncio.ensure_future(member.generator.generate(request))
+        member.attempts.add(attempt)
+        member.outstanding_tokens += tokens
+        try:
+            return await attempt
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if member.failure is None or (current is not None and current.cancelling()):
+                raise
+            raise _AttemptFailed(generator_died=True) from member.failure
+        except ValueError:
+            raise
+        except Exception as e:
+            logger.warning("generator %d failed %s: %r", member.index, request.request_id, e)
+            await self._check(member)
+            raise _AttemptFailed(generator_died=member.failure is not None) from e
+        finally:
+            member.attempts.discard(attempt)
+            member.outstanding_tokens -= tokens
+
+    async def _check(self, member: _Member) -> None:
+        """Ask a generator for its health, and bury it if the answer is none."""
+        try:
+            await asyncio.wait_for(member.generator.health(), self._timeout)
+        except Exception as e:  # noqa: BLE001 (no answer is no health, whatever the reason)
+            self._bury(member, e)
+
+    def _bury(self, member: _Member, failure: BaseException) -> None:
+        """Take a generator for dead and set its requests free."""
+        if member.failure is not None:
+            return
+        member.failure = failure
+        requests = len(member.attempts)
+        logger.error("generator %d is gone (%r); its %d requests continue elsewhere", member.index, failure, requests)
+        for attempt in member.attempts:
+            attempt.cancel()
+
+    def _watch(self) -> None:
+        """Look after the generators for as long as requests run."""
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.ensure_future(self._watch_health())
+
+    async def _watch_health(self) -> None:
+        while self._groups:
+            await asyncio.sleep(self._interval)
+            await asyncio.gather(*(self._check(member) for member in self._alive() if member.attempts))
+
+    async def _everywhere(self, call: Callable[[Generator], Awaitable[T]]) -> list[T]:
+        """The same call at every generator that lives; one that fails it is dead. Raises ValueError as the call does,
+        and NoGeneratorError when none is left."""
+
+        async def one(member: _Member) -> T | None:
+            try:
+                return await call(member.generator)
+            except ValueError:
+                raise
+            except Exception as e:  # noqa: BLE001 (a generator that missed an update must not sample on)
+                self._bury(member, e)
+                return None
+
+        members = self._alive()
+        answers = await asyncio.gather(*(one(member) for member in members))
+        self._least_loaded()  # raises when none is left
+        return [cast(T, a) for a, member in zip(answers, members, strict=True) if member.failure is None]
+
+
+def _num_given(request: GenerateRequest) -> int:
+    return 0 if request.output is None else len(request.output.token_ids)

@@ -1,0 +1,270 @@
+"""The embedded generator as a run uses it: from an event loop, with its engine in another thread."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from embedded_models import (
+    VOCAB,
+    assert_same,
+    bucket_of,
+    config_of,
+    engine_of,
+    make_model,
+    oracle_logprobs,
+    prompt,
+    request,
+    run,
+    write_model,
+)
+
+from rollout.embedded import EmbeddedGenerator, GeneratorError
+from rollout.types import WeightBucket
+
+DEADLINE_SECONDS = 60  # of a test that hangs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    write_model("qwen2", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("qwen2")
+
+
+@pytest.fixture(scope="module")
+def new_model() -> Any:
+    return make_model("qwen2", seed=1)
+
+
+def play(script: Callable[[EmbeddedGenerator], Coroutine[Any, Any, None]], *args: Any, **settings: Any) -> None:
+    """Run a script against a generator, and close it."""
+
+    async def scene() -> None:
+        generator = EmbeddedGenerator(*args, **{"max_running": 8, **settings})
+        try:
+            await script(generator)
+        finally:
+            await generator.close()
+
+    asyncio.run(asyncio.wait_for(scene(), DEADLINE_SECONDS))
+
+
+async def progressed(generator: EmbeddedGenerator, n: int = 3) -> None:
+    """Return when requests that were sent earlier have at least n tokens (and a free lane is left)."""
+    await asyncio.sleep(0)  # let them be sent
+    await generator.generate(request(990_000 + n, prompt(3), max_new_tokens=n))
+
+
+@pytest.mark.parametrize("tied", ["qwen2", "qwen2_tied"])
+def test_a_generator_without_weights_waits_for_all_of_them(tmp_path: Path, tied: str) -> None:
+    model = write_model(tied, tmp_path)
+    whole = bucket_of(model).tensors
+    names = sorted(whole)
+
+    async def script(generator: EmbeddedGenerator) -> None:
+        r = request(0, prompt(7))
+        waiting = asyncio.ensure_future(generator.generate(r))
+        await generator.update_weights(WeightBucket(tensors={name: whole[name] for name in names[:5]}))
+        with pytest.raises(ValueError, match=f"{len(names) - 5} parameters were never loaded, among them {names[5]}"):
+            await generator.resume(0)
+        await generator.update_weights(WeightBucket(tensors={name: whole[name] for name in names[5:]}))
+        assert not waiting.done()
+        await generator.resume(11)
+        assert_same(await waiting, run(engine_of(model), [r])[0], versions=False)
+        assert (await waiting).versions.tolist() == [11] * 16
+
+    play(script, config_of(tmp_path))
+
+
+def test_submitted_requests_come_out_of_drain_exactly_once(folder: Path, model: Any) -> None:
+    requests = [request(i, prompt(4 + i % 3, seed=i % 3), max_new_tokens=1 + i % 40) for i in range(100)]
+
+    async def script(generator: EmbeddedGenerator) -> None:
+        generator.submit(requests[:60])
+        generator.submit(requests[60:])
+        drained: list[Any] = []
+        while len(drained) < len(requests):
+            drained += await generator.drain(linger_seconds=0.001)
+        done = dict(drained)
+        assert len(done) == len(drained) == 100
+        for r, expected in zip(requests, run(engine_of(model), requests), strict=True):
+            assert_same(done[r.request_id], expected)
+        health = await generator.health()
+        assert (health.num_running, health.num_waiting) == (0, 0)
+
+    play(script, folder)
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
+def test_after_pause_no_token_of_the_old_version_appears(
+    folder: Path, model: Any, new_model: Any, interrupt: str
+) -> None:
+    long = [request(i, prompt(6, seed=i), max_new_tokens=400) for i in range(3)]
+
+    async def script(generator: EmbeddedGenerator) -> None:
+        running = [asyncio.ensure_future(generator.generate(r)) for r in long]
+        await progressed(generator)
+        await generator.pause()
+        late = asyncio.ensure_future(generator.generate(request(7, prompt(5))))
+        await generator.update_weights(bucket_of(new_model))
+        if interrupt == "abort":
+            partial = await asyncio.gather(*running)
+            again = [replace(r, output=c) for r, c in zip(long, partial, strict=True)]
+            running = [asyncio.ensure_future(generator.generate(r)) for r in again]
+            assert {c.finish_reason for c in partial} == {"abort"}
+        await generator.resume(5)
+        for r, c in zip(long, await asyncio.gather(*running), strict=True):
+            num_old = int((c.versions == 2).sum())
+            assert 3 <= num_old < 400
+            assert c.versions.tolist() == [2] * num_old + [5] * (400 - num_old)
+            old = oracle_logprobs(model, r.prompt_ids, c.token_ids)
+            np.testing.assert_allclose(c.logprobs[:num_old], old[:num_old], atol=1e-4)
+            if interrupt != "in_place":
+                new = oracle_logprobs(new_model, r.prompt_ids, c.token_ids)
+                np.testing.assert_allclose(c.logprobs[num_old:], new[num_old:], atol=1e-4)
+        assert (await late).versions.tolist() == [5] * 16
+        assert (await generator.health()).version == 5
+
+    play(script, folder, interrupt=interrupt, version=2)
+
+
+def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(folder: Path, new_model: Any) -> None:
+    tensors = bucket_of(new_model).tensors
+
+    async def script(generator: EmbeddedGenerator) -> None:
+        running = asyncio.ensure_future(generator.generate(request(0, prompt(6), max_new_tokens=300)))
+        with pytest.raises(ValueError, match="needs pause\\(\\) first"):
+            await generator.update_weights(bucket_of(new_model))
+        await generator.pause()
+        await generator.pause()
+        for name, tensor in tensors.items():
+            await generator.update_weights(WeightBucket(tensors={name: tensor}))
+        with pytest.raises(ValueError, match="no parameter 'nonsense'"):
+            await generator.update_weights(WeightBucket(tensors={"nonsense": torch.ones(1)}))
+        await generator.resume(1)
+        assert len((await running).token_ids) == 300
+
+    play(script, folder)
+
+
+def test_weights_that_give_no_finite_logits_fail_every_waiter_and_nobody_hangs(folder: Path) -> None:
+    async def script(generator: EmbeddedGenerator) -> None:
+        await generator.pause()
+        waiting = [asyncio.ensure_future(generator.generate(request(i, prompt(6)))) for i in range(12)]
+        generator.submit([request(100, prompt(5))])
+        drain = asyncio.ensure_future(generator.drain())
+        await generator.update_weights(WeightBucket(tensors={"model.norm.weight": torch.full((48,), torch.nan)}))
+        assert not any(w.done() for w in waiting)
+        await generator.resume(1)
+        for outcome in await asyncio.gather(*waiting, drain, return_exceptions=True):
+            assert isinstance(outcome, GeneratorError)
+            assert isinstance(outcome.__cause__, FloatingPointError)
+        for call in (
+            generator.health(),
+            generator.pause(),
+            generator.resume(2),
+            generator.generate(request(200, prompt(3))),
+            generator.drain(),
+        ):
+            with pytest.raises(GeneratorError, match="logits are not finite"):
+                await call
+        with pytest.raises(GeneratorError):
+            generator.submit([request(201, prompt(3))])
+
+    play(script, folder)
+
+
+def test_closing_ends_what_runs_with_an_error(folder: Path) -> None:
+    async def script(generator: EmbeddedGenerator) -> None:
+        running = [
+            asyncio.ensure_future(generator.generate(request(i, prompt(6), max_new_tokens=500))) for i in range(9)
+        ]
+        while not (await generator.health()).num_running:
+            await asyncio.sleep(0.001)
+        await generator.close()
+        for outcome in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(outcome, GeneratorError)
+        with pytest.raises(GeneratorError, match="closed"):
+            await generator.health()
+
+    play(script, folder)
+
+
+def test_a_cancelled_request_makes_room_for_others(folder: Path, model: Any) -> None:
+    async def script(generator: EmbeddedGenerator) -> None:
+        hogs = [asyncio.ensure_future(generator.generate(request(i, prompt(6), max_new_tokens=500))) for i in range(2)]
+        while (await generator.health()).num_running < 2:
+            await asyncio.sleep(0.001)
+        for hog in hogs:
+            hog.cancel()
+        r = request(50, prompt(9))
+        assert_same(await generator.generate(r), run(engine_of(model), [r])[0])
+        health = await generator.health()
+        assert (health.num_running, health.num_waiting) == (0, 0)
+
+    play(script, folder, max_running=2)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda: request(1, [], max_new_tokens=3), "prompt_ids must be one or more numbers .* there is none"),
+        (lambda: request(1, [3, VOCAB]), f"in \\[0, {VOCAB}\\), the vocabulary; they reach from 3 to {VOCAB}"),
+        (lambda: request(1, [-1]), "they reach from -1"),
+        (lambda: request(1, [1] * 500, max_new_tokens=13), "max_new_tokens=13 exceed max_position_embeddings=512"),
+        (lambda: request(1, [1], max_new_tokens=0), "max_new_tokens=0 must exceed the 0 tokens given"),
+        (lambda: request(1, [1], temperature=-1.0), "temperature=-1.0 must be >= 0"),
+        (lambda: request(1, [1], top_p=0.0), "top_p=0.0 in \\(0, 1\\]"),
+        (lambda: request(1, [1], min_new_tokens=1, stop_token_ids=tuple(range(VOCAB))), "rules out every token"),
+        (lambda: request(0, [1]), "request_id='r0' is already in use"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(folder: Path, bad: Any, message: str) -> None:
+    async def script(generator: EmbeddedGenerator) -> None:
+        good = asyncio.ensure_future(generator.generate(request(0, prompt(6), max_new_tokens=100)))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match=message):
+            await generator.generate(bad())
+        with pytest.raises(ValueError, match=message):
+            generator.submit([request(3, prompt(3)), bad()])
+        assert len((await good).token_ids) == 100
+        health = await generator.health()
+        assert (health.num_running, health.num_waiting) == (0, 0)
+
+    play(script, folder)
+
+
+def test_a_generator_serves_several_event_loops(folder: Path, model: Any) -> None:
+    async def session(generator: EmbeddedGenerator, i: int) -> None:
+        r = request(i, prompt(9))
+        assert_same(await generator.generate(r), run(engine_of(model), [r])[0])
+
+    async def script(generator: EmbeddedGenerator) -> None:
+        await asyncio.gather(
+            *(asyncio.to_thread(asyncio.run, session(generator, i)) for i in range(1, 4)), session(generator, 0)
+        )
+
+    play(script, folder)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"interrupt": "stop"}, "interrupt='stop'"),
+        ({"max_running": 0}, "max_running=0"),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(folder: Path, setting: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EmbeddedGenerator(folder, **setting)

@@ -1,0 +1,233 @@
+"""The router over real embedded generators: balance, affinity, interruption, death."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
+
+from rollout.embedded import EmbeddedGenerator, GeneratorError
+from rollout.router import NoGeneratorError, Router
+from rollout.types import Completion, GenerateRequest, Health, WeightBucket
+
+DEADLINE_SECONDS = 60  # of a test that hangs
+
+
+class Recorded(EmbeddedGenerator):
+    """An embedded generator that notes which requests it was given."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"max_running": 32, "interrupt": "abort", **settings})
+        self.seen: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.seen.append(request)
+        return await super().generate(request)
+
+
+class Silent:
+    """A generator whose process hangs: it takes everything and answers nothing."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def health(self) -> Health:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def pause(self) -> None: ...
+
+    async def update_weights(self, bucket: WeightBucket) -> None: ...
+
+    async def resume(self, version: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    write_model("qwen2", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("qwen2")
+
+
+def groups_of_four(num_groups: int, **sampling: Any) -> list[GenerateRequest]:
+    return [
+        request(i, prompt(5 + i // 4, seed=i // 4), group_id=f"g{i // 4}", **{"max_new_tokens": 60, **sampling})
+        for i in range(4 * num_groups)
+    ]
+
+
+async def started(router: Router, requests: list[GenerateRequest]) -> list[asyncio.Future[Completion]]:
+    """The requests, each of which has its place now and, unless it waits for a lane, some tokens."""
+    running = [asyncio.ensure_future(router.generate(r)) for r in requests]
+    await asyncio.sleep(0)
+    probes = [request(10_000 + i, prompt(3), max_new_tokens=8, group_id=r.group_id) for i, r in enumerate(requests)]
+    await asyncio.gather(*(router.generate(probe) for probe in probes))
+    return running
+
+
+def play(scene: Any) -> None:
+    asyncio.run(asyncio.wait_for(scene, DEADLINE_SECONDS))
+
+
+def test_groups_stay_together_and_load_is_spread(folder: Path, model: Any) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(3)]
+        router = Router(generators)
+        requests = groups_of_four(9)
+        completions = await asyncio.gather(*(router.generate(r) for r in requests))
+        for c, expected in zip(completions, run(engine_of(model), requests), strict=True):
+            assert_same(c, expected)
+        homes = [{r.group_id for r in g.seen} for g in generators]
+        assert [len(home) for home in homes] == [3, 3, 3]
+        assert not homes[0] & homes[1] and not homes[1] & homes[2] and not homes[0] & homes[2]
+        await router.close()
+
+    play(scene())
+
+
+def test_long_requests_weigh_more_than_short_ones(folder: Path) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(2)]
+        router = Router(generators)
+        sizes = [400, 40, 40, 40, 40]
+        await asyncio.gather(*(router.generate(request(i, prompt(5), max_new_tokens=n)) for i, n in enumerate(sizes)))
+        assert [[r.sampling.max_new_tokens for r in g.seen] for g in generators] == [[400], [40] * 4]
+        await router.close()
+
+    play(scene())
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
+def test_interrupted_requests_continue_with_their_prefix_and_lose_no_token(
+    folder: Path, model: Any, interrupt: str
+) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder, interrupt=interrupt) for _ in range(2)]
+        router = Router(generators)
+        requests = groups_of_four(3, max_new_tokens=300)
+        running = await started(router, requests)
+        for version in (1, 2, 3):
+            await router.generate(request(1000 + version, prompt(3), max_new_tokens=4))
+            await router.pause()
+            await asyncio.sleep(0.01)
+            assert not any(r.done() for r in running)
+            await router.update_weights(bucket_of(model))
+            await router.resume(version)
+        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+            assert_same(c, expected, versions=False)
+            assert (c.versions[1:] >= c.versions[:-1]).all()
+            assert c.versions[0] == 0
+            assert c.versions[-1] == 3
+        assert any(r.output is not None for g in generators for r in g.seen) == (interrupt == "abort")
+        assert (await router.health()).version == 3
+        await router.close()
+
+    play(scene())
+
+
+def test_requests_of_a_generator_that_dies_continue_elsewhere(folder: Path, model: Any) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(2)]
+        router = Router(generators)
+        requests = groups_of_four(4, max_new_tokens=300)
+        running = await started(router, requests)
+        await generators[0].close()
+        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+            assert_same(c, expected)
+        moved = Counter(r.request_id for g in generators for r in g.seen)
+        assert [moved[r.request_id] for r in requests] == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
+        for r in groups_of_four(2):
+            assert len((await router.generate(r)).token_ids) == 60
+        await router.pause()
+        await router.update_weights(bucket_of(model))
+        await router.resume(1)
+        assert (await router.health()).version == 1
+        await router.close()
+
+    play(scene())
+
+
+def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_going_on(folder: Path, model: Any) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(2)]
+        router = Router(generators)
+        requests = groups_of_four(2, max_new_tokens=300)
+        running = await started(router, requests)
+        await router.pause()
+        await generators[1].close()
+        await router.resume(1)
+        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+            assert_same(c, expected, versions=False)
+            assert set(c.versions.tolist()) <= {0, 1}
+        late = [r for r in generators[0].seen if r.group_id == "g1"]
+        assert late
+        assert all(r.output is not None and len(r.output.token_ids) for r in late)
+        await router.close()
+
+    play(scene())
+
+
+def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
+    async def scene() -> None:
+        generators = [Silent(), Recorded(folder)]
+        router = Router(generators, health_interval_seconds=0.05, health_timeout_seconds=0.05)
+        requests = groups_of_four(2)
+        completions = await asyncio.gather(*(router.generate(r) for r in requests))
+        for c, expected in zip(completions, run(engine_of(model), requests), strict=True):
+            assert_same(c, expected)
+        await router.close()
+
+    play(scene())
+
+
+def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(2)]
+        router = Router(generators)
+        running = await started(router, groups_of_four(3, max_new_tokens=400))
+        await asyncio.gather(*(g.close() for g in generators))
+        for outcome in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(outcome, NoGeneratorError)
+            assert isinstance(outcome.__cause__, GeneratorError)
+        for call in (router.health(), router.pause(), router.resume(1), router.generate(request(2, prompt(3)))):
+            with pytest.raises(NoGeneratorError, match="generator 0: .*closed.*; generator 1: .*closed"):
+                await call
+        await router.close()
+
+    play(scene())
+
+
+def test_a_request_that_cannot_be_served_blames_no_generator(folder: Path) -> None:
+    async def scene() -> None:
+        router = Router([Recorded(folder)])
+        with pytest.raises(ValueError, match="max_position_embeddings=512"):
+            await router.generate(request(0, prompt(500), max_new_tokens=100))
+        assert len((await router.generate(request(1, prompt(5)))).token_ids) == 16
+        await router.close()
+
+    play(scene())
+
+
+def test_a_cancelled_request_leaves_no_load_behind(folder: Path) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(2)]
+        router = Router(generators)
+        hog = asyncio.ensure_future(router.generate(request(0, prompt(5), max_new_tokens=500)))
+        await asyncio.sleep(0)
+        await router.generate(request(1, prompt(5)))
+        hog.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hog
+        await router.generate(request(2, prompt(5)))
+        assert [r.request_id for r in generators[0].seen] == ["r0", "r2"]
+        await router.close()
+
+    play(scene())
