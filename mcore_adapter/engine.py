@@ -115,10 +115,9 @@ class MegatronEngine:
 
         self._optimizer.zero_grad()
         sums = run_schedule(self._chunks, microbatches, postprocess, forward_only=False)
-        metrics = self._reduce_metrics(sums, num_trained)
         update = self._optimizer.step()
         return {
-            **metrics,
+            **self._reduce_metrics(sums, num_trained),
             "grad_norm": update.grad_norm,
             "lr": update.lr,
             "num_microbatches": float(len(microbatches)),
@@ -128,12 +127,16 @@ class MegatronEngine:
     def logprobs(self, batch: PackedBatch, *, max_tokens_per_mb: int, temperature: float = 1.0) -> Shard | None:
         """Log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result (tensor and
         context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others."""
+        if self._settings.is_critic:
+            raise ValueError("this engine holds a critic: it has values, no log-probabilities")
         return self._infer(
             batch, max_tokens_per_mb, lambda mb, out: self._head(mb, out, temperature, with_entropy=False).logprobs
         )
 
     def values(self, batch: PackedBatch, *, max_tokens_per_mb: int) -> Shard | None:
         """The critic's values of the states in which the loss_mask tokens were chosen (0 elsewhere); see logprobs()."""
+        if not self._settings.is_critic:
+            raise ValueError("this engine holds a language model: it has log-probabilities, no values")
         return self._infer(batch, max_tokens_per_mb, lambda mb, out: self._head(mb, out, 1.0, False).values)
 
     def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS_PER_CHUNK = 1 << 26
-"""Default size of a chunk, in logits of this rank's vocabulary shard: 256 MiB of fp32, at which the matrix products of a
-150,000-word vocabulary still run at full speed and small models need a single chunk."""
+LOGITS_PER_CHUNK = 1 << 28
+"""Default size of a chunk, in logits of this rank's vocabulary shard: 1 GiB of fp32. The gradient of the weight is read
+and written once a chunk, so small chunks of a large vocabulary would spend their time on that."""
 
 
 def linear_logprobs(

@@ -267,6 +267,7 @@ def _errors(parallel: Any, device: Any, model: str) -> dict[str, str]:
         "no optimizer": lambda: reference.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS),
         "too long": lambda: reference.logprobs(batch, max_tokens_per_mb=8),
         "first token": lambda: reference.logprobs(first_token, max_tokens_per_mb=MAX_TOKENS),
+        "no values": lambda: reference.values(batch, max_tokens_per_mb=MAX_TOKENS),
         "no critic": lambda: make_engine(parallel, device, model, is_critic=True),
     }
     messages = {}
@@ -316,6 +317,7 @@ def test_misuse_is_one_clear_error(one_rank):
     assert "inference" in errors["no optimizer"]
     assert "max_tokens_per_mb=8" in errors["too long"]
     assert "loss_mask" in errors["first token"]
+    assert "language model" in errors["no values"]
     assert "init_critic_from_actor=true" in errors["no critic"]
 
 
