@@ -1,0 +1,84 @@
+"""Supervised fine-tuning through the real command line, on two data-parallel ranks."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from core.sft_data import AnswerDataset
+from core.sft_rows import read_pairs
+from rollout.dataset_rows import DatasetError
+
+
+def test_two_ranks_learn_the_pairs_and_the_saved_model_agrees_with_the_reported_loss(assets, run_command) -> None:
+    command = run_command(
+        "sft",
+        {
+            "allocation_mode": "d2m1p1",
+            "n_gpus_per_node": 2,
+            "exp_ctrl": {"total_train_epochs": 12, "save_freq_epochs": 12, "eval_freq_epochs": 4},
+            "model": {"path": str(assets.model), "optimizer": {"lr": 1e-2, "lr_scheduler_type": "cosine"}},
+            "dataset": {
+                "train_path": str(assets.pairs),
+                "valid_path": str(assets.pairs),
+                "max_seqlen": 16,
+                "train_bs_n_seqs": 8,
+            },
+        },
+    )
+    assert command.finish() == 0, command.output()[-4000:]
+    rows = [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
+    losses = [m["loss"] for m in rows if "loss" in m]
+    assert len(losses) == 60 and np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    evaluated = [(m["step"], m["eval/loss"]) for m in rows if "eval/loss" in m]
+    assert [step for step, _ in evaluated] == [20, 40, 60]
+
+    saved = command.checkpoints / "default" / "epoch12epochstep5globalstep60"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    total, count = 0.0, 0
+    for prompt, answer in read_pairs(assets.pairs):
+        start = len(tokenizer(prompt)["input_ids"])
+        ids = torch.tensor([*tokenizer(prompt)["input_ids"], *tokenizer(answer)["input_ids"], tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
+        total -= float(logprobs[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
+        count += len(ids) - start
+    assert total / count == pytest.approx(evaluated[-1][1], abs=1e-4)
+
+
+def test_only_answers_are_trained_and_an_epoch_is_a_function_of_its_number(assets) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    data = AnswerDataset(assets.pairs, tokenizer, max_seqlen=16, seed=3, shuffle=True)
+    batch = data.batch(epoch=2, epoch_step=1, batch_size=8)
+    for i in range(8):
+        row = batch.select([i])
+        text = tokenizer.decode(row.token_ids[row.loss_mask].tolist())
+        prompt = tokenizer.decode(row.token_ids[~row.loss_mask].tolist())
+        assert prompt.endswith("=") and text.endswith("<eos>")
+        assert sum(map(int, prompt[:-1].split("+"))) == int(text.removesuffix("<eos>"))
+    again = AnswerDataset(assets.pairs, tokenizer, max_seqlen=16, seed=3, shuffle=True)
+    assert torch.equal(again.batch(2, 1, 8).token_ids, batch.token_ids)
+    seen = sorted(
+        tuple(b.select([i]).token_ids.tolist())
+        for b in (data.batch(1, s, 16) for s in (1, 2, 3))
+        for i in range(b.num_sequences)
+    )
+    assert len(seen) == len(data) == 40 and len(set(seen)) == 40
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "1+1="}', r":2: needs a text 'prompt' and one of \['answer', 'solutions'\]"),
+        ('{"prompt": 3, "answer": "2"}', ":2: needs a text 'prompt'"),
+        ('{"prompt": "1+1=", "answer": ', ":2: not a json object"),
+        ("[1]", ":2: expected a json object, found list"),
+    ],
+)
+def test_a_wrong_row_is_named_by_file_and_line(tmp_path, line: str, message: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
+    with pytest.raises(DatasetError, match=message):
+        read_pairs(path)
