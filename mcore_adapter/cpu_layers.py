@@ -19,15 +19,21 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from mcore_adapter.cpu_attention import packed_causal_attention, zigzag_attention
+from mcore_adapter.cpu_elementwise import rms_norm
 
 
-class CpuRMSNorm(torch.nn.RMSNorm):
+class CpuRMSNorm(torch.nn.Module):
     """RMSNorm that may run on a sequence-parallel shard (Megatron's own torch wrapper refuses to)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma, "set by build_model()"
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class CpuCoreAttention(MegatronModule):

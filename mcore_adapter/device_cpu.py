@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import megatron.core.optimizer as megatron_optimizer
+import megatron.core.transformer.mlp as megatron_mlp
 import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from mcore_adapter.cpu_adam import FusedAdam
 from mcore_adapter.cpu_attention import rotary_thd
+from mcore_adapter.cpu_elementwise import swiglu
 from mcore_adapter.cpu_layers import cpu_block_spec
 
 _CPU = torch.device("cpu")
@@ -77,6 +79,12 @@ class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
             torch.set_rng_state(outer)
 
 
+def _bias_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
+    """Megatron's signature of the fused operation."""
+    assert bias is None, "no supported family has a bias here"
+    return swiglu(gate_up)
+
+
 _is_set_up = False
 
 
@@ -102,7 +110,8 @@ class CpuDevice:
         megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-        rope_utils.fused_apply_rotary_pos_emb_thd = rotary_thd
+        rope_utils.fused_apply_rotary_pos_emb_thd = rotary_thd  # for apply_rope_fusion
+        megatron_mlp.bias_swiglu_impl = _bias_swiglu  # for bias_activation_fusion
         _is_set_up = True
 
     @contextlib.contextmanager
@@ -114,9 +123,9 @@ class CpuDevice:
     def config_overrides(self) -> dict[str, Any]:
         return dict(
             use_cpu_initialization=True,
-            apply_rope_fusion=True,  # rotary_thd
+            apply_rope_fusion=True,
+            bias_activation_fusion=True,
             gradient_accumulation_fusion=False,
-            bias_activation_fusion=False,
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             persist_layer_norm=False,
