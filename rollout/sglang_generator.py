@@ -48,7 +48,8 @@ _EMPTY = Completion(
 
 
 class SGLangGenerator:
-    """Samples on one server. Make it with `SGLangGenerator.start(settings)`, inside the event loop that uses it.
+    """Samples on one server, inside the event loop that made it. `SGLangGenerator.start(settings)` starts a server of
+    its own, which close() ends; the constructor takes one that runs and is somebody else's.
 
     `interrupt` says what pause() does to running requests: "abort" ends them with what they have, "retract" keeps them
     and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.
@@ -66,6 +67,7 @@ class SGLangGenerator:
                 "pipeline stages does not tell the versions of single tokens; use abort, or tensor parallelism"
             )
         self._server, self._interrupt, self._timeout = server, interrupt, control_timeout_seconds
+        self._owns_server = False
         model = read_model_config(settings.model_path)
         self._vocab_size: int = model["vocab_size"]
         self._max_length = int(settings.flags.get("context_length") or model["max_position_embeddings"])  # type: ignore[arg-type]
@@ -91,8 +93,8 @@ class SGLangGenerator:
         server = SGLangServer(settings)
         await server.start()
         generator = cls(server, interrupt=interrupt, **options)
+        generator._owns_server = True
         try:
-            # What the schedulers think of the version is told once, so that a later version is never confused with it.
             await generator.resume(0)
             probe = SamplingParams(max_new_tokens=1)
             await generator.generate(GenerateRequest(request_id="probe", prompt_ids=[0], sampling=probe))
@@ -139,9 +141,12 @@ class SGLangGenerator:
         await self._something_done.wait()
         if linger_seconds and self._failure is None:
             await asyncio.sleep(linger_seconds)
-        if self._failure is not None:
-            raise self._failure
         self._something_done.clear()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            if self._done:
+                self._something_done.set()
+            raise failure
         done, self._done = self._done, []
         return done
 
@@ -202,14 +207,16 @@ class SGLangGenerator:
         return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
 
     async def close(self) -> None:
-        """End the requests and the server."""
+        """End the requests, and the server if start() made it."""
         for task in list(self._tasks):
             task.cancel()
         await self._client.close()
-        await asyncio.to_thread(self._server.stop)
+        if self._owns_server:
+            await asyncio.to_thread(self._server.stop)
 
     async def _run(self, request: GenerateRequest) -> None:
-        self._done.append((request.request_id, await self.generate(request)))
+        completion = await self.generate(request)
+        self._done.append((request.request_id, completion))  # drain() puts a new list there while requests run
         self._something_done.set()
 
     def _forget(self, task: asyncio.Task[None]) -> None:

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.sglang_client import SGLangClient
 from rollout.sglang_gpus import check_gpus
 from rollout.sglang_inside import EXIT_USAGE
-from rollout.sglang_weights import ServerAddress
+from rollout.sglang_weights import ServerAddress, is_healthy
 
 logger = logging.getLogger(__name__)
 
@@ -172,9 +171,8 @@ class SGLangServer:
         self._url = f"http://{settings.host}:{port}"
         self._launch(server_flags(settings, model, port=port, nccl_port=nccl_port))
         begin = time.monotonic()
-        client = SGLangClient(settings.name, self._url)
         try:
-            while not await client.is_healthy(timeout_seconds=5.0):
+            while not await asyncio.to_thread(is_healthy, self.address, timeout_seconds=5.0):
                 self._check_alive()
                 if time.monotonic() - begin > settings.startup_timeout_seconds:
                     raise ServerStartError(
@@ -185,8 +183,6 @@ class SGLangServer:
         except BaseException:
             self.stop()
             raise
-        finally:
-            await client.close()
         logger.info("%s is ready at %s after %.1f s", settings.name, self._url, time.monotonic() - begin)
 
     def _launch(self, flags: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor
@@ -177,6 +178,15 @@ def check_answer(server: str, path: str, status: int, answer: object) -> dict[st
         message = answer.get("message") or answer.get("error") or answer.get("detail") or answer
         raise ServerError(f"{server}: {path} failed (HTTP {status}): {message}")
     return answer
+
+
+def is_healthy(server: ServerAddress, *, timeout_seconds: float) -> bool:
+    """Whether /health answers 200 in time."""
+    try:
+        with urlopen(f"{server.url}/health", timeout=timeout_seconds) as response:
+            return response.status == 200
+    except OSError:
+        return False
 
 
 def post(server: ServerAddress, call: Call, *, timeout_seconds: float) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Where the tests find a SGLang: an interpreter named by the environment; and a tiny model to serve.
+
+SLIPSTREAM_SGLANG_PYTHON is an interpreter that imports sglang. SLIPSTREAM_SGLANG_ENV is the prefix of an environment
+without a GPU: PREFIX/venv/bin/python, PREFIX/site for PYTHONPATH and PREFIX/lib for LD_LIBRARY_PATH.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.sglang_server import ServerSettings
+
+PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
+PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON") or (PREFIX and f"{PREFIX}/venv/bin/python")
+WHY_NOT = "no SGLang here: set SLIPSTREAM_SGLANG_PYTHON to an interpreter that has it, or SLIPSTREAM_SGLANG_ENV"
+
+VOCAB = 512
+END = VOCAB - 1
+
+
+def environment() -> dict[str, str]:
+    """Environment variables of a server process."""
+    common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if PREFIX is None:
+        return common
+    return common | {
+        "PYTHONPATH": f"{PREFIX}/site",
+        "LD_LIBRARY_PATH": f"{PREFIX}/lib",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PATH": f"{PREFIX}/venv/bin{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
+    """A server on the CPU."""
+    values: dict[str, Any] = {
+        "name": "generator-0",
+        "model_path": str(model),
+        "log_file": log_file,
+        "gpus": (),
+        "dtype": "float32",
+        "max_running": 32,
+        "flags": {"max_total_tokens": 16384, "sleep_on_idle": True},
+        "python": PYTHON,
+        "env": environment(),
+    }
+    return ServerSettings(**values | changes)
+
+
+class Models:
+    """One architecture, a version of random weights for every number; version 0 is in `folder`."""
+
+    def __init__(self, folder: Path, *, num_heads: int = 4, head_dim: int = 32) -> None:
+        from transformers import Qwen2Config
+
+        torch.set_num_threads(1)
+        self.folder = folder
+        self._config = Qwen2Config(
+            vocab_size=VOCAB, hidden_size=num_heads * head_dim, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, max_position_embeddings=2048,
+            tie_word_embeddings=True, eos_token_id=END, bos_token_id=None,
+        )  # fmt: skip
+        self._models: dict[int, Any] = {}
+        self[0].save_pretrained(folder)
+
+    def __getitem__(self, version: int) -> Any:
+        from transformers import Qwen2ForCausalLM
+
+        if version not in self._models:
+            torch.manual_seed(version)
+            model = Qwen2ForCausalLM(self._config).float().eval()
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.15)
+            self._models[version] = model
+        return self._models[version]
+
+    def weights(self, version: int) -> dict[str, Tensor]:
+        """Hugging Face names to tensors, tied ones once."""
+        return {name: p.detach() for name, p in self[version].named_parameters()}
+
+    def buckets(self, version: int, tensors_per_bucket: int = 7) -> Iterator[dict[str, Tensor]]:
+        items = list(self.weights(version).items())
+        for i in range(0, len(items), tensors_per_bucket):
+            yield dict(items[i : i + tensors_per_bucket])
+
+    @torch.no_grad()
+    def logits(self, version: int, prompt: list[int], tokens: np.ndarray) -> Tensor:
+        """[len(tokens), vocabulary] before each token, everything computed by one version."""
+        ids = torch.tensor([[*prompt, *tokens.tolist()]])
+        return self[version](ids).logits[0, len(prompt) - 1 : -1]
+
+    def logprobs(
+        self, version: int, prompt: list[int], tokens: np.ndarray, *, forbidden: tuple[int, ...] = ()
+    ) -> np.ndarray:
+        """Log-probability of each token, everything computed by one version."""
+        return chosen(self.logits(version, prompt, tokens), tokens, forbidden)
+
+    @torch.no_grad()
+    def logprobs_on_old_cache(
+        self, versions: np.ndarray, prompt: list[int], tokens: np.ndarray, *, forbidden: tuple[int, ...] = ()
+    ) -> np.ndarray:
+        """The same when token i comes from a forward pass of versions[i], over the keys and values that the passes
+        before it left in the cache."""
+        from transformers import DynamicCache
+
+        cache, fed, rows = DynamicCache(), prompt, []
+        for version, token in zip(versions.tolist(), tokens.tolist(), strict=True):
+            logits = self[version](torch.tensor([fed]), past_key_values=cache, use_cache=True).logits
+            rows.append(logits[0, -1])
+            fed = [token]
+        return chosen(torch.stack(rows), tokens, forbidden)
+
+
+def chosen(logits: Tensor, tokens: np.ndarray, forbidden: tuple[int, ...] = ()) -> np.ndarray:
+    logits[:, list(forbidden)] = -torch.inf
+    return logits.log_softmax(-1)[range(len(tokens)), tokens.tolist()].numpy()

@@ -1,0 +1,373 @@
+"""The SGLang generator and the weight push against a real SGLang server on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, settings_for
+
+from rollout.sglang_checksums import ModelShape
+from rollout.sglang_server import SGLangServer, read_model_config
+from rollout.sglang_weights import ServerAddress, ServerError, ServerGone
+from rollout.types import Completion, GenerateRequest, SamplingParams, WeightBucket
+
+if PYTHON is None:
+    pytest.skip(WHY_NOT, allow_module_level=True)
+pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from core.push_buckets import PushError, Sender, SenderSettings  # noqa: E402
+from core.push_disk import DiskSender  # noqa: E402
+from core.push_ipc import IpcSender  # noqa: E402
+from core.push_nccl import NcclSender  # noqa: E402
+from rollout.router import Router  # noqa: E402
+from rollout.sglang_generator import SGLangGenerator  # noqa: E402
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4  # nats; float32 on both sides, summed in different orders
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    server = SGLangServer(settings_for(models.folder, tmp_path_factory.mktemp("log") / "generator-0.log"))
+    asyncio.run(server.start())
+    family = psutil.Process().children(recursive=True)
+    yield server
+    server.stop()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive, "the server left processes behind"
+
+
+def with_generator(server: SGLangServer, interrupt: Any, use: Callable[[SGLangGenerator], Awaitable[T]]) -> T:
+    async def main() -> T:
+        generator = SGLangGenerator(server, interrupt=interrupt)
+        try:
+            return await use(generator)
+        finally:
+            await generator.close()
+
+    return asyncio.run(main())
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB - 1, length).tolist()
+
+
+def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt_ids=prompt, sampling=SamplingParams(**sampling))
+
+
+async def update(generator: Any, models: Models, version: int) -> None:
+    await generator.pause()
+    await generator.update_weights(WeightBucket(tensors=models.weights(version)))
+    await generator.resume(version)
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
+def test_every_token_s_logprob_reproduces_under_the_version_it_carries(
+    server: SGLangServer, models: Models, interrupt: str
+) -> None:
+    """END is ruled out: a request that the server ends there goes on as a new one, on a new cache."""
+    prompts = [prompt_of(i // 2, 20 + i) for i in range(10)]
+
+    def uninterrupted(i: int) -> GenerateRequest:
+        length = 150 + 25 * i
+        return request(f"r{i}", prompts[i], max_new_tokens=length, min_new_tokens=length, stop_token_ids=(END,))
+
+    async def sample_through_updates(generator: SGLangGenerator) -> list[Completion]:
+        router = Router([generator])
+        await update(router, models, 1)
+        running = [asyncio.create_task(router.generate(uninterrupted(i))) for i in range(10)]
+        for version in (2, 3):
+            await asyncio.sleep(0.5)
+            await update(router, models, version)
+        return await asyncio.gather(*running)
+
+    completions = with_generator(server, interrupt, sample_through_updates)
+    across = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        versions, tokens = completion.versions, completion.token_ids
+        assert (np.diff(versions) >= 0).all()
+        across += versions[0] != versions[-1]
+        if interrupt == "in_place":
+            expected = models.logprobs_on_old_cache(versions, prompt, tokens, forbidden=(END,))
+        else:
+            by_version = {v: models.logprobs(v, prompt, tokens, forbidden=(END,)) for v in set(versions.tolist())}
+            expected = np.array([by_version[v][i] for i, v in enumerate(versions.tolist())])
+        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+    assert across >= 3, "the updates came too late to say anything"
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
+def test_a_cached_prefix_of_older_weights_is_not_used(server: SGLangServer, models: Models, interrupt: str) -> None:
+    prompt = prompt_of(7, 300)
+
+    async def same_prompt_twice(generator: SGLangGenerator) -> list[Completion]:
+        completions = []
+        for version in (4, 5):
+            await update(generator, models, version)
+            completions += [
+                await generator.generate(request(f"v{version}-{i}", prompt, max_new_tokens=8)) for i in range(2)
+            ]
+        return completions
+
+    for version, completion in zip((4, 4, 5, 5), with_generator(server, interrupt, same_prompt_twice), strict=True):
+        assert set(completion.versions.tolist()) == {version}
+        expected = models.logprobs(version, prompt, completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+
+def test_top_p_and_top_k_give_the_logprobs_of_what_is_left(server: SGLangServer, models: Models) -> None:
+    prompt = prompt_of(8, 30)
+
+    async def sample(generator: SGLangGenerator) -> Completion:
+        await update(generator, models, 1)
+        return await generator.generate(request("p", prompt, max_new_tokens=40, top_p=0.8, top_k=50, temperature=0.7))
+
+    completion = with_generator(server, "abort", sample)
+    probs = (models.logits(1, prompt, completion.token_ids) / 0.7).softmax(-1)
+    ordered, index = probs.sort(descending=True)
+    kept = ((ordered.cumsum(-1) - ordered) <= 0.8) & (torch.arange(VOCAB) < 50)
+    left = torch.zeros_like(probs).scatter(1, index, ordered * kept)
+    expected = (left / left.sum(-1, keepdim=True)).log()[range(40), completion.token_ids.tolist()]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE)
+
+
+def test_stop_tokens_end_a_completion_but_not_before_min_new_tokens(server: SGLangServer, models: Models) -> None:
+    stop = tuple(range(0, VOCAB, 2))  # half of the vocabulary: it stops soon
+    prompt = prompt_of(9, 30)
+
+    async def sample(generator: SGLangGenerator) -> list[Completion]:
+        await update(generator, models, 1)
+        requests = [
+            request(f"s{i}", prompt, max_new_tokens=60, min_new_tokens=25, stop_token_ids=stop) for i in range(8)
+        ]
+        return await asyncio.gather(*map(generator.generate, requests))
+
+    for completion in with_generator(server, "abort", sample):
+        assert completion.finish_reason == "stop"
+        is_stop = completion.token_ids % 2 == 0
+        assert is_stop[-1] and not is_stop[:-1].any() and len(is_stop) > 25
+        logits = models.logits(1, prompt, completion.token_ids)
+        logits[:25, list(stop)] = -torch.inf
+        expected = logits.log_softmax(-1)[range(len(is_stop)), completion.token_ids.tolist()]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE)
+
+
+def test_the_models_own_end_token_stops_only_where_it_is_named(server: SGLangServer, models: Models) -> None:
+    """END is the eos_token_id of config.json; here it is nearly the only token that can be sampled."""
+    weights = models.weights(1)
+    weights["model.norm.weight"] = torch.ones_like(weights["model.norm.weight"])
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * 0.01
+    direction = torch.zeros_like(weights["model.embed_tokens.weight"][0])
+    direction[:] = 3.0
+    weights["model.embed_tokens.weight"][END] = direction
+
+    async def sample(generator: SGLangGenerator) -> list[Completion]:
+        await generator.pause()
+        await generator.update_weights(WeightBucket(tensors=weights))
+        await generator.resume(6)
+        prompt = [END] * 10
+        return [
+            await generator.generate(request("unnamed", prompt, max_new_tokens=20)),
+            await generator.generate(request("named", prompt, max_new_tokens=20, stop_token_ids=(END,))),
+        ]
+
+    unnamed, named = with_generator(server, "abort", sample)
+    assert END in unnamed.token_ids[:-1] and len(unnamed.token_ids) == 20 and unnamed.finish_reason == "length"
+    assert named.token_ids[-1] == END and named.finish_reason == "stop"
+
+
+def test_an_earlier_output_is_continued(server: SGLangServer, models: Models) -> None:
+    prompt = prompt_of(10, 12)
+
+    async def sample(generator: SGLangGenerator) -> tuple[Completion, Completion]:
+        await update(generator, models, 1)
+        first = await generator.generate(request("c", prompt, max_new_tokens=10))
+        more = replace(request("c", prompt, max_new_tokens=25), output=first)
+        return first, await generator.generate(more)
+
+    first, whole = with_generator(server, "abort", sample)
+    assert len(whole.token_ids) == 25 and whole.finish_reason == "length"
+    assert (whole.token_ids[:10] == first.token_ids).all() and (whole.logprobs[:10] == first.logprobs).all()
+    np.testing.assert_allclose(whole.logprobs, models.logprobs(1, prompt, whole.token_ids), atol=TOLERANCE)
+
+
+def test_submitted_requests_come_back_by_drain_once_each(server: SGLangServer, models: Models) -> None:
+    async def run(generator: SGLangGenerator) -> list[str]:
+        await update(generator, models, 1)
+        generator.submit([request(f"d{i}", prompt_of(i, 5), max_new_tokens=1 + i % 7) for i in range(150)])
+        names: list[str] = []
+        while len(names) < 150:
+            names += [name for name, _ in await generator.drain(linger_seconds=0.01)]
+        return names
+
+    assert sorted(with_generator(server, "abort", run)) == sorted(f"d{i}" for i in range(150))
+
+
+def test_a_request_that_cannot_be_served_is_refused_here(server: SGLangServer) -> None:
+    async def run(generator: SGLangGenerator) -> None:
+        with pytest.raises(ValueError, match="exceed the 2048 positions"):
+            await generator.generate(request("long", prompt_of(0, 1000), max_new_tokens=1049))
+        with pytest.raises(ValueError, match=r"\[0, 512\)"):
+            await generator.generate(request("word", [VOCAB], max_new_tokens=1))
+        with pytest.raises(ValueError, match="needs pause"):
+            await generator.update_weights(WeightBucket(tensors={"a": torch.zeros(1)}))
+
+    with_generator(server, "abort", run)
+
+
+def sender_of(kind: str, models: Models, folder: Path, **changes: Any) -> Sender:
+    values: dict[str, Any] = dict(
+        rank=0, world_size=1, dtype=torch.float32, timeout_seconds=60.0, bucket_bytes=1 << 20,
+        shape=ModelShape.from_config(read_model_config(str(models.folder))),
+    )  # fmt: skip
+    settings = SenderSettings(**values | changes)
+    if kind == "disk":
+        return DiskSender(settings, CPU, folder=folder, model_path=str(models.folder))
+    return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, CPU)
+
+
+def address_of(server: SGLangServer) -> ServerAddress:
+    return replace(server.address, trainer_ranks=(0,))
+
+
+@pytest.mark.parametrize("staged_bytes", [None, 0])
+@pytest.mark.parametrize("kind", ["nccl", "ipc", "disk"])
+def test_a_push_reaches_running_requests_and_every_checksum_agrees(
+    server: SGLangServer, models: Models, tmp_path: Path, kind: str, staged_bytes: int | None
+) -> None:
+    prompt = prompt_of(11, 16)
+    sender = sender_of(kind, models, tmp_path, staged_bytes=staged_bytes)
+
+    async def push_twice(generator: SGLangGenerator) -> Completion:
+        await update(generator, models, 1)
+        await asyncio.to_thread(sender.connect, [address_of(server)])
+        running = asyncio.create_task(generator.generate(request("x", prompt, max_new_tokens=900)))
+        for version in (2, 3):
+            await asyncio.sleep(0.5)
+            sender.prepare(models.buckets(version), verify=True)
+            await generator.pause()
+            report = await asyncio.to_thread(sender.send)
+            assert report is not None and report.num_buckets == 4
+            await generator.resume(version)
+        completion = await running
+        await asyncio.to_thread(sender.close)
+        return completion
+
+    completion = with_generator(server, "retract", push_twice)
+    assert set(completion.versions.tolist()) == {1, 2, 3}
+    for version in (1, 2, 3):
+        mine = completion.versions == version
+        expected = models.logprobs(version, prompt, completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs[mine], expected[mine], atol=TOLERANCE)
+    assert not list(tmp_path.glob("push-*")), "a folder that was read is not needed any more"
+
+
+def test_a_server_with_other_weights_than_were_sent_is_found(
+    server: SGLangServer, models: Models, tmp_path: Path
+) -> None:
+    sender = sender_of("disk", models, tmp_path)
+    sender.connect([address_of(server)])
+    sender.prepare(models.buckets(2), verify=True)
+    file = next(tmp_path.glob("push-*/model-00001.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if "down_proj" in name)
+    tensors[name].view(-1)[5] += 1e-6
+    save_file(tensors, file)
+
+    async def push(generator: SGLangGenerator) -> None:
+        await generator.pause()
+        with pytest.raises(PushError, match=rf"generator-0: 1 parameters differ from what was sent: {name} \(rank 0\)"):
+            await asyncio.to_thread(sender.send)
+        await generator.resume(2)
+
+    with_generator(server, "abort", push)
+
+
+def test_a_refused_update_ends_the_push_at_once(server: SGLangServer, models: Models, tmp_path: Path) -> None:
+    sender = sender_of("nccl", models, tmp_path)
+    sender.connect([address_of(server)])
+    wrong = {name: tensor[:5] for name, tensor in models.weights(2).items() if "norm" in name}
+
+    async def push(generator: SGLangGenerator) -> float:
+        sender.prepare(iter([wrong]), verify=False)
+        await generator.pause()
+        start = time.monotonic()
+        with pytest.raises(ServerError, match=r"generator-0: /update_weights_from_distributed failed \(HTTP 400\)"):
+            await asyncio.to_thread(sender.send)
+        await update(generator, models, 2)
+        return time.monotonic() - start
+
+    assert with_generator(server, "abort", push) < 50, "it did not wait for the deadline of 60 s"
+
+
+def test_a_server_that_does_not_answer_is_named_at_the_deadline(
+    server: SGLangServer, models: Models, tmp_path: Path
+) -> None:
+    sender = sender_of("nccl", models, tmp_path, timeout_seconds=4.0)
+    sender.connect([address_of(server)])
+    family = psutil.Process().children(recursive=True)
+    schedulers = [process for process in family if "scheduler" in " ".join(process.cmdline())]
+    assert schedulers
+
+    async def push(generator: SGLangGenerator) -> None:
+        sender.prepare(models.buckets(2), verify=False)
+        await generator.pause()
+        for process in schedulers:
+            os.kill(process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(PushError, match="no answer within push.timeout_seconds=4 from generator-0"):
+                await asyncio.to_thread(sender.send)
+        finally:
+            for process in schedulers:
+                os.kill(process.pid, signal.SIGCONT)
+
+    with_generator(server, "abort", push)
+
+
+def test_a_wrong_server_argument_names_the_nearest(models: Models, tmp_path: Path) -> None:
+    settings = settings_for(models.folder, tmp_path / "log", flags={"mem_fraction_statik": 0.5})
+    with pytest.raises(
+        ValueError, match=r"actor.sglang.mem_fraction_statik: SGLang .* did you mean 'mem_fraction_static'"
+    ):
+        asyncio.run(SGLangServer(settings).start())
+
+
+def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tmp_path: Path) -> None:
+    async def main() -> None:
+        generator = await SGLangGenerator.start(settings_for(models.folder, tmp_path / "generator-0.log"))
+        try:
+            running = asyncio.create_task(generator.generate(request("k", [1, 2, 3], max_new_tokens=2000)))
+            await asyncio.sleep(0.5)
+            for process in psutil.Process().children():
+                if "sglang_inside" in " ".join(process.cmdline()):
+                    process.kill()
+            with pytest.raises(ServerGone, match="generator-0 .* is gone"):
+                await running
+            with pytest.raises(
+                ServerGone, match=r"is not healthy. the server process ended with code -9; its last lines"
+            ):
+                await generator.health()
+        finally:
+            await generator.close()
+
+    asyncio.run(main())
