@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,9 +75,12 @@ class Cluster(AbstractContextManager["Cluster"]):
                 if self._address
                 else f"Ray could not be started on this machine: {type(e).__name__}: {e}"
             ) from e
+        # After ray.init, which puts a handler of its own there: SIGTERM ends a run in order, as Ctrl-C does.
+        self._sigterm = signal.signal(signal.SIGTERM, _interrupt)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        signal.signal(signal.SIGTERM, self._sigterm)
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         for group in self._groups:
@@ -121,6 +125,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         ).remote(name, str(self.log_folder / f"{name}.log"), *args)
         self._actors.append(actor)
         return actor
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt(f"signal {signum}")
 
 
 def _check_reachable(address: str) -> None:
@@ -265,17 +273,3 @@ class RolloutClient:
 
     def close(self) -> None:
         self._call("close")
-
-
-def interruptible(function: Callable[[], int]) -> int:
-    """Run the driver with SIGTERM turned into the same orderly exit as Ctrl-C."""
-    import signal
-
-    def stop(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt(f"signal {signum}")
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        return function()
-    finally:
-        signal.signal(signal.SIGTERM, previous)

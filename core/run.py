@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import LaunchError
-from core.launch import interruptible
 from core.monitor import JsonLinesSink, MetricSink, MLflowSink, TensorBoardSink, WandbSink
 from core.recover import RecoverStore, RunState
 
@@ -37,19 +36,15 @@ def run_with_retries(config: ExperimentConfig, attempt: Callable[[bool], None]) 
     the last recover checkpoint, at most `recover_retries` times; bad input never does. The last failure is raised.
     """
     retries = config.recover_retries if config.recover_mode == "auto" else 0
-
-    def attempts() -> int:
-        for number in range(retries + 1):
-            try:
-                attempt(number > 0 or config.recover_mode != "disabled")
-                break
-            except (LaunchError, MemoryError) as e:
-                if number == retries:
-                    raise
-                logger.error("%s. Restarting from the last recover checkpoint (%d of %d).", e, number + 1, retries)
-        return 0
-
-    return interruptible(attempts)
+    for number in range(retries + 1):
+        try:
+            attempt(number > 0 or config.recover_mode != "disabled")
+            break
+        except (LaunchError, MemoryError) as e:
+            if number == retries:
+                raise
+            logger.error("%s. Restarting from the last recover checkpoint (%d of %d).", e, number + 1, retries)
+    return 0
 
 
 def find_start(recover: RecoverStore, recover_mode: str, folder: Path, *, resume: bool) -> Start:

@@ -140,13 +140,14 @@ def test_a_killed_run_continues_where_its_last_checkpoint_was(assets, run_comman
     assert kept == ["globalstep14", "globalstep15"]
 
 
-def test_ctrl_c_ends_everything_in_order(assets, run_command) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_everything_in_order(assets, run_command, end: int) -> None:
     command = run_command(
         "ppo-math", ppo(assets, allocation_mode="mock.d1m1p1+d1m1p1", exp_ctrl={"total_train_epochs": 10000})
     )
     command.wait_for("global step 3)")
     command.remember_family()
-    command.process.send_signal(signal.SIGINT)
+    command.process.send_signal(end)
     assert command.finish(timeout=60) == 130, command.output()[-4000:]
     assert command.survivors(timeout=20) == []
     assert "Traceback" not in command.output()
