@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mcore_ranks import RankPool
 from tiny_models import MODELS, write_model
+
+torch.set_num_threads(1)  # beside the ranks, which run one each
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
-    """Save model `name` of MODELS, with biases and norms that matter, to `folder`; returns the transformers model."""
+def make_model(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformers model `name` of MODELS, with biases and norms that matter."""
     import transformers
 
     family, settings = MODELS[name]
@@ -49,5 +49,11 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
                 param.normal_(0, 0.1)
             elif "norm" in key:
                 param.add_(torch.randn_like(param) * 0.1)
+    return model
+
+
+def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
+    """Save make_model(name) to `folder` with the options `save`; returns it."""
+    model = make_model(name, dtype=dtype)
     model.save_pretrained(folder, **save)
     return model

@@ -1,0 +1,94 @@
+"""The conversion tables by themselves: nothing left over on either side, nothing taken twice."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_hf_config import QWEN2
+from tiny_models import MODELS, make_model
+
+from mcore_adapter.families import (
+    Conversion,
+    MergeGateUp,
+    MergeQKV,
+    canonical_name,
+    hf_shapes,
+    layer_table,
+    outer_table,
+)
+from mcore_adapter.hf_config import ModelConfigError, parse_config
+
+FAMILIES: list[dict[str, Any]] = [
+    {"model_type": "qwen2", "tie_word_embeddings": True},
+    {"model_type": "qwen2", "tie_word_embeddings": False},
+    {"model_type": "qwen3", "head_dim": 16},
+    {"model_type": "llama", "tie_word_embeddings": False},
+]
+
+
+@pytest.mark.parametrize("is_critic", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f["model_type"])
+def test_the_shards_of_all_ranks_cover_every_tensor_exactly_once(
+    family: dict[str, Any], tp: int, is_critic: bool
+) -> None:
+    config = parse_config({**QWEN2, **family})
+    shapes = hf_shapes(config, is_critic=is_critic)
+    conversions: list[Conversion] = list(outer_table(config, is_critic=is_critic).values())
+    for layer in range(config.num_layers):
+        conversions += layer_table(config, layer).values()
+    taken: dict[str, list[int]] = {name: [] for name in shapes}
+    for conversion in conversions:
+        dim = conversion.tp_dim or 0
+        sizes = {name: shapes[name][dim] for name in conversion.names}
+        for rank in range(tp if conversion.tp_dim is not None else 1):
+            for piece in conversion.pieces(sizes, rank=rank, tp=tp):
+                taken[piece.name] += range(piece.start, piece.stop)
+    for name, rows in taken.items():
+        split_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert sorted(rows) == list(range(shapes[name][1 if split_columns else 0])), name
+
+
+def test_qkv_is_grouped_by_key_value_head() -> None:
+    merge = MergeQKV("q", "k", "v", num_kv_heads=2)  # 4 query heads of 3 rows
+    rows = [
+        f"{p.name}{i}" for p in merge.pieces({"q": 12, "k": 6, "v": 6}, rank=0, tp=1) for i in range(p.start, p.stop)
+    ]
+    first = ["q0", "q1", "q2", "q3", "q4", "q5", "k0", "k1", "k2", "v0", "v1", "v2"]
+    assert rows[:12] == first
+    assert [re.sub(r"\d+", "", row) for row in rows] == [row[0] for row in first] * 2
+    halves = [merge.pieces({"q": 12, "k": 6, "v": 6}, rank=rank, tp=2) for rank in range(2)]
+    assert halves[0] + halves[1] == merge.pieces({"q": 12, "k": 6, "v": 6}, rank=0, tp=1)
+
+
+def test_every_rank_has_its_gate_rows_before_its_up_rows() -> None:
+    pieces = MergeGateUp("gate", "up").pieces({"gate": 8, "up": 8}, rank=1, tp=2)
+    assert [(p.name, p.start, p.stop) for p in pieces] == [("gate", 4, 8), ("up", 4, 8)]
+
+
+def test_key_value_heads_that_tensor_parallelism_cannot_share_are_an_error() -> None:
+    with pytest.raises(ModelConfigError, match="num_key_value_heads: size 2 .* 4"):
+        MergeQKV("q", "k", "v", num_kv_heads=2).pieces({"q": 8, "k": 4, "v": 4}, rank=0, tp=4)
+
+
+def test_norms_inside_the_next_linear_layer_are_the_same_parameters() -> None:
+    table = layer_table(parse_config(QWEN2), 1)
+    for spelling, name in (
+        ("self_attention.linear_qkv.layer_norm_weight", "model.layers.1.input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "model.layers.1.post_attention_layernorm.weight"),
+        ("input_layernorm.weight", "model.layers.1.input_layernorm.weight"),
+        ("pre_mlp_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
+    ):
+        assert table[canonical_name(spelling)].names == (name,)
+
+
+def test_the_shapes_are_those_of_transformers() -> None:
+    for name in MODELS:
+        model = make_model(name)
+        shapes = hf_shapes(parse_config(model.config.to_dict()), is_critic=False)
+        expected = {key: tuple(param.shape) for key, param in model.named_parameters()}
+        assert dict(sorted(shapes.items())) == dict(sorted(expected.items())), name
+        assert sum(torch.Size(shape).numel() for shape in shapes.values()) == model.num_parameters()
