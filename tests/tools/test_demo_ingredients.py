@@ -1,0 +1,103 @@
+"""What `make demo` is made of: data, tokenizer, model, configurations, the choice of a checkpoint, the picture."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout.dataset import PromptDataset
+from rollout.math_reward import RIGHT, WRONG, math_reward
+from tools.demo_data import NUM_HELD_OUT, Ingredients, answer_of, make_ingredients, save_model
+from tools.demo_plot import draw_reward_curve, moving_mean
+from tools.demo_run import ROOT, answers, first_at_least
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Ingredients:
+    return make_ingredients(tmp_path_factory.mktemp("demo"), seed=1)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_no_held_out_problem_is_trained_on(files: Ingredients) -> None:
+    held_out = {row["prompt"] for row in rows_of(files.held_out)}
+    assert len(held_out) == NUM_HELD_OUT
+    assert not held_out & {row["prompt"] for row in rows_of(files.train)}
+    assert not held_out & {row["prompt"] for row in rows_of(files.sft)}
+
+
+def test_every_answer_is_the_sum_and_the_reward_says_so(files: Ingredients) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    rows = rows_of(files.held_out)
+    prompts = PromptDataset.load(files.held_out, tokenizer, max_prompt_len=8, seed=0, shuffle=False).prompts
+    assert len(prompts) == len(rows)
+    for row, prompt in zip(rows, prompts, strict=True):
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert int(answer_of(row)) == int(a) + int(b)
+        assert math_reward(prompt, answer_of(row)) == RIGHT
+        assert math_reward(prompt, str(int(a) + int(b) + 1)) == WRONG
+
+
+def test_the_tokenizer_has_one_token_per_character_and_survives_the_disk(files: Ingredients) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    ids = tokenizer("47+58=")["input_ids"]
+    assert len(ids) == 6
+    assert tokenizer.decode(ids) == "47+58="
+    assert tokenizer.decode([*tokenizer("105")["input_ids"], tokenizer.eos_token_id], skip_special_tokens=True) == "105"
+    assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, *ids}) == 2 + len(set("47+58="))
+
+
+def test_the_model_is_small_and_a_function_of_the_seed(files: Ingredients, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(files.model)
+    assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.2e6
+    for seed, same in ((1, True), (2, False)):
+        save_model(tmp_path / str(seed), seed=seed)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))
+        assert torch.equal(model.model.embed_tokens.weight, again.model.embed_tokens.weight) == same
+
+
+def test_transformers_answers_from_the_folder(files: Ingredients) -> None:
+    assert len(answers(files.model, ["47+58=", "10+10="])) == 2
+
+
+@pytest.mark.parametrize(("experiment", "name"), [("sft", "demo-sft"), ("ppo-math", "demo-ppo")])
+def test_the_demos_configurations_pass_every_check(files: Ingredients, experiment: str, name: str) -> None:
+    config = ROOT / "examples" / "configs" / f"{name}.yaml"
+    result = subprocess.run(
+        [sys.executable, "-m", "core.quickstart", experiment, "--config", str(config), "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, "SLIPSTREAM_DEMO": str(files.model.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_the_warm_up_ends_at_the_first_checkpoint_that_reaches_the_target(first: int) -> None:
+    folders = [Path(str(i)) for i in range(7)]
+    values = [0.1 + 0.01 * i if i < first else 0.4 + 0.01 * i for i in range(7)]
+    assert first_at_least(folders, 0.35, lambda f: values[int(f.name)]) == (folders[first], values[first])
+
+
+def test_a_warm_up_that_never_reaches_the_target_ends_at_its_last_checkpoint() -> None:
+    assert first_at_least([Path("0"), Path("1")], 0.35, lambda _: 0.2) == (Path("1"), 0.2)
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "curve.png"
+    draw_reward_curve(
+        path, steps=[1, 2, 3], rewards=[0.2, 0.4, 0.9], eval_steps=[0, 3], accuracies=[0.4, 0.95], title="a title"
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_curve_is_smoothed_over_the_last_ten_steps() -> None:
+    assert moving_mean([float(i) for i in range(12)])[-1] == pytest.approx(sum(range(2, 12)) / 10)

@@ -1,0 +1,119 @@
+"""`make demo`: a small model without a past learns to add, first from examples, then by asynchronous PPO.
+
+Data, tokenizer and model are made on the spot; training runs through core.quickstart, as a user would start it.
+Everything ends up under one folder; the exit code is 0 only if held-out accuracy rose by at least 30 points.
+
+    python -m tools.demo [--seed 1] [--output runs/demo]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from tools.demo_data import Ingredients, answer_of, make_ingredients
+from tools.demo_plot import draw_reward_curve
+from tools.demo_run import DemoError, accuracy, answers, first_at_least, read_metrics, run_quickstart, saved_models
+
+WARM_UP_TARGET = 0.35
+"""The warm-up ends at the first saved model that answers this share of the held-out problems."""
+LEAST_GAIN = 0.30
+NUM_QUESTIONS = 5
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sampling")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to; emptied first")
+    arguments = parser.parse_args()
+    try:
+        return run_demo(arguments.output.absolute(), seed=arguments.seed)
+    except DemoError as error:
+        print(f"\nThe demo failed: {error}", file=sys.stderr)
+        return 1
+
+
+def run_demo(output: Path, *, seed: int) -> int:
+    """All of it; returns the exit code."""
+    began = time.monotonic()
+    hide_progress_bars()
+    empty(output)
+    say(f"1. Data and model -> {output}")
+    files = make_ingredients(output, seed=seed)
+    run = partial(run_quickstart, environment={"SLIPSTREAM_DEMO": str(output)})
+
+    say("2. Supervised warm-up, until it is right sometimes")
+    run("sft", f"seed={seed}", log=output / "sft.log")
+    measure = partial(accuracy, data=files.held_out)
+    warm, before = first_at_least(saved_models(output, "demo-sft"), WARM_UP_TARGET, measure)
+    print(f"  {warm.name.partition('globalstep')[2]} steps: {before:.1%} of the held-out problems right")
+
+    say("3. Asynchronous PPO: the generator may be two steps ahead of the trainer")
+    run("ppo-math", f"seed={seed}", f"actor.path={warm}", log=output / "ppo.log")
+    trained = saved_models(output, "demo-ppo")[-1]
+    after = measure(trained)
+
+    say("4. The saved folder, in transformers")
+    show_answers(trained, files)
+    picture = output / "reward_curve.png"
+    draw(picture, output, before=before, after=after)
+    gain = after - before
+    say("Summary")
+    print(f"  held-out accuracy  {before:.1%} -> {after:.1%} ({gain * 100:+.1f} points)")
+    print(f"  reward curve       {picture}")
+    print(f"  trained model      {trained}")
+    print(f"  time               {time.monotonic() - began:.0f} s")
+    if gain < LEAST_GAIN:
+        print(f"Accuracy rose by less than {LEAST_GAIN * 100:.0f} points: something is wrong.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def empty(output: Path) -> None:
+    """Remove what an earlier demo wrote; anything else in the folder stays."""
+    for name in ("data", "model", "logs", "checkpoints", "recover"):
+        shutil.rmtree(output / name, ignore_errors=True)
+
+
+def hide_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def show_answers(model: Path, files: Ingredients) -> None:
+    """A few held-out problems with the model's answers."""
+    rows = [json.loads(line) for line in files.held_out.read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS]]
+    for row, text in zip(rows, answers(model, [row["prompt"] for row in rows]), strict=True):
+        print(f"  {row['prompt']}{text:<5} {'right' if text == answer_of(row) else f'wrong, {answer_of(row)}'}")
+
+
+def draw(picture: Path, output: Path, *, before: float, after: float) -> None:
+    """The reward curve of the PPO run that wrote to `output`."""
+    from rollout.math_reward import RIGHT, WRONG
+
+    steps, rewards = read_metrics(output, "demo-ppo", "task_reward")
+    shares_right = [(reward - WRONG) / (RIGHT - WRONG) for reward in rewards]
+    eval_steps, accuracies = read_metrics(output, "demo-ppo", "eval/accuracy")
+    draw_reward_curve(
+        picture,
+        steps=steps,
+        rewards=shares_right,
+        eval_steps=eval_steps,
+        accuracies=accuracies,
+        title=f"Two-digit additions, 0.9M parameters: {before:.0%} → {after:.0%} of held-out problems",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

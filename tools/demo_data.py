@@ -1,0 +1,130 @@
+"""What the demo learns from: additions of two-digit numbers, a character tokenizer, a small Qwen2 model without a past.
+
+Everything is made here, from a seed, without a network. Invariant: no held-out problem is in the training files.
+
+    python -m tools.demo_data --output runs/demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = "0123456789+-*="
+"""With the two special tokens 16 tokens in all: divisible by every small tensor-parallel size."""
+
+SMALLEST, LARGEST = 10, 99
+NUM_HELD_OUT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredients:
+    """Where the demo's files are."""
+
+    sft: Path
+    """{"prompt": "47+58=", "answer": "105"}"""
+    train: Path
+    """{"prompt", "task", "query_id", "solutions"}: the same problems, without an answer to imitate"""
+    held_out: Path
+    """Rows like those of `train`, none of them in it."""
+    model: Path
+    """Hugging Face folder: config.json, random weights, tokenizer."""
+
+
+def make_ingredients(folder: Path, *, seed: int) -> Ingredients:
+    """Write data sets and model under `folder`; the split is the same for every seed, the weights are not."""
+    files = Ingredients(
+        sft=folder / "data" / "sft.jsonl",
+        train=folder / "data" / "train.jsonl",
+        held_out=folder / "data" / "held_out.jsonl",
+        model=folder / "model",
+    )
+    rows = problems()
+    held_out, train = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
+    write_jsonl(files.sft, [{"prompt": row["prompt"], "answer": answer_of(row)} for row in train])
+    write_jsonl(files.train, train)
+    write_jsonl(files.held_out, held_out)
+    save_model(files.model, seed=seed)
+    return files
+
+
+def problems() -> list[dict[str, Any]]:
+    """All 8,100 additions of two two-digit numbers, shuffled, in the schema of the prompt data set."""
+    operands = range(SMALLEST, LARGEST + 1)
+    rows = [
+        {"prompt": f"{a}+{b}=", "task": "math", "query_id": f"{a}+{b}", "solutions": [f"\\boxed{{{a + b}}}"]}
+        for a in operands
+        for b in operands
+    ]
+    random.Random(0).shuffle(rows)
+    return rows
+
+
+def answer_of(row: dict[str, Any]) -> str:
+    """The text that answers a row: its solution without the box."""
+    return str(row["solutions"][0]).removeprefix("\\boxed{").removesuffix("}")
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_tokenizer() -> Any:
+    """A transformers tokenizer with one token per character of CHARACTERS."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((PAD, EOS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def save_model(folder: Path, *, seed: int) -> None:
+    """A Qwen2-shaped model of 0.9M parameters with random weights, and the tokenizer, as a Hugging Face folder."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        # Ten positions at most: a base of 10,000 would leave most of the rotations unused.
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the demo's data sets and model.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the model's weights")
+    arguments = parser.parse_args()
+    print(make_ingredients(arguments.output, seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The demo's picture: training reward and held-out accuracy over the steps of the reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+REWARD, ACCURACY, GREY = "#2a78d6", "#eb6834", "#666666"
+_SMOOTHED_STEPS = 10
+
+
+def draw_reward_curve(
+    path: Path,
+    *,
+    steps: Sequence[int],
+    rewards: Sequence[float],
+    eval_steps: Sequence[int],
+    accuracies: Sequence[float],
+    title: str,
+) -> None:
+    """Write a PNG. Rewards and accuracies are fractions; each reward is a step's mean over sampled answers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
+    axes.plot(steps, rewards, color=REWARD, alpha=0.25, linewidth=1)
+    axes.plot(steps, moving_mean(rewards), color=REWARD, linewidth=2)
+    axes.plot(eval_steps, accuracies, color=ACCURACY, linewidth=2, marker="o", markersize=5)
+    last = max(*steps, *eval_steps)
+    label(axes, last, accuracies[-1], "held-out accuracy\n(greedy)", ACCURACY)
+    label(axes, last, moving_mean(rewards)[-1], "training reward\n(sampled)", REWARD)
+    for step, value, side in ((eval_steps[0], accuracies[0], "left"), (eval_steps[-1], accuracies[-1], "right")):
+        axes.annotate(
+            f"{value:.0%}", (step, value), xytext=(4 if side == "left" else -4, 9), textcoords="offset points",
+            ha=side, color=ACCURACY, fontweight="bold",
+        )  # fmt: skip
+    axes.set_xlim(0, last)
+    axes.set_ylim(0, 1.08)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(colors=GREY, length=0)
+    axes.set_xlabel("PPO step", color=GREY)
+    axes.set_title(title, loc="left", fontsize=11)
+    figure.subplots_adjust(left=0.08, right=0.8, top=0.9, bottom=0.13)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def label(axes: object, x: float, y: float, text: str, color: str) -> None:
+    """A line's name at its right end, which needs no legend."""
+    axes.annotate(  # type: ignore[attr-defined]
+        text, (x, y), xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
+    )
+
+
+def moving_mean(values: Sequence[float]) -> list[float]:
+    """Mean of each value and up to 9 before it."""
+    windows = [values[max(0, i + 1 - _SMOOTHED_STEPS) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
