@@ -7,7 +7,7 @@ sampled), so it can end, or have its keys and values computed anew, between any 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,9 +26,16 @@ from rollout.types import Completion, GenerateRequest
 Interrupt = Literal["abort", "retract", "in_place"]
 Finished = list[tuple[GenerateRequest, Completion]]
 
-PREFILL_TOKENS = 8192
+PREFILL_TOKENS = 2048
 """Padded prompt tokens that one step admits at most (one prompt always fits): bounds the memory of a prompt pass and
-the time for which running requests wait for it."""
+the time for which running requests, and pause(), wait for it."""
+
+
+def padded_length(length: int) -> int:
+    """How far a prompt is filled up. A function of its own length alone, because the length of a batch changes the
+    rounding of attention."""
+    step = max(16, capacity_for(length) // 16)
+    return -(-length // step) * step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +91,17 @@ class Engine:
         slots = np.concatenate([part[0] for part in parts])
         done = self._sample(slots, torch.cat([part[1] for part in parts]))
         finished = [self._lanes.finish(s, "stop" if self._lanes.stopped(s) else "length") for s in done.tolist()]
+        full = slots[self._lanes.position[slots] >= self._cache.capacity_of[slots]]
         if len(done):
-            self._cache.remove(done)
-        left = self._cache.order()
-        full = self._lanes.position[left] >= self._cache.capacity_of[left]
-        if full.any():
-            self._cache.grow(left[full])
+            full = np.setdiff1d(full, done, assume_unique=True)
+        if len(done) or len(full):
+            self._cache.rearrange(done, full)
         return finished
 
-    def abort(self, request_ids: Iterable[str]) -> Finished:
+    def abort(self, request_ids: Collection[str]) -> Finished:
         """End these requests with what they have, running or waiting. Unknown ids are passed over."""
-        wanted = set(request_ids)
-        aborted = self._release([s for s, r in self._lanes.running() if r.request_id in wanted])
-        for job in [job for job in self._waiting if job.request.request_id in wanted]:
+        aborted = self._release([s for s, r in self._lanes.running() if r.request_id in request_ids])
+        for job in [job for job in self._waiting if job.request.request_id in request_ids]:
             self._waiting.remove(job)
             self._no_longer_waiting(job.key)
             aborted.append((job.request, job.partial()))
@@ -122,7 +127,7 @@ class Engine:
 
     def _release(self, slots: list[int]) -> Finished:
         if slots:
-            self._cache.remove(np.array(slots))
+            self._cache.rearrange(np.array(slots), np.array([], dtype=np.int64))
         return [self._lanes.finish(slot, "abort") for slot in slots]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -155,28 +160,28 @@ class Engine:
 
     def _admit(self) -> list[tuple[np.ndarray, Tensor]]:
         """Move waiting requests to free slots: (slots [n], hidden states of their last tokens [n, hidden_size])."""
-        by_capacity: dict[int, list[Job]] = {}
+        batches: dict[tuple[int, int], list[Job]] = {}  # by padded length and capacity
         to_run: set[bytes] = set()
         num_tokens, free = 0, len(self._lanes.free)
         while self._waiting and free:
             job = self._waiting[0]
-            capacity = capacity_for(len(job.prefix) + 1)
+            shape = padded_length(len(job.prefix)), capacity_for(len(job.prefix) + 1)
             if job.key not in self._prompts and job.key not in to_run:
-                num_tokens += capacity
+                num_tokens += shape[0]
                 if to_run and num_tokens > PREFILL_TOKENS:
                     break
                 to_run.add(job.key)
-            by_capacity.setdefault(capacity, []).append(self._waiting.popleft())
+            batches.setdefault(shape, []).append(self._waiting.popleft())
             free -= 1
-        return [self._start(jobs, capacity) for capacity, jobs in by_capacity.items()]
+        return [self._start(jobs, *shape) for shape, jobs in batches.items()]
 
-    def _start(self, jobs: list[Job], capacity: int) -> tuple[np.ndarray, Tensor]:
-        """Give jobs of one capacity their lanes. Each distinct prefix is run once; the others copy it."""
+    def _start(self, jobs: list[Job], length: int, capacity: int) -> tuple[np.ndarray, Tensor]:
+        """Give jobs of one padded length their lanes. Each distinct prefix is run once; the others copy it."""
         jobs.sort(key=lambda job: job.key in self._prompts)
         slots = self._lanes.start(jobs)
         kv = self._cache.add(slots, capacity)
         fresh = [job for job in jobs if job.key not in self._prompts]
-        hidden = [self._prefill(fresh, kv[:, :, : len(fresh)])] if fresh else []
+        hidden = [self._prefill(fresh, kv[:, :, : len(fresh), :, :length])] if fresh else []
         for i, job in enumerate(jobs[len(fresh) :], start=len(fresh)):
             kv[:, :, i] = self._prompts[job.key].kv
             hidden.append(self._prompts[job.key].hidden[None])
@@ -188,7 +193,7 @@ class Engine:
 
     def _prefill(self, jobs: Sequence[Job], kv: Tensor) -> Tensor:
         """Run the distinct prefixes of `jobs` in one padded batch and fill every job's lane in `kv`
-        ([layers, 2, n, G, capacity, D]). Returns the hidden states of the last tokens, [n, hidden_size]."""
+        ([layers, 2, n, G, padded length, D]). Returns the hidden states of the last tokens, [n, hidden_size]."""
         row_of = {key: row for row, key in enumerate(dict.fromkeys(job.key for job in jobs))}
         prefixes = {job.key: job.prefix for job in jobs}
         tokens = np.zeros((len(row_of), kv.shape[4]), dtype=np.int64)

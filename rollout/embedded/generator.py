@@ -69,7 +69,8 @@ class EmbeddedGenerator:
     `interrupt` says what pause() does to running requests: "abort" ends them with what they have, "retract" keeps them
     and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.
     `threads` (default: torch's own number) are the CPU threads of the engine; more of them than idle cores makes it
-    slower by far. Raises ValueError for a model that cannot be loaded.
+    slower by far, and so does Python that keeps other threads of this process busy: give it a process of its own.
+    Raises ValueError for a model that cannot be loaded.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class EmbeddedGenerator:
             left = [r.request_id for r, w in zip(requests, waiters, strict=True) if w.future.cancelled()]
             if left:
                 with suppress(GeneratorError):
-                    self._send(lambda: self._deliver(self._engine.abort(left)), None)
+                    self.abort(left)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Take many requests at once; drain() hands out their completions. Raises ValueError if one of them cannot be
@@ -149,6 +150,11 @@ class EmbeddedGenerator:
             else:
                 await asyncio.sleep(linger_seconds)
                 lingered = True
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with what they have: they finish with reason "abort". Unknown ids are passed over."""
+        ids = set(request_ids)
+        self._send(lambda: self._deliver(self._engine.abort(ids)), None)
 
     async def pause(self) -> None:
         """Return when no further token of the current version can appear. Requests that arrive now wait."""
@@ -200,16 +206,17 @@ class EmbeddedGenerator:
         await waiter.future
 
     def _enqueue(self, requests: Sequence[GenerateRequest], waiters: Sequence[_Waiter | None]) -> None:
-        for request in requests:
+        added = list(requests)
+        for request in added:
             self._check(request)
         with self._changed:
             self._raise_if_gone()
-            ids = [request.request_id for request in requests]
+            ids = [request.request_id for request in added]
             taken = [i for i in ids if i in self._pending] if len(set(ids)) == len(ids) else ids
             if taken:
                 raise ValueError(f"request_id={taken[0]!r} is already in use; ids must differ among running requests")
             self._pending.update(zip(ids, waiters, strict=True))
-            self._commands.append((lambda: self._engine.add(requests), None))
+            self._commands.append((lambda: self._engine.add(added), None))
             self._changed.notify_all()
 
     def _check(self, request: GenerateRequest) -> None:
@@ -263,16 +270,20 @@ class EmbeddedGenerator:
                 return False
             commands, self._commands = self._commands, []
         outcomes = []
-        for command, waiter in commands:
-            try:
-                outcome = command()
-            except (ValueError, RuntimeError) as e:
-                if waiter is None:
-                    raise
-                outcome = e
-            if waiter is not None:
-                outcomes.append((waiter, outcome))
-        _settle(outcomes)
+        try:
+            while commands:
+                command, waiter = commands[0]
+                try:
+                    outcomes.append((waiter, command()))
+                except (ValueError, RuntimeError) as e:
+                    if waiter is None:
+                        raise
+                    outcomes.append((waiter, e))
+                commands.pop(0)
+        finally:
+            with self._changed:
+                self._commands[:0] = commands  # what a failure left undone fails with the rest
+            _settle([(waiter, outcome) for waiter, outcome in outcomes if waiter is not None])
         return True
 
     def _is_idle(self) -> bool:

@@ -10,6 +10,7 @@ when a step begins.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from rollout.embedded.config import InferenceConfig
 
 SMALLEST_CAPACITY = 32
+_NOBODY = np.empty(0, dtype=np.int64)
 
 
 def capacity_for(length: int) -> int:
@@ -57,34 +59,40 @@ class _Pool:
         self.n = 0
         self.tail = previous_capacity(capacity)
         self._columns = torch.arange(self.tail, capacity, device=cache.device)
-        self._allocate(0)
+        self.kv = torch.empty(self._shape(0), dtype=cache.dtype, device=cache.device)
+        self._resize(0)
 
-    def _allocate(self, lanes: int) -> None:
-        c, cache = self._cache.config, self._cache
-        shape = (c.num_layers, 2, lanes, c.num_kv_heads, self.capacity, c.head_dim)
+    def _shape(self, lanes: int) -> tuple[int, ...]:
+        c = self._cache.config
+        return (c.num_layers, 2, lanes, c.num_kv_heads, self.capacity, c.head_dim)
+
+    def _resize(self, lanes: int) -> None:
+        c, old = self._cache.config, self.kv
+        kept = min(lanes, old.shape[2])
+        self.kv = torch.empty(self._shape(lanes), dtype=old.dtype, device=old.device)
+        self.kv[:, :, :kept] = old[:, :, :kept]
         # Zeros, because what lies behind a position is multiplied by zero: it must not be NaN.
-        self.kv = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+        self.kv[:, :, kept:] = 0
         heads = lanes * c.num_kv_heads
         self.keys = [layer[0].view(heads, self.capacity, c.head_dim).transpose(1, 2) for layer in self.kv]
         self.values = [layer[1].view(heads, self.capacity, c.head_dim) for layer in self.kv]
         self.flat = [layer.view(2 * heads * self.capacity, c.head_dim) for layer in self.kv]
-        head = torch.arange(heads, device=cache.device).view(lanes, 1, c.num_kv_heads)
-        values_follow = torch.tensor([[0], [heads]], device=cache.device)
+        head = torch.arange(heads, device=old.device).view(lanes, 1, c.num_kv_heads)
+        values_follow = torch.tensor([[0], [heads]], device=old.device)
         self._row_of_head = (head + values_follow) * self.capacity  # [lanes, 2, G]
 
-    def _resize(self, lanes: int) -> None:
-        old, kept = self.kv, min(lanes, self.kv.shape[2])
-        self._allocate(lanes)
-        self.kv[:, :, :kept] = old[:, :, :kept]
-
-    def reserve(self, slots: np.ndarray) -> int:
-        """Append lanes for `slots`; returns the first one's number."""
-        first, self.n = self.n, self.n + len(slots)
+    def reserve(self, more: int) -> None:
+        """Append lanes."""
+        self.n += more
         lanes = self.kv.shape[2]
         if self.n > lanes:
             self._resize(min(self._cache.max_lanes, max(2 * lanes, self.n, 4)))
-        self.slots[first : self.n] = slots
-        return first
+
+    def place(self, slots: np.ndarray, lanes: np.ndarray) -> None:
+        """Let lanes hold these slots from now on."""
+        self.slots[lanes] = slots
+        self._cache.lane_of[slots] = lanes
+        self._cache.capacity_of[slots] = self.capacity
 
     def remove(self, lanes: np.ndarray) -> None:
         """Free these lanes; lanes from the end move into the holes. Memory that a pool no longer needs goes back."""
@@ -94,8 +102,7 @@ class _Pool:
             movers = np.setdiff1d(np.arange(left, self.n), lanes, assume_unique=True)
             for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
                 self.kv[:, :, hole] = self.kv[:, :, mover]
-            self.slots[holes] = self.slots[movers]
-            self._cache.lane_of[self.slots[holes]] = holes
+            self.place(self.slots[movers], holes)
         self.n = left
         if left <= self.kv.shape[2] // 4:
             self._resize(2 * left)
@@ -135,37 +142,44 @@ class KVCache:
 
     def add(self, slots: np.ndarray, capacity: int) -> Tensor:
         """Lanes for `slots` in the pool of this capacity: [layers, 2, n, G, capacity, D], for the caller to fill."""
-        if capacity not in self._pools:
-            self._pools[capacity] = _Pool(self, capacity)
-            self._pools = dict(sorted(self._pools.items()))
-        pool = self._pools[capacity]
-        first = pool.reserve(slots)
-        self.lane_of[slots] = np.arange(first, pool.n)
-        self.capacity_of[slots] = capacity
+        pool = self._pool(capacity)
+        first = pool.n
+        pool.reserve(len(slots))
+        pool.place(slots, np.arange(first, pool.n))
         self._order = None
         return pool.kv[:, :, first : pool.n]
 
-    def lane(self, slot: int) -> Tensor:
-        """Keys and values of one slot: [layers, 2, G, capacity, D]."""
-        return self._pools[int(self.capacity_of[slot])].kv[:, :, int(self.lane_of[slot])]
-
-    def remove(self, slots: np.ndarray) -> None:
-        """Free the lanes of these slots."""
-        capacities = self.capacity_of[slots]
-        for capacity in np.unique(capacities):
-            self._pools[int(capacity)].remove(self.lane_of[slots[capacities == capacity]])
+    def rearrange(self, gone: np.ndarray, full: np.ndarray) -> None:
+        """Free the lanes of the slots `gone` and move those `full` to the next capacity, into lanes just freed there
+        as far as they reach."""
+        lanes, next_of = self.lane_of.copy(), {c: capacity_for(c + 1) for c in set(self.capacity_of[full].tolist())}
+        gone_from, full_in = self._by_capacity(gone), self._by_capacity(full)
+        came_from = {capacity: below for below, capacity in next_of.items()}
+        # Downwards, so that a pool's full lanes are copied up before anything takes their place.
+        for capacity in sorted({*gone_from, *full_in, *came_from}, reverse=True):
+            pool = self._pool(capacity)
+            leaving = lanes[np.concatenate((gone_from.get(capacity, _NOBODY), full_in.get(capacity, _NOBODY)))]
+            below = came_from.get(capacity)
+            arriving = _NOBODY if below is None else full_in[below]
+            places = np.concatenate(
+                (leaving[: len(arriving)], np.arange(pool.n, pool.n + len(arriving) - len(leaving)))
+            )
+            pool.reserve(len(places[len(leaving) :]))
+            pool.place(arriving, places)
+            for place, lane in zip(places.tolist(), lanes[arriving].tolist(), strict=True):
+                pool.kv[:, :, place, :, :below] = self._pools[cast(int, below)].kv[:, :, lane]
+            pool.remove(leaving[len(arriving) :])
         self._order = None
 
-    def grow(self, slots: np.ndarray) -> None:
-        """Move lanes that are full to the pool of the next capacity."""
+    def _by_capacity(self, slots: np.ndarray) -> dict[int, np.ndarray]:
         capacities = self.capacity_of[slots]
-        for capacity in np.unique(capacities)[::-1].tolist():
-            group = slots[capacities == capacity]
-            pool, lanes = self._pools[capacity], self.lane_of[group]
-            larger = self.add(group, capacity_for(capacity + 1))
-            for i, lane in enumerate(lanes.tolist()):
-                larger[:, :, i, :, :capacity] = pool.kv[:, :, lane]
-            pool.remove(lanes)
+        return {capacity: slots[capacities == capacity] for capacity in set(capacities.tolist())}
+
+    def _pool(self, capacity: int) -> _Pool:
+        if capacity not in self._pools:
+            self._pools[capacity] = _Pool(self, capacity)
+            self._pools = dict(sorted(self._pools.items()))
+        return self._pools[capacity]
 
     def begin_step(self, positions: Tensor) -> None:
         """Each lane, in order(), is about to write its token at `positions` ([n] int64) and to attend up to it."""
@@ -181,12 +195,12 @@ class KVCache:
         the result goes to `out`, of the queries' shape."""
         groups = self.config.num_kv_heads
         for pool, step in self._steps:
-            heads = slice(step.first * groups, (step.first + step.n) * groups)
-            pool.flat[layer].index_copy_(0, step.rows, new_kv[2 * heads.start : 2 * heads.stop])
-            scores = torch.bmm(queries[heads], pool.keys[layer][: step.n * groups])
-            scores.view(step.n, -1, pool.capacity)[:, :, step.tail :] += step.tail_mask
+            first, n = step.first * groups, step.n * groups
+            pool.flat[layer].index_copy_(0, step.rows, new_kv[2 * first : 2 * (first + n)])
+            scores = torch.bmm(queries[first : first + n], pool.keys[layer][:n])
+            scores.view(step.n, -1, pool.capacity)[:, :, step.tail :].add_(step.tail_mask)
             if scores.dtype == torch.float32:
                 probs = torch.softmax(scores, dim=-1)
             else:
                 probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
-            torch.bmm(probs, pool.values[layer][: step.n * groups], out=out[heads])
+            torch.bmm(probs, pool.values[layer][:n], out=out[first : first + n])

@@ -215,6 +215,24 @@ def test_a_cancelled_request_makes_room_for_others(folder: Path, model: Any) -> 
     play(script, folder, max_running=2)
 
 
+def test_aborted_requests_are_handed_out_with_what_they_have(folder: Path, model: Any) -> None:
+    async def script(generator: EmbeddedGenerator) -> None:
+        requests = [request(i, prompt(6, seed=i), max_new_tokens=400) for i in range(3)]
+        generator.submit(requests)
+        await progressed(generator)
+        generator.abort(["r0", "r2", "r77"])
+        done = dict(await generator.drain())
+        assert done.keys() == {"r0", "r2"}
+        for r in (requests[0], requests[2]):
+            whole, part = run(engine_of(model), [r])[0], done[r.request_id]
+            assert part.finish_reason == "abort"
+            assert 3 <= len(part.token_ids) < 400
+            assert part.token_ids.tolist() == whole.token_ids[: len(part.token_ids)].tolist()
+        assert len(dict(await generator.drain())["r1"].token_ids) == 400
+
+    play(script, folder)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
