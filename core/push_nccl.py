@@ -109,12 +109,13 @@ class NcclSender:
         start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
         num_bytes, number = 0, 0
         try:
-            current = next(buckets, None)
+            filled = (bucket for bucket in buckets if bucket is not None)
+            current = next(filled, None)
             while current is not None:
                 number, num_bytes = number + 1, num_bytes + current.num_bytes
                 answers = post_all([(s, receive_broadcast(current, group=self._name)) for s in self._servers], deadline)
                 work: Any = dist.broadcast(current.flat, src=0, group=self._group, async_op=True)
-                following = next(buckets, None)
+                following = next(filled, None)
                 deadline.wait(answers, f"bucket {number} of the weight push", also=work.is_completed)
                 work.wait()
                 current = following

@@ -55,7 +55,7 @@ class ExpectedChecksums:
         """`tensor` as the server will hold it (its format included)."""
         for rank in range(self._tp):
             param, part, start = self._part(name, tensor, rank)
-            self._sums[rank, param].append(position_checksum(part, start * part[0].numel()))
+            self._sums[rank, param].append(position_checksum(part, start * tensor.shape[1:].numel()))
 
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
         """Parameters whose checksum differs, is missing, or was not expected: "name (rank r)" each. `received` is

@@ -1,0 +1,110 @@
+"""A process that receives weights by the calls of a SGLang server, and does nothing else.
+
+It joins groups, takes broadcasts, payloads and folders, and tells checksums. Past `--refuse-from N` updates it answers
+each further one with HTTP 400.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import pickle
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from rollout.sglang_inside import position_checksum
+
+
+class Receiver:
+    def __init__(self, refuse_from: int) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.updates, self.refuse_from = 0, refuse_from
+
+    def init_weights_update_group(self, body: dict[str, Any]) -> None:
+        name = body["group_name"]
+        store = dist.TCPStore(body["master_address"], body["master_port"], timeout=timedelta(seconds=60))
+        group, _ = c10d._new_process_group_helper(
+            body["world_size"], body["rank_offset"], [], dist.Backend(body["backend"]), dist.PrefixStore(name, store),
+            group_name=c10d.GroupName(name), timeout=timedelta(seconds=60),
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[group] = {i: i for i in range(body["world_size"])}
+        self.groups[name] = group
+
+    def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
+        dist.destroy_process_group(self.groups.pop(body["group_name"]))
+
+    def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        sizes = [
+            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(dtypes, body["shapes"], strict=True)
+        ]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=self.groups[body["group_name"]])
+        self._count()
+        for name, dtype, shape, part in zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True):
+            self.tensors[name] = part.view(dtype).view(shape).clone()
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
+        self._count()
+        (payload,) = body["serialized_named_tensors"]
+        content = pickle.loads(base64.b64decode(payload))
+        for entry in content["metadata"]:
+            part = content["flattened_tensor"][entry.start_idx : entry.end_idx]
+            self.tensors[entry.name] = part.view(entry.dtype).view(entry.shape).clone()
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> None:
+        self._count()
+        index = json.loads((Path(body["model_path"]) / "model.safetensors.index.json").read_text())
+        for file in set(index["weight_map"].values()):
+            self.tensors |= load_file(Path(body["model_path"]) / file)
+
+    def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
+        sums = {name: str(int(position_checksum(tensor))) for name, tensor in self.tensors.items()}
+        return {"ranks": [{"checksums": sums, "parallelism_info": {"tp_rank": 0}}]}
+
+    def _count(self) -> None:
+        self.updates += 1
+        if self.updates > self.refuse_from:
+            raise ValueError("no more of these")
+
+
+def serve(port_file: Path, receiver: Receiver) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            try:
+                answer = getattr(receiver, self.path.removeprefix("/"))(body) or {"success": True}
+                status = 200
+            except ValueError as e:
+                status, answer = 400, {"success": False, "message": str(e)}
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *args: Any) -> None:
+            """Silence."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        partial = port_file.with_suffix(".partial")
+        partial.write_text(str(server.server_port))
+        partial.rename(port_file)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port_file", type=Path)
+    parser.add_argument("--refuse-from", type=int, default=1 << 30)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    serve(arguments.port_file, Receiver(arguments.refuse_from))

@@ -1,0 +1,245 @@
+"""The senders on two real trainer ranks, into two processes that receive as servers do; and who calls them when."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from allocation import parse
+from core.push_buckets import Buckets, Deadline, PushError, SenderSettings, SendReport, in_background
+from core.push_disk import DiskSender
+from core.push_ipc import IpcSender
+from core.push_nccl import NcclSender
+from core.push_servers import ServerPush, beside_trainer
+from rollout.sglang_checksums import ModelShape
+from rollout.sglang_weights import ServerAddress, ServerError
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = ModelShape(num_heads=2, num_kv_heads=2, head_dim=4, intermediate_size=8, vocab_size=64)
+NUM_BUCKETS = 5
+
+Push = tuple[str, int | None]
+"""A transport, and the bytes it may lay out ahead."""
+
+
+def tensors_of(version: int, bucket: int) -> dict[str, Tensor]:
+    """What rank 0 gives: float32 where the servers hold bfloat16, and an integer buffer."""
+    generator = torch.Generator().manual_seed(100 * version + bucket)
+    return {
+        f"layers.{bucket}.a_norm.weight": torch.randn(33, generator=generator),
+        f"layers.{bucket}.b_norm.weight": torch.randn(4, 7, generator=generator).T,
+        f"layers.{bucket}.count": torch.randint(1 << 20, (3,), generator=generator),
+    }
+
+
+def gather(rank: int, version: int) -> Iterator[dict[str, Tensor]]:
+    """Collective, as the engine's export is: every step waits for all ranks. One bucket is empty."""
+    for bucket in range(NUM_BUCKETS):
+        dist.barrier()
+        yield tensors_of(version, bucket) if rank == 0 and bucket != 2 else {}
+
+
+def sender_on(kind: str, rank: int, folder: Path, staged_bytes: int | None) -> Any:
+    settings = SenderSettings(
+        rank=rank, world_size=2, dtype=torch.bfloat16, shape=SHAPE, timeout_seconds=30.0, bucket_bytes=1000,
+        staged_bytes=staged_bytes,
+    )  # fmt: skip
+    if kind == "disk":
+        return DiskSender(settings, torch.device("cpu"), folder=folder, model_path=str(folder))
+    return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, torch.device("cpu"))
+
+
+def trainer_rank(
+    rank: int, port: int, pushes: list[Push], servers: list[ServerAddress], folder: Path, out: Any
+) -> None:
+    """Push two versions by each transport in turn; tells (rank, transport, report or error). The first error that
+    the ranks do not share ends them, as it ends a run."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for kind, staged_bytes in pushes:
+        sender = sender_on(kind, rank, folder, staged_bytes)
+        try:
+            sender.connect(servers)
+            for version in (1, 2):
+                sender.prepare(gather(rank, version), verify=True)
+                report = sender.send()
+            sender.close()
+            out.put((rank, kind, report))
+        except (PushError, ServerError) as e:
+            out.put((rank, kind, f"{type(e).__name__}: {e}"))
+
+
+@contextmanager
+def receivers(folder: Path, *options: str) -> Iterator[list[ServerAddress]]:
+    """One process for each of the two trainer ranks to sit beside."""
+    script = Path(__file__).with_name("push_receiver.py")
+    files = [folder / f"port-{i}" for i in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, str(script), str(file), *options], env=os.environ | {"PYTHONPATH": str(ROOT)})
+        for file in files
+    ]
+    try:
+        while not all(file.exists() for file in files):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        yield [
+            ServerAddress(name=f"generator-{i}", url=f"http://127.0.0.1:{f.read_text()}", tp=1, trainer_ranks=(i,))
+            for i, f in enumerate(files)
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run_trainer(pushes: list[Push], servers: list[ServerAddress], folder: Path, num_results: int) -> dict[Any, Any]:
+    """(rank, transport) -> report or error, the first `num_results` of them."""
+    (folder / "config.json").write_text("{}")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = mp.get_context("spawn")
+    out = context.Queue()
+    ranks = [context.Process(target=trainer_rank, args=(rank, port, pushes, servers, folder, out)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        results = [out.get(timeout=200) for _ in range(num_results)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return {(rank, kind): result for rank, kind, result in results}
+
+
+def test_pushes_from_two_ranks_reach_two_servers_bit_for_bit(tmp_path: Path) -> None:
+    """The servers' own checksums are compared in the push; here the counts and the report."""
+    with receivers(tmp_path) as servers:
+        results = run_trainer([("nccl", 2000), ("ipc", 0), ("disk", None)], servers, tmp_path, num_results=6)
+    for kind in ("nccl", "ipc", "disk"):
+        report = results[0, kind]
+        assert isinstance(report, SendReport), report
+        assert report.num_buckets == NUM_BUCKETS - 1
+        if kind != "disk":  # whose files have headers
+            assert report.num_bytes == (NUM_BUCKETS - 1) * ((33 + 28) * 2 + 3 * 8)
+        assert results[1, kind] is None
+
+
+def test_a_server_that_refuses_a_bucket_fails_the_push_with_its_reason(tmp_path: Path) -> None:
+    """By ipc on every rank, as all of them hold memory for it; by nccl where the broadcast is."""
+    with receivers(tmp_path, "--refuse-from", "5") as servers:
+        results = run_trainer([("ipc", None), ("nccl", None)], servers, tmp_path, num_results=3)
+    assert results.keys() == {(0, "ipc"), (1, "ipc"), (0, "nccl")}
+    for result in results.values():
+        assert isinstance(result, str) and "generator-" in result and "no more of these" in result
+
+
+def settings_alone(**changes: Any) -> SenderSettings:
+    values: dict[str, Any] = dict(
+        rank=0, world_size=1, dtype=torch.bfloat16, shape=SHAPE, timeout_seconds=5.0, bucket_bytes=1000
+    )
+    return SenderSettings(**values | changes)
+
+
+def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
+    made: list[int] = []
+
+    def source() -> Iterator[Mapping[str, Tensor]]:
+        for bucket in range(NUM_BUCKETS):
+            made.append(bucket)
+            yield tensors_of(1, bucket)
+
+    buckets = Buckets(source(), settings_alone(), verify_tp=set())
+    buckets.stage(3)
+    assert made == [0, 1, 2]
+    next(buckets)
+    assert made == [0, 1, 2]
+    assert len(list(buckets)) == NUM_BUCKETS - 1 and made == list(range(NUM_BUCKETS))
+
+
+def test_the_deadline_names_who_did_not_answer() -> None:
+    answers = {"generator-0": in_background(lambda: {}), "generator-1": in_background(time.sleep, 30)}
+    with pytest.raises(PushError, match=r"bucket 2: no answer within push.timeout_seconds=0.2 from generator-1$"):
+        Deadline(0.2).wait(answers, "bucket 2")
+    with pytest.raises(PushError, match="from the sender itself"):
+        Deadline(0.2).wait({}, "bucket 2", also=lambda: False)
+
+
+def test_layouts_that_a_transport_cannot_serve_are_errors_before_anything_moves(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    staged = ServerAddress(name="generator-0", url="http://127.0.0.1:9", tp=1, pp=2, trainer_ranks=(0,))
+    for sender in (NcclSender(settings_alone(), cpu), IpcSender(settings_alone(), cpu)):
+        with pytest.raises(ValueError, match="2 pipeline stages.*push.type=disk"):
+            sender.connect([staged])
+    apart = ServerAddress(name="generator-0", url="http://127.0.0.1:9", tp=2, trainer_ranks=(0,))
+    with pytest.raises(ValueError, match="shares 1 of its 2 GPUs with the trainer.*push.type=nccl"):
+        IpcSender(settings_alone(), cpu).connect([apart])
+
+
+def test_a_server_finds_the_trainers_ranks_on_its_gpus() -> None:
+    allocation = parse("sglang.d2m2p1|d4m1p1", n_nodes=1, n_gpus_per_node=4)
+    servers = [ServerAddress(name=f"generator-{i}", url="", tp=2) for i in range(2)]
+    placed = beside_trainer(servers, allocation.generator, allocation.trainer)
+    assert [server.trainer_ranks for server in placed] == [(0, 1), (2, 3)]
+    apart = parse("sglang.d2m1p1+d2m1p1", n_nodes=1, n_gpus_per_node=4)
+    placed = beside_trainer(servers, apart.generator, apart.trainer)
+    assert [server.trainer_ranks for server in placed] == [(), ()]
+
+
+class Recorder:
+    """Stands for the trainer's ranks and the generators; `fails` is the call that does not succeed."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[Any] = []
+        self._fails = fails
+
+    def _record(self, *call: Any) -> None:
+        self.calls.append(call)
+        if call[0] == self._fails:
+            raise PushError("it failed")
+
+    def call(self, method: str, *args: object, **kwargs: object) -> list[Any]:
+        self._record(method, *args, *kwargs.values())
+        return [SendReport(seconds=0.5, num_bytes=10**9, num_buckets=2), None]
+
+    def pause(self, timeout_seconds: float) -> None:
+        self._record("pause")
+
+    def resume(self, version: int, timeout_seconds: float) -> list[float]:
+        self._record("resume", version)
+        return [0.25, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("verify", "checked"),
+    [("never", [False, False, False]), ("first", [True, False, False]), ("always", [True, True, True])],
+)
+def test_a_push_gathers_first_and_pauses_only_to_send(verify: Any, checked: list[bool]) -> None:
+    sides = Recorder()
+    push = ServerPush(sides, sides, bucket_bytes=8, verify=verify, timeout_seconds=1.0)
+    reports = [push.push(version) for version in (4, 5, 6)]
+    assert [call for call in sides.calls if call[0] != "push_prepare"] == [
+        call for version in (4, 5, 6) for call in (("pause",), ("push_send",), ("resume", version))
+    ]
+    assert [call for call in sides.calls[::4]] == [("push_prepare", "actor", 8, check) for check in checked]
+    assert all(report.longest_pause_seconds == 0.75 for report in reports)
+
+
+def test_nothing_resumes_on_weights_that_did_not_arrive() -> None:
+    sides = Recorder(fails="push_send")
+    with pytest.raises(PushError):
+        ServerPush(sides, sides, bucket_bytes=8, verify="first", timeout_seconds=1.0).push(4)
+    assert [call[0] for call in sides.calls] == ["push_prepare", "pause", "push_send"]

@@ -1,0 +1,298 @@
+"""What of the SGLang side needs no SGLang: arguments, GPUs, processes, buckets, checksums, messages."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import logging
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.sglang_checksums import ExpectedChecksums, ModelShape
+from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, query_gpus
+from rollout.sglang_inside import position_checksum
+from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, server_flags
+from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
+
+MODEL = {"hidden_size": 1536, "num_attention_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512}
+
+
+def settings(**changes: Any) -> ServerSettings:
+    values: dict[str, Any] = {"name": "generator-0", "model_path": "/m", "log_file": Path("log"), "gpus": (0,)}
+    return ServerSettings(**values | changes)
+
+
+def flags(model: dict[str, Any] = MODEL, **changes: Any) -> dict[str, Any]:
+    return server_flags(settings(**changes), model, port=1, nccl_port=2)
+
+
+def test_the_cuda_graphs_cover_what_may_run_at_once() -> None:
+    assert flags(max_running=512)["cuda_graph_max_bs_decode"] == flags(max_running=512)["max_running_requests"] == 512
+
+
+def test_the_users_server_arguments_win_over_the_defaults() -> None:
+    chosen = flags(flags={"mem_fraction_static": 0.7, "disable_prefill_cuda_graph": False})
+    assert chosen["mem_fraction_static"] == 0.7 and chosen["disable_prefill_cuda_graph"] is False
+
+
+@pytest.mark.parametrize("key", ["tp_size", "port", "skip-tokenizer-init"])
+def test_an_argument_that_something_else_decides_is_an_error(key: str) -> None:
+    with pytest.raises(ValueError, match=f"actor.sglang.{key} cannot be set: .+"):
+        settings(flags={key: 1})
+
+
+def test_only_a_shared_gpu_gets_a_server_that_can_release_memory() -> None:
+    assert "enable_memory_saver" not in flags() and flags(colocated=True)["enable_memory_saver"] is True
+
+
+def test_a_head_dimension_without_kernels_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert "attention_backend" not in flags()  # 1536 / 12 = 128
+    with caplog.at_level(logging.WARNING):
+        assert flags(MODEL | {"head_dim": 80})["attention_backend"] == "triton"
+    assert "head dimension 80" in caplog.text
+    assert (
+        flags(MODEL | {"head_dim": 80}, flags={"attention_backend": "flashinfer"})["attention_backend"] == "flashinfer"
+    )
+
+
+CARD = Gpu(index=0, used_mib=30_000, total_mib=141_000, users=(GpuUser(pid=77, name="python3", mib=29_000),))
+
+
+def test_memory_in_the_hands_of_others_is_an_error_with_names() -> None:
+    with pytest.raises(ValueError, match=r"GPU 0: 30000 of its 141000 MiB .* process 77 \(python3\) holds 29000 MiB"):
+        check_gpus([0], gpus=[CARD])
+    with pytest.raises(ValueError, match="processes that this container does not see"):
+        check_gpus([0], gpus=[Gpu(index=0, used_mib=9000, total_mib=141_000, users=())])
+    check_gpus([0], gpus=[CARD], own_pids=[77])
+
+
+def test_missing_gpus_are_an_error_with_a_way_out() -> None:
+    with pytest.raises(ValueError, match=r"write embedded\. instead of sglang\."):
+        check_gpus([0], gpus=[])
+    with pytest.raises(ValueError, match="asks for GPU 3, and this machine has 1"):
+        check_gpus([0, 3], gpus=[CARD], own_pids=[77])
+
+
+def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        textwrap.dedent("""\
+            #!/bin/sh
+            case "$1" in
+              *query-gpu*) echo "0, GPU-aa, 30000, 141000"; echo "1, GPU-bb, 4, 141000";;
+              *) echo "GPU-aa, 77, python3, 29000"; echo "GPU-aa, 78, [Not Found], [N/A]";;
+            esac
+            """)
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    first, second = query_gpus(str(script))
+    assert (first.used_mib, first.users) == (30_000, (CARD.users[0], GpuUser(pid=78, name="[Not Found]", mib=0)))
+    assert (second.index, second.users) == (1, ())
+    assert query_gpus(str(tmp_path / "absent")) == []
+
+
+def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "sglang").mkdir()  # an empty package: what the server needs of it is missing
+    (tmp_path / "sglang" / "__init__.py").touch()
+    dying = settings(
+        model_path=str(tmp_path), log_file=tmp_path / "logs" / "generator-0.log", gpus=(),
+        python=sys.executable, env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    with pytest.raises(
+        ServerStartError, match=r"(?s)generator-0: .* died at start \(exit code 1\).*ModuleNotFoundError"
+    ):
+        asyncio.run(SGLangServer(dying).start())
+
+
+def test_a_server_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    """The parent is killed and cannot clean up; the server has a child of its own."""
+    inside = Path(sys.modules["rollout.sglang_inside"].__file__ or "")
+    server = (
+        "import runpy, sys, subprocess, time; "
+        f"space = runpy.run_path({str(inside)!r}); space['end_with'](int(sys.argv[1])); "
+        "child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True); time.sleep(1000)"
+    )
+    parent = (
+        "import subprocess, sys, os, time; "
+        f"p = subprocess.Popen([sys.executable, '-P', '-c', {server!r}, str(os.getpid())], start_new_session=True); "
+        "print(p.pid, flush=True); time.sleep(1000)"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}, text=True
+    )
+    assert process.stdout is not None
+    family = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    for survivor in alive:
+        survivor.kill()
+    assert not alive
+
+
+def mixed_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "odd": torch.randn(3, 5, generator=generator).to(torch.bfloat16),
+        "wide": torch.randn(7, generator=generator),
+        "transposed": torch.randn(4, 6, generator=generator).T,
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+
+
+def test_a_flat_bucket_gives_every_tensor_back_aligned_whatever_the_mixture() -> None:
+    tensors = mixed_tensors()
+    bucket = FlatBucket.of(tensors)
+    assert bucket.num_bytes == 15 * 2 + 7 * 4 + 24 * 4 + 8
+    back = bucket.tensors()
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+def test_a_payload_pickles_with_nothing_but_torch_and_the_standard_library() -> None:
+    """SGLang unpickles it under a list of modules it trusts; this project is not among them."""
+
+    class Strict(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            assert module.partition(".")[0] in {"torch", "types", "collections", "builtins", "_codecs"}, module
+            return super().find_class(module, name)
+
+    content = Strict(io.BytesIO(base64.b64decode(FlatBucket.of(mixed_tensors()).payload()))).load()
+    assert [entry.name for entry in content["metadata"]] == ["scalar", "wide", "transposed", "odd"]
+    assert content["metadata"][-1].end_idx == content["flattened_tensor"].numel()
+
+
+def test_a_checksum_adds_up_over_parts_and_sees_place_and_value() -> None:
+    tensor = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    whole = position_checksum(tensor)
+    assert whole == position_checksum(tensor[:13]) + position_checksum(tensor[13:], 13 * 6)
+    assert whole == position_checksum(torch.cat([tensor, torch.zeros(5, 6, dtype=torch.bfloat16)]))
+    swapped = tensor.clone()
+    swapped[3], swapped[4] = tensor[4], tensor[3]
+    bit = tensor.clone()
+    bit.view(torch.int16)[20, 2] ^= 1
+    assert len({int(whole), int(position_checksum(swapped)), int(position_checksum(bit))}) == 3
+
+
+def small_model(*, tied: bool) -> tuple[ModelShape, dict[str, Tensor]]:
+    """Two layers; 8 heads, 2 key/value heads of 4; a vocabulary that needs padding."""
+    shape = ModelShape(num_heads=8, num_kv_heads=2, head_dim=4, intermediate_size=24, vocab_size=70)
+    generator = torch.Generator().manual_seed(2)
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (70, 32), "model.norm.weight": (32,)}
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        for part, rows in (("q", 32), ("k", 8), ("v", 8)):
+            sizes |= {f"{layer}self_attn.{part}_proj.weight": (rows, 32), f"{layer}self_attn.{part}_proj.bias": (rows,)}
+        sizes |= {f"{layer}self_attn.o_proj.weight": (32, 32), f"{layer}self_attn.k_norm.weight": (4,)}
+        sizes |= {f"{layer}mlp.{part}_proj.weight": (24, 32) for part in ("gate", "up")}
+        sizes |= {f"{layer}mlp.down_proj.weight": (32, 24), f"{layer}input_layernorm.weight": (32,)}
+    if not tied:
+        sizes["lm_head.weight"] = (70, 32)
+    return shape, {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+def on_server(shape: ModelShape, tensors: dict[str, Tensor], *, tp: int, rank: int) -> dict[str, Tensor]:
+    """The parameters of one rank as a server holds them, built the plain way: whole heads, fused, cut, padded."""
+    held: dict[str, Tensor] = {}
+    heads, kv_heads, dim = shape.num_heads // tp, max(1, shape.num_kv_heads // tp), shape.head_dim
+    kv_first = rank * shape.num_kv_heads // tp
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            key, value = (tensors[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))
+            kv = slice(kv_first * dim, (kv_first + kv_heads) * dim)
+            query = tensor[rank * heads * dim : (rank + 1) * heads * dim]
+            held[name.replace("q_proj", "qkv_proj")] = torch.cat([query, key[kv], value[kv]])
+        elif ".gate_proj." in name:
+            parts = [t.chunk(tp)[rank] for t in (tensor, tensors[name.replace("gate_proj", "up_proj")])]
+            held[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
+        elif any(part in name for part in (".o_proj.", ".down_proj.")):
+            held[name] = tensor.chunk(tp, dim=1)[rank]
+        elif "embed_tokens" in name or "lm_head" in name:
+            held[name] = torch.cat([tensor, torch.zeros(128 - 70, 32)]).chunk(tp)[rank]
+        elif not any(f".{part}_proj." in name for part in ("k", "v", "up")):
+            held[name] = tensor
+    return held
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_checksums_of_full_tensors_predict_those_of_fused_and_cut_ones(tp: int, tied: bool) -> None:
+    shape, tensors = small_model(tied=tied)
+    expected = ExpectedChecksums(shape, tp=tp)
+    for name, tensor in reversed(tensors.items()):
+        expected.add(name, tensor)
+    ranks = [on_server(shape, tensors, tp=tp, rank=rank) for rank in range(tp)]
+
+    def received() -> list[dict[str, int]]:
+        return [{name: int(position_checksum(t)) for name, t in rank.items()} for rank in ranks]
+
+    assert expected.mismatches(received()) == []
+    ranks[-1]["model.layers.1.self_attn.qkv_proj.weight"].view(-1)[-1] += 1e-3
+    missing = "model.layers.0.mlp.down_proj.weight"
+    del ranks[0][missing]
+    assert expected.mismatches(received()) == sorted(
+        [f"{missing} (rank 0)", f"model.layers.1.self_attn.qkv_proj.weight (rank {tp - 1})"]
+    )
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/slow":
+            time.sleep(3)
+        status = {"/refused": 400, "/absent": 404}.get(self.path, 200)
+        body = b'{"success": false, "message": "wrong shape"}' if status == 400 else b"{}"
+        with contextlib.suppress(BrokenPipeError):  # who asked for /slow has left
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Silence."""
+
+
+@pytest.fixture
+def answering() -> Iterator[ServerAddress]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield ServerAddress(name="generator-3", url=f"http://127.0.0.1:{server.server_port}", tp=1)
+        server.shutdown()
+        thread.join()
+
+
+def test_what_a_server_answers_becomes_an_error_that_names_it(answering: ServerAddress) -> None:
+    assert post(answering, ("/fine", {}), timeout_seconds=10) == {}
+    with pytest.raises(ServerError, match=r"generator-3: /refused failed \(HTTP 400\): wrong shape"):
+        post(answering, ("/refused", {}), timeout_seconds=10)
+    with pytest.raises(ServerError, match=r"generator-3: this SGLang has no /absent; .* SGLang 0\.5\.17"):
+        post(answering, ("/absent", {}), timeout_seconds=10)
+    with pytest.raises(ServerGone, match="generator-3 .* did not answer /slow within 0.2 s"):
+        post(answering, ("/slow", {}), timeout_seconds=0.2)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    nobody = ServerAddress(name="generator-4", url="http://127.0.0.1:9", tp=1)
+    with pytest.raises(ServerGone, match="generator-4 .* is gone"):
+        post(nobody, ("/x", {}), timeout_seconds=5)
