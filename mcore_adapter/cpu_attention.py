@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
-_ALONE_ELEMENTS = 1 << 15  # a sequence with more query elements (tokens x heads x head_dim) keeps a core busy by itself
+_ALONE_ELEMENTS = 1 << 14  # a sequence with more query elements (tokens x heads x head_dim) keeps a core busy by itself
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,15 @@ class _PackedCausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], scale: float) -> Tensor:
         out, lses = torch.empty_like(q), []
-        ke, ve = _expand(k, q), _expand(v, q)
+        heads_per_group = q.size(1) // k.size(1)
         for block in blocks:
             o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                block.take(q), block.take(ke), block.take(ve), 0.0, True, scale=scale
+                block.take(q),
+                _expand(block.take(k), heads_per_group),
+                _expand(block.take(v), heads_per_group),
+                0.0,
+                True,
+                scale=scale,
             )
             block.put(out, o)
             lses.append(lse)
@@ -125,33 +130,34 @@ class _PackedCausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         q, k, v, out, *lses = ctx.saved_tensors
-        ke, ve = _expand(k, q), _expand(v, q)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(ke), torch.empty_like(ve)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        heads_per_group = q.size(1) // k.size(1)
         for block, lse in zip(ctx.blocks, lses, strict=True):
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            block_dq, block_dk, block_dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 block.take_grad(grad),
                 block.take(q),
-                block.take(ke),
-                block.take(ve),
+                _expand(block.take(k), heads_per_group),
+                _expand(block.take(v), heads_per_group),
                 block.take(out),
                 lse,
                 0.0,
                 True,
                 scale=ctx.scale,
             )
-            for target, part in zip((dq, dk, dv), parts, strict=True):
-                block.put(target, part)
-        return dq, _reduce(dk, k), _reduce(dv, v), None, None
+            block.put(dq, block_dq)
+            block.put(dk, _reduce(block_dk, heads_per_group))
+            block.put(dv, _reduce(block_dv, heads_per_group))
+        return dq, dk, dv, None, None
 
 
-def _expand(kv: Tensor, q: Tensor) -> Tensor:
-    """[t, g, d] -> [t, h, d]: every query head its key/value head."""
-    return kv if kv.size(1) == q.size(1) else kv.repeat_interleave(q.size(1) // kv.size(1), dim=1)
+def _expand(kv: Tensor, heads_per_group: int) -> Tensor:
+    """[b, g, l, d] -> [b, h, l, d]: every query head its key/value head."""
+    return kv if heads_per_group == 1 else kv.repeat_interleave(heads_per_group, dim=1)
 
 
-def _reduce(grad: Tensor, kv: Tensor) -> Tensor:
+def _reduce(grad: Tensor, heads_per_group: int) -> Tensor:
     """The transpose of _expand()."""
-    return grad if grad.size(1) == kv.size(1) else grad.unflatten(1, (kv.size(1), -1)).sum(2)
+    return grad if heads_per_group == 1 else grad.unflatten(1, (-1, heads_per_group)).sum(2)
 
 
 def packed_causal_attention(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], *, scale: float) -> Tensor:
