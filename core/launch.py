@@ -52,6 +52,8 @@ class Cluster(AbstractContextManager["Cluster"]):
     def __enter__(self) -> Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray would run its workers, which here do all the work, at the lowest priority of the machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         common: dict[str, Any] = {
             "namespace": f"slipstream-{os.getpid()}",
             "log_to_driver": False,
