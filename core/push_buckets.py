@@ -78,8 +78,16 @@ class Buckets:
     """An iterator over what a push moves, in lockstep on all ranks: a flat bucket on rank 0, None elsewhere. Each step
     is collective, unless `stage` made its bucket ahead."""
 
-    def __init__(self, source: Iterator[Mapping[str, Tensor]], settings: SenderSettings, *, verify_tp: set[int]):
-        self._source, self._dtype = source, settings.dtype
+    def __init__(
+        self,
+        source: Iterator[Mapping[str, Tensor]],
+        settings: SenderSettings,
+        device: torch.device,
+        *,
+        verify_tp: set[int],
+    ) -> None:
+        """`device`: where the flat buckets lie. `verify_tp`: tensor-parallel sizes of servers to be compared."""
+        self._source, self._dtype, self._device = source, settings.dtype, device
         self._staged: deque[FlatBucket | None] = deque()
         self.expected = {tp: ExpectedChecksums(settings.shape, tp=tp) for tp in verify_tp}
         """By tensor-parallel size of the servers: complete when the iterator is exhausted."""
@@ -97,7 +105,9 @@ class Buckets:
     def _flat(self, tensors: Mapping[str, Tensor]) -> FlatBucket | None:
         if not tensors:
             return None
-        cast = {name: t.to(self._dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        cast = {
+            name: t.to(self._device, self._dtype if t.is_floating_point() else t.dtype) for name, t in tensors.items()
+        }
         for expected in self.expected.values():
             for name, tensor in cast.items():
                 expected.add(name, tensor)
@@ -107,9 +117,13 @@ class Buckets:
 def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
     """How many buckets fit ahead: rank 0's answer, on every rank. At least one."""
     spare = settings.staged_bytes
-    if spare is None:
-        # Half of what is free: the rest is for the gathering itself and for the copies inside a colocated server.
-        spare = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 62
+    if spare is None and device.type == "cuda":
+        # Half of what is free (the allocator's own reserve included): the rest is for the gathering itself and for
+        # the copies inside a colocated server.
+        free = torch.cuda.mem_get_info(device)[0]
+        spare = (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+    elif spare is None:
+        spare = 1 << 62
     count = [max(1, spare // settings.bucket_bytes)]
     if settings.world_size > 1:
         dist.broadcast_object_list(count, src=0, device=device)

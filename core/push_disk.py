@@ -26,7 +26,7 @@ class DiskSender:
     def __init__(self, settings: SenderSettings, device: torch.device, *, folder: Path, model_path: str) -> None:
         """`folder`: where pushes are written, on a file system that the servers share. `model_path`: a Hugging Face
         folder whose config.json the pushed ones get."""
-        self._settings, self._device = settings, device
+        self._settings = settings
         self._folder, self._model_path = folder, model_path
         self._servers: Sequence[ServerAddress] = ()
         self._count = 0
@@ -38,7 +38,8 @@ class DiskSender:
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""
         rank0 = self._settings.rank == 0
-        flat = Buckets(buckets, self._settings, verify_tp={s.tp for s in self._servers} if verify and rank0 else set())
+        tps = {server.tp for server in self._servers} if verify and rank0 else set()
+        flat = Buckets(buckets, self._settings, torch.device("cpu"), verify_tp=tps)
         target = self._folder / f"push-{self._count}"
         self._count += 1
         if rank0:

@@ -72,7 +72,7 @@ class IpcSender:
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         tps = {server.tp for server in self._servers} if verify and self._settings.rank == 0 else set()
-        self._buckets = Buckets(buckets, self._settings, verify_tp=tps)
+        self._buckets = Buckets(buckets, self._settings, self._device, verify_tp=tps)
         self._buckets.stage(buckets_to_stage(self._settings, self._device))
 
     def send(self) -> SendReport | None:
@@ -87,6 +87,8 @@ class IpcSender:
                 continue
             number, num_bytes = number + 1, num_bytes + shared.num_bytes
             self._hand_over(shared, number, deadline)
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
         if self._settings.rank != 0:
             return None
         if buckets.expected:

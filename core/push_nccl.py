@@ -96,7 +96,7 @@ class NcclSender:
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         rank0 = self._settings.rank == 0
         tps = {server.tp for server in self._servers} if verify and rank0 else set()
-        self._buckets = Buckets(buckets, self._settings, verify_tp=tps)
+        self._buckets = Buckets(buckets, self._settings, self._device, verify_tp=tps)
         self._buckets.stage(buckets_to_stage(self._settings, self._device))
 
     def send(self) -> SendReport | None:

@@ -116,25 +116,30 @@ def command_line(flags: dict[str, Any]) -> list[str]:
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)
     ServerArgs.add_cli_args(parser)
-    actions = {action.dest: action for action in parser._actions}
+    options = {name: option for action in parser._actions for option in action.option_strings if (name := _key(option))}
     argv: list[str] = []
     for key, value in flags.items():
-        action = actions.get(key.replace("-", "_"))
-        if action is None:
-            near = difflib.get_close_matches(key, actions, n=1)
+        option = options.get(_key(key))
+        if option is None:
+            near = difflib.get_close_matches(_key(key), options, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             sys.stderr.write(f"actor.sglang.{key}: SGLang {sglang.__version__} has no such server argument{hint}\n")
             raise SystemExit(EXIT_USAGE)
-        option = max(action.option_strings, key=len)
-        if action.nargs == 0:
-            argv += [option] if value else []
+        if parser._option_string_actions[option].nargs == 0:
+            off = options.get(f"no_{_key(key)}")
+            argv += [option] if value else [off] if off and value is False else []
         elif isinstance(value, list):
             argv += [option, *map(str, value)]
         elif value is not None:
             argv += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
     return argv
+
+
+def _key(option: str) -> str:
+    """--mem-fraction-static as a key: mem_fraction_static."""
+    return option.lstrip("-").replace("-", "_")
 
 
 def end_with(parent: int) -> None:

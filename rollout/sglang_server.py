@@ -112,9 +112,11 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         "log_level_http": "warning",
     }
     if settings.gpus:
-        # Without the first, throughput more than halves beyond the default of 256; capturing prefill graphs takes a
-        # minute of start-up and prompts are a small part of the work.
+        # Throughput more than halves beyond the largest decode graph (256 by default). Every size costs start-up time,
+        # and capturing prefill graphs takes a minute of it, although prompts are a small part of the work.
         flags |= {"cuda_graph_max_bs_decode": settings.max_running, "disable_prefill_cuda_graph": True}
+        if not settings.flags.keys() & {"cuda_graph_bs_decode", "cuda_graph_max_bs_decode"}:
+            flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.max_running)
         if settings.colocated:
             flags["enable_memory_saver"] = True
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
@@ -128,6 +130,14 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         flags |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
         flags |= {"disable_cuda_graph": True}
     return flags | dict(settings.flags)
+
+
+def decode_graph_sizes(max_running: int) -> list[int]:
+    """Batch sizes to capture: powers of two while small, then about ten even steps up to `max_running`; a batch runs in
+    the next larger one."""
+    step = max(8, -(-max_running // 80) * 8)
+    small = [2**i for i in range(step.bit_length()) if 2**i < step]
+    return sorted({*(size for size in small if size < max_running), *range(step, max_running, step), max_running})
 
 
 def read_model_config(path: str) -> dict[str, Any]:
@@ -188,6 +198,10 @@ class SGLangServer:
     def _launch(self, flags: Mapping[str, Any]) -> None:
         settings = self.settings
         env = os.environ | settings.env
+        # This project's packages have names (core, tools) that the server's libraries may look for.
+        root = Path(__file__).resolve().parents[1]
+        paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != root]
+        env["PYTHONPATH"] = os.pathsep.join(paths)
         if settings.gpus:
             # Both ends of a weight push must agree on this; the server's own default is 0.
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus)), "NCCL_CUMEM_ENABLE": "0"}

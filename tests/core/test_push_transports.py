@@ -162,7 +162,7 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
             made.append(bucket)
             yield tensors_of(1, bucket)
 
-    buckets = Buckets(source(), settings_alone(), verify_tp=set())
+    buckets = Buckets(source(), settings_alone(), torch.device("cpu"), verify_tp=set())
     buckets.stage(3)
     assert made == [0, 1, 2]
     next(buckets)

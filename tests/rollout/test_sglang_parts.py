@@ -29,7 +29,7 @@ from torch import Tensor
 from rollout.sglang_checksums import ExpectedChecksums, ModelShape
 from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, query_gpus
 from rollout.sglang_inside import position_checksum
-from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, server_flags
+from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, decode_graph_sizes, server_flags
 from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
 
 MODEL = {"hidden_size": 1536, "num_attention_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512}
@@ -46,6 +46,13 @@ def flags(model: dict[str, Any] = MODEL, **changes: Any) -> dict[str, Any]:
 
 def test_the_cuda_graphs_cover_what_may_run_at_once() -> None:
     assert flags(max_running=512)["cuda_graph_max_bs_decode"] == flags(max_running=512)["max_running_requests"] == 512
+
+
+@pytest.mark.parametrize("max_running", [1, 7, 8, 64, 100, 256, 512, 1000, 4096])
+def test_graph_sizes_are_few_and_reach_the_last_request(max_running: int) -> None:
+    sizes = decode_graph_sizes(max_running)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_running
+    assert len(sizes) <= 20
 
 
 def test_the_users_server_arguments_win_over_the_defaults() -> None:
