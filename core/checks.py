@@ -24,6 +24,7 @@ from mcore_adapter.hf_config import SUPPORTED, ModelConfig
 from rollout.dataset_rows import DatasetError, scan_rows
 from rollout.plugins import PluginError, load_plugin
 from rollout.reward import REWARDS
+from rollout.sglang_gpus import check_gpus
 from rollout.workflow import WORKFLOWS
 
 
@@ -42,7 +43,7 @@ def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Pr
     """Every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` says in which line a key was given."""
-    checks = (_models, _datasets, _reward, _workflow, _fileroot, _port)
+    checks = (_models, _datasets, _reward, _workflow, _fileroot, _port, _gpus)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))
         for check in checks
@@ -171,3 +172,17 @@ def _port(config: ExperimentConfig) -> Iterator[Problem]:
         except OSError as error:
             message = f"port {port}: {os.strerror(error.errno or 0)}; write 0 for a free one"
             yield Problem(key="launch.master_port", message=message)
+
+
+def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
+    """A run on this machine alone that asks for servers needs its GPUs here; a joined cluster has them elsewhere."""
+    if not isinstance(config, PPOMATHConfig) or config.launch.ray_address or os.environ.get("RAY_ADDRESS"):
+        return
+    try:
+        placed = resolve_allocation(config).generator
+        if placed.backend == "sglang" and config.n_nodes == 1:
+            check_gpus([slot.gpu for slot in placed.slots])
+    except AllocationError:
+        return  # reported with the configuration
+    except ValueError as error:
+        yield Problem(key="allocation_mode", message=str(error))

@@ -218,15 +218,16 @@ class TrainerGroup:
 class GeneratorPool:
     """All generator replicas: where weights go. Requests reach them from the rollout actor."""
 
-    def __init__(self, cluster: Cluster, placed: RoleAllocation, *, backend: str, threads: int, **settings: object):
-        replica_size = placed.layout.tp * placed.layout.pp
-        self._names = [f"generator-{i}" for i in range(placed.layout.dp)]
+    def __init__(self, cluster: Cluster, placed: RoleAllocation, *, threads: int, **settings: object):
+        """`settings`: what the actor's backend is made from, the same for every replica."""
+        settings |= {"tp": placed.layout.tp, "pp": placed.layout.pp}
+        self._names = [f"generator-{i}" for i in range(len(placed.replicas))]
         self.actors = [
             cluster.start_actor(
-                GeneratorActor, name, backend, threads, settings,
-                node=placed.slots[i * replica_size].node, env={"OMP_NUM_THREADS": str(threads)},
+                GeneratorActor, name, placed.backend, threads, {**settings, "gpus": tuple(s.gpu for s in slots)},
+                node=slots[0].node, env={"OMP_NUM_THREADS": str(threads)},
             )
-            for i, name in enumerate(self._names)
+            for name, slots in zip(self._names, placed.replicas, strict=True)
         ]  # fmt: skip
         self._starting = [actor.start.remote() for actor in self.actors]
 

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,13 +151,15 @@ class GeneratorActor:
     def __init__(self, name: str, log_file: str, backend: str, threads: int, settings: dict[str, Any]):
         log_to_file(name, log_file)
         torch.set_num_threads(threads)
-        self._backend, self._settings = backend, settings
+        self._name, self._log_file, self._backend, self._settings = name, log_file, backend, settings
 
     async def start(self) -> None:
         if self._backend == "mock":
             from rollout.mock import MockGenerator
 
             self._generator: Any = MockGenerator(self._settings["model_path"])
+        elif self._backend == "sglang":
+            self._generator = await self._start_server()
         else:
             from rollout.embedded import EmbeddedGenerator
 
@@ -166,6 +169,26 @@ class GeneratorActor:
                 interrupt=self._settings["interrupt"],
                 dtype=self._settings["dtype"],
             )
+
+    async def _start_server(self) -> Any:
+        """Raises ValueError where the GPUs are missing or in use, ServerStartError with the server's last log lines."""
+        from rollout.sglang_generator import SGLangGenerator
+        from rollout.sglang_gpus import check_gpus
+        from rollout.sglang_server import ServerSettings
+
+        check_gpus(self._settings["gpus"])
+        settings = ServerSettings(
+            name=self._name,
+            model_path=self._settings["model_path"],
+            log_file=Path(self._log_file).with_suffix(".server.log"),
+            gpus=self._settings["gpus"],
+            tp=self._settings["tp"],
+            pp=self._settings["pp"],
+            dtype=self._settings["dtype"],
+            max_running=self._settings["max_running"],
+            flags=self._settings["sglang"],
+        )
+        return await SGLangGenerator.start(settings, interrupt=self._settings["interrupt"])
 
     async def submit(self, requests: list[GenerateRequest]) -> None:
         self._generator.submit(requests)

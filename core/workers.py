@@ -108,11 +108,11 @@ def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cl
     generators = GeneratorPool(
         cluster,
         allocation.generator,
-        backend=allocation.generator.backend,
         threads=threads,
         model_path=config.actor.path,
         max_running=config.generator.max_running,
         interrupt=config.generator.interrupt,
+        sglang=config.actor.sglang,
         dtype=config.generator.dtype or config.actor.dtype(embedded=not gpus),
     )
     return PPOWorkers(
