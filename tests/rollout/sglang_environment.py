@@ -78,6 +78,7 @@ class Models:
             model = Qwen2ForCausalLM(self._config).float().eval()
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.15)
+                parameter.data = parameter.data.bfloat16().float()  # the same numbers in both formats
             self._models[version] = model
         return self._models[version]
 
