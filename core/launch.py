@@ -26,6 +26,7 @@ from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
 from core.launch_guard import start_guard
+from rollout.router import NoGeneratorError
 
 if TYPE_CHECKING:
     from core.batch import RolloutBatch
@@ -158,6 +159,8 @@ def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float 
             results[ready[0]] = ray.get(ready[0])
         except RayTaskError as e:
             cause = e.cause if isinstance(e.cause, Exception) else e
+            if isinstance(cause, NoGeneratorError):
+                raise LaunchError(f"{by_ref[ready[0]]} lost every generator: {cause}") from e
             cause.add_note(f"in {by_ref[ready[0]]}:\n{e}")
             raise cause from None
         except (RayActorError, GetTimeoutError) as e:

@@ -207,6 +207,15 @@ class GeneratorActor:
         await self._generator.resume(version)
         return time.perf_counter() - start
 
+    async def pause(self) -> None:
+        await self._generator.pause()
+
+    async def update_weights(self, wire: dict[str, Any]) -> None:
+        await self._generator.update_weights(bucket_from_wire(wire))
+
+    async def resume(self, version: int) -> None:
+        await self._generator.resume(version)
+
     async def health(self) -> Health:
         return await self._generator.health()
 
@@ -250,9 +259,13 @@ class ActorGenerator(Generator):
                     future.set_exception(ConnectionError(f"the generator's process is gone: {e}"))
 
     async def pause(self) -> None:
-        raise NotImplementedError("weights reach a remote replica through GeneratorActor.receive")
+        await self._actor.pause.remote()
 
-    update_weights = resume = pause  # type: ignore[assignment]
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        await self._actor.update_weights.remote(bucket_to_wire(dict(bucket.tensors)))
+
+    async def resume(self, version: int) -> None:
+        await self._actor.resume.remote(version)
 
     async def health(self) -> Health:
         return await self._actor.health.remote()

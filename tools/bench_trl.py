@@ -1,0 +1,95 @@
+"""The yardstick: samples/s of TRL's GRPOTrainer on the same model and prompts. Runs in TRL's own environment.
+
+Invariant: imports nothing of this repository, so that an environment with trl alone can run it. Every completion has
+exactly --new-tokens tokens; the reward costs nothing; everything else is TRL's default for one step per generation.
+
+    /path/to/trl-env/bin/python tools/bench_trl.py --model DIR --prompts FILE.jsonl --new-tokens 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WARM_UP_STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--prompts", type=Path, required=True, help='jsonl rows with a "prompt"')
+    parser.add_argument("--num-prompts", type=int, default=32, help="prompts a step")
+    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--new-tokens", type=int, required=True, help="length of every completion")
+    parser.add_argument("--steps", type=int, default=20, help=f"measured steps, after {WARM_UP_STEPS} of warm-up")
+    arguments = parser.parse_args()
+    seconds = step_seconds(arguments)
+    samples = arguments.num_prompts * arguments.group_size
+    json.dump(
+        {"samples_per_second": samples / statistics.median(seconds), "step_seconds": seconds, "versions": versions()},
+        sys.stdout,
+    )
+    print()
+
+
+def step_seconds(arguments: argparse.Namespace) -> list[float]:
+    """Seconds of each measured step: generation, reward, update."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    rows = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = GRPOTrainer(
+            model=str(arguments.model),
+            processing_class=AutoTokenizer.from_pretrained(arguments.model),
+            reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+            train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+            callbacks=[Clock()],
+            args=GRPOConfig(
+                output_dir=scratch,
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                model_init_kwargs={"dtype": "float32"},
+                per_device_train_batch_size=arguments.num_prompts * arguments.group_size,
+                num_generations=arguments.group_size,
+                max_completion_length=arguments.new_tokens,
+                generation_kwargs={"min_new_tokens": arguments.new_tokens},
+                temperature=1.0,
+                beta=0.0,
+                learning_rate=1e-5,
+                max_steps=WARM_UP_STEPS + arguments.steps,
+                save_strategy="no",
+                logging_steps=1_000_000,
+                report_to="none",
+                disable_tqdm=True,
+            ),
+        )
+        trainer.train()
+    return [b - a for a, b in zip(ends[WARM_UP_STEPS - 1 :], ends[WARM_UP_STEPS:], strict=False)]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured."""
+    import torch
+    import transformers
+    import trl
+
+    return {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+if __name__ == "__main__":
+    main()
