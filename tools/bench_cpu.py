@@ -219,19 +219,19 @@ def producer(scene: Scene) -> Iterator[Figure]:
     dataset = PromptDataset.load(scene.prompts(), tokenizer, max_prompt_len=16, seed=1)
 
     async def measure() -> float:
-        async with RewardPool("math", num_workers=2) as rewards:
+        async with RewardPool("tools.bench_reward:no_reward", num_workers=2) as rewards:
             sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(1,))
             workflow = make_workflow(
                 "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
             )
-            made = RolloutProducer(
-                dataset, workflow, MockGenerator(str(path)), batch_size=128, max_staleness=2, max_in_flight=256
-            )
+            null = MockGenerator(str(path))
+            made = RolloutProducer(dataset, workflow, null, batch_size=128, max_staleness=2, max_in_flight=256)
             async with made:
                 for step in range(30):
                     if step == 5:
                         start = time.perf_counter()
                     pack_trajectories(await made.take(step))
+                    await null.resume(step + 1)
                     made.set_version(step + 1)
                 return 25 * 128 * 8 / (time.perf_counter() - start)
 
@@ -261,6 +261,7 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
         "staleness.max_staleness": 2,
         "generator.max_running": 256,
         "monitor.tensorboard": False,
+        "reward.function": "tools.bench_reward:no_reward",
         **changes,
     }
 

@@ -30,6 +30,9 @@ PREFILL_TOKENS = 2048
 """Padded prompt tokens that one step admits at most (one prompt always fits): bounds the memory of a prompt pass and
 the time for which running requests, and pause(), wait for it."""
 
+TRIM_STEPS = 64
+"""How often cache memory that was not needed lately is given back."""
+
 
 def padded_length(length: int) -> int:
     """How far a prompt is filled up. A function of its own length alone, because the length of a batch changes the
@@ -59,6 +62,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._num_waiting_for: Counter[bytes] = Counter()
         self._prompts: dict[bytes, _Prompt] = {}
+        self._num_steps = 0
         self.version = 0
 
     @property
@@ -96,16 +100,21 @@ class Engine:
             full = np.setdiff1d(full, done, assume_unique=True)
         if len(done) or len(full):
             self._cache.rearrange(done, full)
+        self._num_steps += 1
+        if not self.num_running and not self._waiting:
+            self._cache.clear()
+        elif self._num_steps % TRIM_STEPS == 0:
+            self._cache.trim()
         return finished
 
     def abort(self, request_ids: Collection[str]) -> Finished:
         """End these requests with what they have, running or waiting. Unknown ids are passed over."""
         aborted = self._release([s for s, r in self._lanes.running() if r.request_id in request_ids])
-        for job in [job for job in self._waiting if job.request.request_id in request_ids]:
-            self._waiting.remove(job)
+        waiting = [job for job in self._waiting if job.request.request_id in request_ids]
+        self._waiting = deque(job for job in self._waiting if job.request.request_id not in request_ids)
+        for job in waiting:
             self._no_longer_waiting(job.key)
-            aborted.append((job.request, job.partial()))
-        return aborted
+        return aborted + [(job.request, job.partial()) for job in waiting]
 
     def interrupt(self, how: Interrupt) -> Finished:
         """Make way for new weights. "abort" ends the running requests and returns them; "retract" puts them back to

@@ -50,13 +50,13 @@ class _Step:
 
 
 class _Pool:
-    """Lanes of one capacity. kv: [layers, 2, lanes, G, capacity, D], grown and shrunk by doubling and halving."""
+    """Lanes of one capacity. kv: [layers, 2, lanes, G, capacity, D], grown by doubling. peak: the most since trim()."""
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
         self._cache = cache
         self.capacity = capacity
         self.slots = np.empty(cache.max_lanes, dtype=np.int64)  # [:n] in lane order
-        self.n = 0
+        self.n = self.peak = 0
         self.tail = previous_capacity(capacity)
         self._columns = torch.arange(self.tail, capacity, device=cache.device)
         self.kv = torch.empty(self._shape(0), dtype=cache.dtype, device=cache.device)
@@ -84,9 +84,16 @@ class _Pool:
     def reserve(self, more: int) -> None:
         """Append lanes."""
         self.n += more
+        self.peak = max(self.peak, self.n)
         lanes = self.kv.shape[2]
         if self.n > lanes:
             self._resize(min(self._cache.max_lanes, max(2 * lanes, self.n, 4)))
+
+    def trim(self) -> None:
+        """Give back memory that was not needed since the last call."""
+        if 2 * self.peak < self.kv.shape[2]:
+            self._resize(self.peak)
+        self.peak = self.n
 
     def place(self, slots: np.ndarray, lanes: np.ndarray) -> None:
         """Let lanes hold these slots from now on."""
@@ -95,7 +102,7 @@ class _Pool:
         self._cache.capacity_of[slots] = self.capacity
 
     def remove(self, lanes: np.ndarray) -> None:
-        """Free these lanes; lanes from the end move into the holes. Memory that a pool no longer needs goes back."""
+        """Free these lanes; lanes from the end move into the holes."""
         left = self.n - len(lanes)
         holes = lanes[lanes < left]
         if len(holes):
@@ -104,8 +111,6 @@ class _Pool:
                 self.kv[:, :, hole] = self.kv[:, :, mover]
             self.place(self.slots[movers], holes)
         self.n = left
-        if left <= self.kv.shape[2] // 4:
-            self._resize(2 * left)
 
     def begin_step(self, first: int, positions: Tensor) -> _Step:
         rows = self._row_of_head[: self.n] + positions[:, None, None]
@@ -170,6 +175,16 @@ class KVCache:
                 pool.kv[:, :, place, :, :below] = self._pools[cast(int, below)].kv[:, :, lane]
             pool.remove(leaving[len(arriving) :])
         self._order = None
+
+    def trim(self) -> None:
+        """Give back memory that was not needed since the last call. (Memory is dear to fetch, so not at once.)"""
+        for pool in self._pools.values():
+            pool.trim()
+
+    def clear(self) -> None:
+        """Give all memory back; no lane is in use."""
+        assert not any(pool.n for pool in self._pools.values()), "a lane is in use"
+        self._pools.clear()
 
     def _by_capacity(self, slots: np.ndarray) -> dict[int, np.ndarray]:
         capacities = self.capacity_of[slots]

@@ -18,7 +18,7 @@ _UNIFORMS_AHEAD = 32
 _NO_TOKEN = -1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """A request and what is sampled of it so far."""
 
