@@ -93,6 +93,7 @@ class CpuDevice:
 
     torch_device = _CPU
     backend = "gloo"
+    shares_prompts = True
 
     def __init__(self) -> None:
         self._mode = _CudaMeansCpu()

@@ -24,6 +24,7 @@ from mcore_adapter.device import Device
 from mcore_adapter.families import EMBEDDING, OUTPUT, Conversion, canonical_name, layer_table, outer_table
 from mcore_adapter.hf_config import Llama3RopeScaling, ModelConfig, ModelConfigError
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.shared_prompts import SharedPromptParams
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -118,6 +119,17 @@ class ModelChunk(GPTModel):
                 if is_critic
                 else LMHead(self.output_layer, megatron, parallel.tp_group)
             )
+
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Megatron's, with an angle for each row of its own where sequences share rows."""
+        embedded, angles, *rest = super()._preprocess(
+            input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        if isinstance(packed_seq_params, SharedPromptParams):
+            angles = angles.index_select(0, position_ids[0])
+        return embedded, angles, *rest
 
 
 def build_model(
