@@ -87,7 +87,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a decoded config.json. Raises ModelConfigError naming key, value and what is supported."""
     model_type = raw.get("model_type")
-    if model_type not in SUPPORTED:
+    if not isinstance(model_type, str) or model_type not in SUPPORTED:
         raise ModelConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(sorted(SUPPORTED))}")
     _refuse_unsupported(raw, model_type)
     hidden_size, num_heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
