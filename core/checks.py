@@ -6,12 +6,15 @@ neither torch nor Ray is imported.
 
 from __future__ import annotations
 
+import importlib.util
+import netrc
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationError, model_errors
 from core.check_models import ModelFolderError, read_model_folder
@@ -25,7 +28,7 @@ from rollout.dataset_rows import DatasetError, scan_rows
 from rollout.plugins import PluginError, load_plugin
 from rollout.reward import REWARDS
 from rollout.sglang_gpus import check_gpus
-from rollout.workflow import WORKFLOWS
+from rollout.workflow import check_workflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Pr
     """Every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` says in which line a key was given."""
-    checks = (_models, _datasets, _reward, _workflow, _fileroot, _port, _gpus)
+    checks = (_models, _datasets, _reward, _workflow, _monitors, _fileroot, _port, _gpus)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))
         for check in checks
@@ -143,10 +146,36 @@ def _reward(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _workflow(config: ExperimentConfig) -> Iterator[Problem]:
-    if isinstance(config, PPOMATHConfig) and config.workflow.type not in WORKFLOWS and ":" not in config.workflow.type:
-        known = ", ".join(sorted(WORKFLOWS))
-        message = f"unknown workflow {config.workflow.type!r}; use one of {known}, or package.module:Class"
-        yield Problem(key="workflow.type", message=message)
+    if not isinstance(config, PPOMATHConfig):
+        return
+    try:
+        check_workflow(config.workflow.type)
+    except PluginError as error:
+        yield Problem(key="workflow.type", message=str(error))
+
+
+def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
+    """Metrics that go elsewhere: the library is an extra, and Weights & Biases would ask for a key on the terminal."""
+    wanted = {"wandb": config.wandb.mode != "disabled", "mlflow": config.monitor.mlflow_uri is not None}
+    keys = {"wandb": "wandb.mode", "mlflow": "monitor.mlflow_uri"}
+    for name in (name for name, is_wanted in wanted.items() if is_wanted):
+        if importlib.util.find_spec(name) is None:
+            yield Problem(key=keys[name], message=f"{name} is not installed: pip install -e '.[{name}]'")
+    if config.wandb.mode == "online" and not _has_wandb_key(config.external_configs.envs):
+        message = "no API key: export WANDB_API_KEY=..., or run `wandb login`; or write offline, or disabled"
+        yield Problem(key=keys["wandb"], message=message)
+
+
+def _has_wandb_key(envs: Mapping[str, str]) -> bool:
+    """Where `wandb` itself looks without a terminal: the environment, then the netrc file that `wandb login` writes."""
+    variables = {**envs, **os.environ}
+    if variables.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(variables.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:

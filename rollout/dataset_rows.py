@@ -85,7 +85,7 @@ def _read(path: Path) -> Iterator[Row]:
 
 def _parse_line(line: bytes) -> dict[str, object]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:

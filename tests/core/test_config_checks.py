@@ -153,7 +153,40 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     assert message.endswith("reward.function: unknown reward 'maths'; use one of math, or package.module:function")
     (message,) = problems(path, "workflow.type=dialogue")
     assert message.endswith("workflow.type: unknown workflow 'dialogue'; use one of math, or package.module:Class")
+    (message,) = problems(path, "workflow.type=no_such_package:Dialogue")
+    assert "workflow.type: workflow no_such_package:Dialogue: there is no module 'no_such_package'" in message
+    (message,) = problems(path, "workflow.type=mine:score")
+    assert "workflow.type: workflow mine:score: is called as (tokenizer=, reward_pool=, sampling=" in message
     sys.modules.pop("mine", None)
+
+
+def test_metrics_that_cannot_go_where_they_should_are_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    for extra, override in (("wandb", "wandb.mode=offline"), ("mlflow", "monitor.mlflow_uri=runs")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, extra, None)  # Python's way to say that it cannot be imported
+            (message,) = problems(path, override)
+        assert message.endswith(f"{extra} is not installed: pip install -e '.[{extra}]'")
+
+
+def test_weights_and_biases_without_a_key_is_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "wandb.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert problems(path, "wandb.mode=offline") == []
+    (message,) = problems(path, "wandb.mode=online")
+    assert "wandb.mode: no API key: export WANDB_API_KEY=..., or run `wandb login`" in message
+    assert problems(path, "wandb.mode=online", "external_configs.envs.WANDB_API_KEY=k") == []
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
+    assert problems(path, "wandb.mode=online") == []
 
 
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
