@@ -103,6 +103,8 @@ def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: 
         logger.info("Dry run: every check passed; nothing was started.")
         return 0
     logger.info("Launching experiments with %s...", config.mode.upper())
+    if config.mode == "local":
+        os.environ.pop("RAY_ADDRESS", None)
     for name, value in config.external_configs.envs.items():
         os.environ.setdefault(name, value)
     try:
