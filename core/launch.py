@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
-from core.launch_guard import start_guard
+from core.launch_guard import end_guard, start_guard
 from rollout.router import NoGeneratorError
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _end(self) -> None:
         ray.shutdown()
-        assert self._guard.stdin is not None, "it was started with a pipe"
-        self._guard.stdin.close()
-        self._guard.wait()
+        end_guard(self._guard)
 
     def reserve(self, allocation: Allocation) -> None:
         """One bundle a node of the device map; actors are put on the bundle of their slot's node. Raises LaunchError
