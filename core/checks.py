@@ -80,6 +80,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
             continue
         vocabularies[use.key] = model.vocab_size
         yield from _family(use, model)
+        yield from _positions(config, use, model)
         yield from _split(config, use, model)
     if len(set(vocabularies.values())) > 1:
         sizes = ", ".join(f"{key} {size}" for key, size in vocabularies.items())
@@ -92,6 +93,22 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
         known = "" if family in SUPPORTED else f" ({family!r} is not one of {', '.join(sorted(SUPPORTED))})"
         message = f"{family!r}, but config.json of {use.path} says {model.model_type!r}{known}; write that, or auto"
         yield Problem(key=f"{use.key}.type._class", message=message)
+
+
+def _positions(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+    """A generator refuses a sequence longer than the model's positions: known before the first prompt is sampled."""
+    if not isinstance(config, PPOMATHConfig):
+        return
+    longest = {"ppo.gen.max_new_tokens": config.ppo.gen.max_new_tokens}
+    if config.evaluation.max_new_tokens is not None:
+        longest["evaluation.max_new_tokens"] = config.evaluation.max_new_tokens
+    for key, num_tokens in longest.items():
+        length, limit = config.dataset.max_prompt_len + num_tokens, model.max_position_embeddings
+        if length > limit:
+            message = f"{num_tokens} + dataset.max_prompt_len={config.dataset.max_prompt_len} is {length}, more than "
+            yield Problem(
+                key=key, message=message + f"max_position_embeddings={limit} of {use.path}; lower one of them"
+            )
 
 
 def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:

@@ -100,6 +100,18 @@ def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> 
     assert any("m3 must divide vocab_size=64" in line for line in found)
 
 
+def test_a_sequence_longer_than_the_models_positions_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    assert problems(path, "ppo.gen.max_new_tokens=112") == []
+    (message,) = problems(path, "ppo.gen.max_new_tokens=113")
+    assert (
+        "ppo.gen.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129, more than max_position_embeddings=128"
+        in message
+    )
+    (message,) = problems(path, "evaluation.max_new_tokens=113")
+    assert "evaluation.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129" in message
+
+
 def test_models_of_different_vocabularies_do_not_go_together(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     write_model(tmp_path / "other", vocab_size=128)

@@ -118,7 +118,7 @@ def test_the_tutorials_file_needs_only_its_folders(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     path = write_run(tmp_path)
-    model = write_model(tmp_path / "7B", num_hidden_layers=4)
+    model = write_model(tmp_path / "7B", num_hidden_layers=4, max_position_embeddings=131072)
     path.write_text(PPO_7B_128_GPUS)
     overrides = [f"{name}.path={model}" for name in ("actor", "ref", "critic")]
     overrides += [f"dataset.path={tmp_path / 'prompts.jsonl'}", f"external_configs.cluster_config.fileroot={tmp_path}"]
