@@ -14,17 +14,18 @@ from rich.logging import RichHandler
 
 class LineFormatter(logging.Formatter):
     """`{date}-{time}.{milliseconds} {speaker} {level}: {message}`. The command line speaks as quickstart, every other
-    module of a process as `name`."""
+    module of a process as `name`. Tracebacks follow their line, unless `tracebacks` is false."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, tracebacks: bool = True) -> None:
         super().__init__()
         self._name = name
+        self._tracebacks = tracebacks
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%Y%m%d-%H:%M:%S.%f")[:-3]
         speaker = record.name if record.name == "quickstart" else self._name
         line = f"{when} {speaker} {record.levelname}: {record.getMessage()}"
-        if record.exc_info:
+        if record.exc_info and self._tracebacks:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
@@ -44,7 +45,8 @@ def log_to_file(name: str, path: str) -> None:
 
 
 def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
-    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and in a file, if any."""
+    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and, with tracebacks, in
+    the file at `path`."""
     terminal: logging.Handler
     if console.is_terminal:
         terminal = RichHandler(
@@ -52,10 +54,11 @@ def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
         )
     else:
         terminal = logging.StreamHandler(console.file)
+    terminal.setFormatter(LineFormatter("master worker", tracebacks=False))
     handlers: list[logging.Handler] = [terminal]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path))
-    for handler in handlers:
-        handler.setFormatter(LineFormatter("master worker"))
+        file = logging.FileHandler(path)
+        file.setFormatter(LineFormatter("master worker"))
+        handlers.append(file)
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)

@@ -63,9 +63,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise DatasetError(
-            f"{path}: cannot read the data set: {error.strerror}; name a jsonl file"
-        ) from error
+        raise DatasetError(f"{path}: cannot read the data set: {error.strerror}; name a jsonl file") from error
     with file:
         for number, line in enumerate(file, start=1):
             if line.strip():
