@@ -196,8 +196,15 @@ def _has_wandb_key(envs: Mapping[str, str]) -> bool:
 
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
-    root = Path(config.external_configs.cluster_config.fileroot).expanduser().absolute()
-    existing = next(path for path in (root, *root.parents) if path.exists())
+    given = config.external_configs.cluster_config.fileroot
+    try:
+        root = Path(given).expanduser().absolute()
+    except RuntimeError:
+        message = f"{given}: there is no such home folder; write the path in full"
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+        return
+    # os.path.exists: Path.exists raises for a folder inside one that may not be entered.
+    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
     try:
         # Writing is the only test that knows about read-only mounts, quotas and root; the file has no name.
         with tempfile.TemporaryFile(dir=existing) as file:

@@ -1,8 +1,11 @@
 """What --dry-run finds before anything starts: real folders, files, ports."""
 
 import json
+import os
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -207,6 +210,51 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
         (message,) = problems(path, f"external_configs.cluster_config.fileroot={root}")
         assert "external_configs.cluster_config.fileroot: " in message
         assert "cannot write in" in message
+
+
+def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
+    assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message
+
+
+AS_NOBODY = """
+import os, sys
+from test_config_checks import Path, problems
+run, *overrides = sys.argv[1:]
+assert problems(Path(run)) == []  # everything is imported now
+if os.getuid() == 0:  # who may read and enter everything
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for override in overrides:
+    for problem in problems(Path(run), override):
+        print(problem)
+"""
+
+
+def test_what_may_not_be_read_or_entered_is_named() -> None:
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is inside a folder that only its owner may enter
+        folder = Path(name)
+        folder.chmod(0o777)
+        path = write_run(folder)
+        locked = write_model(folder / "locked" / "model").parent
+        hidden = write_model(folder / "hidden") / "config.json"
+        locked.chmod(0o000)
+        hidden.chmod(0o000)
+        overrides = [
+            f"actor.path={locked / 'model'}",
+            f"actor.path={hidden.parent}",
+            f"external_configs.cluster_config.fileroot={locked / 'model' / 'out'}",
+        ]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", AS_NOBODY, str(path), *overrides]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        locked.chmod(0o755)
+    lines = [line.replace(f"{folder}/", "") for line in done.stdout.splitlines()]
+    assert [line.partition("': ")[2] for line in lines] == [
+        "actor.path: locked/model: Permission denied; make it readable for you",
+        "actor.path: hidden/config.json: Permission denied; make it readable for you",
+        "external_configs.cluster_config.fileroot: locked/model/out: cannot write in locked: Permission denied; "
+        "set it to a folder that you may write",
+    ], done.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
