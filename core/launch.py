@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
-from core.launch_guard import end_guard, start_guard
+from core.launch_guard import Guard
 from rollout.router import NoGeneratorError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
             },
         }
-        self._guard = start_guard()
+        self._guard = Guard()
         try:
             if self._address is None:
                 ray.init(address="local", num_cpus=self._num_actors, include_dashboard=False, **common)
@@ -92,7 +92,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _end(self) -> None:
         ray.shutdown()
-        end_guard(self._guard)
+        self._guard.end()
 
     def reserve(self, allocation: Allocation) -> None:
         """One bundle a node of the device map; actors are put on the bundle of their slot's node. Raises LaunchError

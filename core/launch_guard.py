@@ -25,15 +25,16 @@ _WITHOUT_GOODBYE = (
 )
 
 
-def start_guard() -> subprocess.Popen[bytes]:
-    """The guard of this process. It ends by itself; see end_guard()."""
-    pid = str(psutil.Process().pid)
-    return subprocess.Popen([sys.executable, __file__, pid], stdin=subprocess.PIPE, start_new_session=True)
+class Guard:
+    """The guard of this process, seen from the process."""
 
+    def __init__(self) -> None:
+        pid = str(psutil.Process().pid)
+        self._process = subprocess.Popen([sys.executable, __file__, pid], stdin=subprocess.PIPE, start_new_session=True)
 
-def end_guard(process: subprocess.Popen[bytes]) -> None:
-    """Say goodbye to the guard; returns when it has ended what was left, and itself."""
-    process.communicate(_GOODBYE)
+    def end(self) -> None:
+        """Say goodbye; returns when the guard has ended what was left, and itself."""
+        self._process.communicate(_GOODBYE)
 
 
 def descendants(process: psutil.Process) -> set[psutil.Process]:
