@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
-from core.launch_guard import Guard
+from core.launch_guard import start_guard
 from rollout.router import NoGeneratorError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
             },
         }
-        self._guard = Guard()
+        self._guard = start_guard()
         try:
             if self._address is None:
                 ray.init(address="local", num_cpus=self._num_actors, include_dashboard=False, **common)

@@ -14,6 +14,7 @@ import contextlib
 import select
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import psutil
 
@@ -25,16 +26,21 @@ _WITHOUT_GOODBYE = (
 )
 
 
+@dataclass(frozen=True)
 class Guard:
-    """The guard of this process, seen from the process."""
+    """The guard as seen from the driver."""
 
-    def __init__(self) -> None:
-        pid = str(psutil.Process().pid)
-        self._process = subprocess.Popen([sys.executable, __file__, pid], stdin=subprocess.PIPE, start_new_session=True)
+    process: subprocess.Popen[bytes]
 
     def end(self) -> None:
         """Say goodbye; returns when the guard has ended what was left, and itself."""
-        self._process.communicate(_GOODBYE)
+        self.process.communicate(_GOODBYE)
+
+
+def start_guard() -> Guard:
+    """The guard of this process."""
+    pid = str(psutil.Process().pid)
+    return Guard(subprocess.Popen([sys.executable, __file__, pid], stdin=subprocess.PIPE, start_new_session=True))
 
 
 def descendants(process: psutil.Process) -> set[psutil.Process]:
