@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
-from rich.logging import RichHandler
 
 
 class LineFormatter(logging.Formatter):
@@ -30,6 +29,17 @@ class LineFormatter(logging.Formatter):
         return line
 
 
+class _TerminalHandler(logging.Handler):
+    """Above the progress bar, and a line stays a line: the terminal may wrap it, rich's own handler would cut it up."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), soft_wrap=True, markup=False, highlight=False)
+
+
 def log_to_file(name: str, path: str) -> None:
     """Everything this process says goes to `path`: log records, and whatever libraries write to stdout and stderr."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -47,13 +57,7 @@ def log_to_file(name: str, path: str) -> None:
 def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
     """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and, with tracebacks, in
     the file at `path`."""
-    terminal: logging.Handler
-    if console.is_terminal:
-        terminal = RichHandler(
-            console=console, show_time=False, show_level=False, show_path=False, markup=False, highlighter=None
-        )
-    else:
-        terminal = logging.StreamHandler(console.file)
+    terminal = _TerminalHandler(console) if console.is_terminal else logging.StreamHandler(console.file)
     terminal.setFormatter(LineFormatter("master worker", tracebacks=False))
     handlers: list[logging.Handler] = [terminal]
     if path is not None:
