@@ -133,9 +133,10 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 
 
 def _datasets(config: ExperimentConfig) -> Iterator[Problem]:
+    scan: Callable[[str], object]
     if isinstance(config, PPOMATHConfig):
         paths = {"dataset.path": config.dataset.path, "evaluation.path": config.evaluation.path}
-        scan: Callable[[str], object] = scan_rows
+        scan = _scan_solved_rows if config.reward.function == "math" else scan_rows
     else:
         paths = {"dataset.train_path": config.dataset.train_path, "dataset.valid_path": config.dataset.valid_path}
         scan = read_pairs
@@ -146,6 +147,16 @@ def _datasets(config: ExperimentConfig) -> Iterator[Problem]:
             scan(path)
         except DatasetError as error:
             yield Problem(key=key, message=str(error))
+
+
+def _scan_solved_rows(path: str) -> None:
+    """The rows of tasks other than maths may come without solutions; the maths reward could only call them wrong."""
+    for row in scan_rows(path):
+        if not row.solutions:
+            raise DatasetError(
+                f"{path}:{row.line}: task {row.task!r} without solutions, and reward.function=math compares with them; "
+                "write your own reward.function"
+            )
 
 
 def _reward(config: ExperimentConfig) -> Iterator[Problem]:

@@ -141,6 +141,19 @@ def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: st
     assert f"dataset.path: {message}" in found
 
 
+def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "sort a list", "task": "code"}\n')
+    (message,) = problems(path)
+    assert "dataset.path: prompts.jsonl:5: task 'code' without solutions" in message
+    (tmp_path / "judge.py").write_text("def score(prompt, text):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert problems(path, "reward.function=judge:score") == []
+
+
 def test_both_data_sets_are_looked_at(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     found = problems(path, "dataset.path=/no/such", "evaluation.path=/neither")
