@@ -6,7 +6,7 @@ Invariant: the parameter names are those of Megatron's local layer spec.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -30,7 +30,7 @@ class CpuRMSNorm(torch.nn.Module):
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma, "set by build_model()"
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ class ValueHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
         # Each rank sees its share of the tokens: Megatron adds up the gradients of parameters marked so.
-        self.weight.sequence_parallel = config.sequence_parallel
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
@@ -84,6 +84,9 @@ class ValueHead(nn.Module):
 
 class ModelChunk(GPTModel):
     """GPTModel of one virtual pipeline stage of this rank, which knows the model that it is a part of."""
+
+    output_layer: LMHead | ValueHead
+    """On the last stage."""
 
     def __init__(
         self,
