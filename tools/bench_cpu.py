@@ -261,7 +261,7 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
         "staleness.max_staleness": 2,
         "generator.max_running": 256,
         "monitor.tensorboard": False,
-        "reward.function": "tools.bench_reward:no_reward",
+        "reward.function": "tools.bench_reward:coin_reward",
         **changes,
     }
 
@@ -332,6 +332,8 @@ def loop(scene: Scene) -> Iterator[Figure]:
     model = scene.model("0.8M", hidden_size=128, num_layers=4)
     for new_tokens, steps in ((16, 40), (128, 15)):
         config = ppo_config(scene, model, new_tokens=new_tokens, **{"ppo.gen.min_new_tokens": new_tokens})
+        # Three single-threaded processes on two cores: whoever waits leaves its core to the others.
+        config |= {"allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3, "launch.threads_per_process": 1}
         ours = samples_per_second(scene, f"loop{new_tokens}", config, steps=steps)
         baseline = None
         if scene.trl_python is not None:

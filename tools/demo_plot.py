@@ -32,10 +32,12 @@ def draw_reward_curve(
     last = max(*steps, *eval_steps)
     label(axes, last, accuracies[-1], "held-out accuracy\n(greedy)", ACCURACY)
     label(axes, last, moving_mean(rewards)[-1], "training reward\n(sampled)", REWARD)
-    for step, value, side in ((eval_steps[0], accuracies[0], "left"), (eval_steps[-1], accuracies[-1], "right")):
+    # Beside the rising line: under its beginning, over its end.
+    ends = ((eval_steps[0], accuracies[0], (8, -14), "left"), (eval_steps[-1], accuracies[-1], (-4, 9), "right"))
+    for step, value, offset, side in ends:
         axes.annotate(
-            f"{value:.0%}", (step, value), xytext=(4 if side == "left" else -4, 9), textcoords="offset points",
-            ha=side, color=ACCURACY, fontweight="bold",
+            f"{value:.0%}", (step, value), xytext=offset, textcoords="offset points", ha=side, color=ACCURACY,
+            fontweight="bold",
         )  # fmt: skip
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.08)
