@@ -219,7 +219,7 @@ def producer(scene: Scene) -> Iterator[Figure]:
     dataset = PromptDataset.load(scene.prompts(), tokenizer, max_prompt_len=16, seed=1)
 
     async def measure() -> float:
-        async with RewardPool("tools.bench_reward:no_reward", num_workers=2) as rewards:
+        async with RewardPool("tools.bench_reward:coin_reward", num_workers=2) as rewards:
             sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(1,))
             workflow = make_workflow(
                 "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
