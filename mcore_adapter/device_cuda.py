@@ -1,6 +1,7 @@
 """Megatron-core on NVIDIA GPUs: NCCL, TransformerEngine's layers, every fusion that is installed.
 
-Invariant: the same interface as device_cpu; nothing of Megatron is replaced here.
+Invariant: the same interface as device_cpu. One thing of Megatron is replaced: its check for apex's weight-gradient
+kernel, which guards a linear layer that no model here computes with (the head is fused, see model.LMHead).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -35,8 +37,9 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         # One queue: Megatron relies on communication launched first to start before the computation behind it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # As SGLang's servers run: with unequal settings the first broadcast of weights to them hangs its sender.
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        # TransformerEngine adds weight gradients into the fp32 buffers by itself; apex's kernel is for Megatron's own
+        # linear layers. The head, the only such layer, is made with this flag set and never called.
+        megatron_layers._grad_accum_fusion_available = True
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -44,12 +47,10 @@ class CudaDevice:
             yield
 
     def config_overrides(self) -> dict[str, Any]:
-        # Found by the module that Megatron imports: what PyPI calls "apex" is another package.
-        weight_gradient_fusion = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         return dict(
             use_cpu_initialization=False,
             apply_rope_fusion=True,
-            gradient_accumulation_fusion=weight_gradient_fusion,
+            gradient_accumulation_fusion=True,
             bias_activation_fusion=True,
             bias_dropout_fusion=True,
             masked_softmax_fusion=True,
