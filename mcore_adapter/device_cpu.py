@@ -146,3 +146,6 @@ class CpuDevice:
             now = int(statm.read().split()[1]) * resource.getpagesize() / 2**30
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return {"allocated_gib": now, "peak_gib": max(now, peak)}
+
+    def forget_peak(self) -> None:
+        """The system keeps the peak for as long as the process lives."""

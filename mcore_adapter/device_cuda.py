@@ -75,3 +75,6 @@ class CudaDevice:
             "allocated_gib": torch.cuda.memory_allocated(self.torch_device) / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated(self.torch_device) / 2**30,
         }
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
