@@ -18,12 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rollout.sglang_gpus import query_gpus
-from tools import bench_cpu, bench_gpu
+from tools import bench_cpu, bench_gpu, bench_gpu_runs, bench_gpu_servers
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
 GPU_PACKAGES = ("sglang", "transformer-engine")
@@ -55,6 +55,10 @@ CPU: dict[str, Callable[[bench_cpu.Scene], Iterator[bench_cpu.Figure]]] = {
 }
 GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[bench_gpu.Figure]]] = {
     "update": bench_gpu.update,
+    "rollout": bench_gpu_servers.rollout,
+    "push": bench_gpu_servers.push,
+    "mismatch": bench_gpu_servers.mismatch,
+    "async": bench_gpu_runs.asynchronous,
 }
 """How many GPUs each takes is in its docstring."""
 
@@ -65,6 +69,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(CPU.keys() | GPU.keys()))
     parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
     parser.add_argument("--shape", choices=bench_gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
+    parser.add_argument("--sglang-python", type=Path, help="gpu: interpreter that has SGLang, if this one has not")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"))
     given = parser.parse_args()
     measurements: dict[str, Callable[[Any], Iterator[Any]]] = dict(CPU if given.device == "cpu" else GPU)
@@ -72,14 +77,14 @@ def main() -> None:
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: not measured on {given.device}")
     packages = PACKAGES + (GPU_PACKAGES if given.device == "gpu" else ())
-    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         scene: Any
         if given.device == "cpu":
             scene = bench_cpu.Scene(folder=Path(folder), trl_python=given.trl_python)
         else:
-            scene = bench_gpu.Scene(folder=Path(folder), shape=given.shape)
+            scene = bench_gpu.Scene(folder=Path(folder), shape=given.shape, sglang_python=given.sglang_python)
         for name in given.only or measurements:
             command = f"python -m tools.bench {given.device} --only {name}"
             for figure in measurements[name](scene):
@@ -90,6 +95,13 @@ def main() -> None:
     print("\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
     for row in rows:
         print(line(row))
+
+
+def installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "elsewhere"
 
 
 def host(device: str) -> str:

@@ -7,7 +7,7 @@ same call.
 from __future__ import annotations
 
 import json
-import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,6 +60,12 @@ class Scene:
 
     folder: Path
     shape: str = "1.5B"
+    sglang_python: Path | None = None
+    """Interpreter that has SGLang; None: this one."""
+
+    @property
+    def vocab_size(self) -> int:
+        return int(SHAPES[self.shape]["vocab_size"])
 
     @property
     def model(self) -> Path:
@@ -95,12 +101,9 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     device = get_device("auto")
-    with device.activate():
-        init = f"tcp://127.0.0.1:{port}"
+    with device.activate(), tempfile.TemporaryDirectory() as folder:
+        init = f"file://{folder}/rendezvous"
         yield (
             initialize_parallel(ParallelLayout(), rank=0, world_size=1, init_method=init, device=device, seed=1),
             device,
@@ -128,9 +131,9 @@ def random_batch(scene: Scene, *, count: int, length: int) -> Any:
     total = count * length
     mask = torch.ones(count, length, dtype=torch.bool)
     mask[:, 0] = False
-    old = torch.full((total,), -float(np.log(SHAPES[scene.shape]["vocab_size"])))
+    old = torch.full((total,), -float(np.log(scene.vocab_size)))
     return PackedBatch(
-        token_ids=torch.randint(SHAPES[scene.shape]["vocab_size"], (total,), generator=generator),
+        token_ids=torch.randint(scene.vocab_size, (total,), generator=generator),
         cu_seqlens=torch.arange(count + 1) * length,
         loss_mask=mask.flatten(),
         fields={
@@ -152,7 +155,7 @@ def median_seconds(device: Any, step: Callable[[], object]) -> float:
 
 def update(scene: Scene) -> Iterator[Figure]:
     """One PPO update against Megatron's own training step on the same packed tokens."""
-    for length, count, tokens_per_mb, bare_recompute in ((2048, 32, 16384, "none"), (16384, 4, 32768, "full")):
+    for length, count, tokens_per_mb, bare_recompute in ((2048, 32, 16384, "none"), (16384, 8, 32768, "full")):
         with trainer_world() as (parallel, device):
             batch = random_batch(scene, count=count, length=length)
             bare, bare_peak = _bare(scene, parallel, device, batch, tokens_per_mb, bare_recompute)
@@ -166,14 +169,14 @@ def update(scene: Scene) -> Iterator[Figure]:
         yield Figure(name=f"{name}_mfu", value=mfu, unit="%", baseline=bare_mfu, target="aim 45")
         target = "<= 60" if length == 2048 else ""
         yield Figure(
-            name=f"memory.update_{scene.shape}_{length}", value=peak, unit="GiB", baseline=bare_peak, target=target
+            name=f"memory.update_{scene.shape}_{length}", value=peak, unit="GB", baseline=bare_peak, target=target
         )
 
 
 def _bare(
     scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, recompute: Any
 ) -> tuple[float, float]:
-    """(tokens/s, peak GiB)"""
+    """(tokens/s, peak GB)"""
     from mcore_adapter.bare_loop import BareLoop
     from mcore_adapter.hf_config import read_config
     from mcore_adapter.packing import PackingLayout, pack_microbatch
@@ -184,21 +187,21 @@ def _bare(
     device.forget_peak()
     loop = BareLoop(read_config(scene.model), parallel=parallel, device=device, recompute=recompute)
     seconds = median_seconds(device, lambda: loop.step(packed))
-    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"]
+    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
 
 
 def _ours(scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int) -> tuple[float, float]:
     from core.losses import ppo_loss
 
     device.forget_peak()
-    engine = make_engine(scene, parallel, device)
+    engine = make_engine(scene, parallel, device, recompute="selective")
     loss = partial(
         ppo_loss, eps_clip=0.2, behave_imp_weight_cap=5.0, kl_coeff=0.0, kl_estimator="k3", entropy_coeff=1e-3
     )
     seconds = median_seconds(
         device, lambda: engine.train_step(batch, loss, max_tokens_per_mb=tokens_per_mb, with_entropy=True)
     )
-    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"]
+    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
 
 
 def free(device: Any) -> None:

@@ -329,7 +329,7 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     assert config.actor.dtype(embedded=True) == "float32"
     assert config.actor.dtype(embedded=False) == "bfloat16"
     assert config.actor.recompute(embedded=True) == "none"
-    assert config.actor.recompute(embedded=False) == "full"
+    assert config.actor.recompute(embedded=False) == "selective"
 
     config = load(
         tmp_path, SMALLEST_PPO, "staleness.max_staleness=0", "algorithm.kl_in=loss", "ppo.kl_ctl=0.1",
