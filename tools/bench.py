@@ -59,6 +59,7 @@ GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[bench_gpu.Figure]]] = {
     "push": bench_gpu_servers.push,
     "mismatch": bench_gpu_servers.mismatch,
     "async": bench_gpu_runs.asynchronous,
+    "scale": bench_gpu_runs.scale,
 }
 """How many GPUs each takes is in its docstring."""
 

@@ -21,6 +21,8 @@ import torch
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H200 by its data sheet."""
+NVLINK_BYTES_PER_SECOND = 371e9
+"""A NCCL broadcast between two H200s of one host, measured without anything around it: the floor of a push."""
 WARM_UP, ROUNDS = 2, 5
 
 _QWEN2 = dict(

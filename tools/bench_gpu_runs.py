@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout.sglang_gpus import query_gpus
-from tools.bench_gpu import Figure, Scene
+from tools.bench_gpu import NVLINK_BYTES_PER_SECOND, Figure, Scene
 from tools.demo_data import write_jsonl
 
 WARM_UP_STEPS = 2
@@ -43,6 +43,24 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     yield Figure(
         name=f"async.{scene.shape}_trained_tokens_per_second", value=rates[4], unit="tokens/s", baseline=rates[0],
         target=">= 1.8x",
+    )  # fmt: skip
+
+
+def scale(scene: Scene) -> Iterator[Figure]:
+    """Pushes of a whole run from two tensor-parallel trainer ranks to two servers. Four GPUs; give --shape 7B."""
+    config = {**_config(scene), "staleness.max_staleness": 4, "exp_ctrl.benchmark_steps": 6, "push.verify": "first"}
+    config |= {"allocation_mode": "sglang.d2m1p1+d1m2p1", "n_gpus_per_node": 4, "push.bucket_mib": 4096}
+    rows = run(scene, "scale", config)[WARM_UP_STEPS:]
+    floor = 1e3 * rows[0]["push/gigabytes"] * 1e9 / NVLINK_BYTES_PER_SECOND
+    for name in ("pause", "gather", "send"):
+        value = 1e3 * float(np.median([row[f"push/{name}_seconds"] for row in rows]))
+        target = "<= 150" if name == "pause" else ""
+        yield Figure(
+            name=f"push.{scene.shape}_tp2_to_2_servers_{name}", value=value, unit="ms", baseline=floor, target=target
+        )
+    yield Figure(
+        name=f"update.{scene.shape}_tp2_run_tokens_per_second", value=_tokens_per_second(rows, skip=0),
+        unit="tokens/s", baseline=None, target="",
     )  # fmt: skip
 
 
@@ -85,9 +103,9 @@ def _config(scene: Scene) -> dict[str, object]:
     return config
 
 
-def _tokens_per_second(rows: list[dict[str, float]]) -> float:
+def _tokens_per_second(rows: list[dict[str, float]], *, skip: int = WARM_UP_STEPS) -> float:
     """Trained tokens over the steps after the warm-up."""
-    measured = rows[WARM_UP_STEPS:]
+    measured = rows[skip:]
     return sum(r["n_valid_tokens"] for r in measured) / sum(r["time/step"] for r in measured)
 
 

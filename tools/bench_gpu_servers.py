@@ -23,10 +23,8 @@ from rollout.sglang_generator import Interrupt, SGLangGenerator
 from rollout.sglang_gpus import query_gpus
 from rollout.sglang_server import ServerSettings
 from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
-from tools.bench_gpu import Figure, Scene, free, make_engine, trainer_world
+from tools.bench_gpu import NVLINK_BYTES_PER_SECOND, Figure, Scene, free, make_engine, trainer_world
 
-NVLINK_BYTES_PER_SECOND = 371e9
-"""A NCCL broadcast between two H200s of one host, measured without anything around it: the floor of a push."""
 STREAMS = 64
 
 
@@ -135,7 +133,7 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
 
     many = load()
     given = [
-        Prompt(index=i, query_id=f"{seed}-{i}", text="", token_ids=ids, solutions=())
+        Prompt(index=i, query_id=f"{seed}-{i}", task="math", text="", token_ids=ids, solutions=())
         for i, ids in enumerate(prompts(scene, 2 * many.in_flight, seed=seed))
     ]
     tokenizer = AutoTokenizer.from_pretrained(scene.model)
