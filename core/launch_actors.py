@@ -290,21 +290,29 @@ class ActorGenerator(Generator):
         self._outbox: list[GenerateRequest] = []
         self._pending: dict[str, asyncio.Future[Completion]] = {}
         self._pump: asyncio.Task[None] | None = None
+        self._flushing: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         self._pending[request.request_id] = future
         if not self._outbox:
-            loop.call_soon(self._flush)
+            self._flushing = loop.create_task(self._flush())
         self._outbox.append(request)
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._receive())
         return await future
 
-    def _flush(self) -> None:
-        self._actor.submit.remote(self._outbox)
-        self._outbox = []
+    async def _flush(self) -> None:
+        """Hand over what came in this turn. Requests that are refused fail, all that came together."""
+        requests, self._outbox = self._outbox, []
+        try:
+            await self._actor.submit.remote(requests)
+        except ray.exceptions.RayTaskError as refusal:
+            for request in requests:
+                future = self._pending.pop(request.request_id, None)
+                if future is not None and not future.done():
+                    future.set_exception(refusal.cause if isinstance(refusal.cause, Exception) else refusal)
 
     async def _receive(self) -> None:
         try:

@@ -115,15 +115,15 @@ class SGLangGenerator:
         while True:
             part = await self._attempt(request, output)
             output = _joined(output, part)
+            # An abort may reach a request that had its last token: it is as complete as if it had ended by itself.
+            if len(output.token_ids) and output.token_ids[-1] in request.sampling.stop_token_ids:
+                return replace(output, finish_reason="stop")
+            if len(output.token_ids) >= request.sampling.max_new_tokens:
+                return replace(output, finish_reason="length")
             if part.finish_reason == "abort":
                 return output
-            if len(output.token_ids) >= request.sampling.max_new_tokens:
-                stopped = output.token_ids[-1] in request.sampling.stop_token_ids
-                return replace(output, finish_reason="stop" if stopped else "length")
             # What is left: the first min_new_tokens were sampled without stop tokens, or the server stopped at an end
             # token of the model's configuration that the request does not name.
-            if part.finish_reason == "stop" and output.token_ids[-1] in request.sampling.stop_token_ids:
-                return output
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Take many requests at once; drain() hands out their completions. Raises ValueError if one of them cannot be

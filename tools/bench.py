@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -77,6 +78,7 @@ def main() -> None:
     unknown = set(given.only or ()) - measurements.keys()
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: not measured on {given.device}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     packages = PACKAGES + (GPU_PACKAGES if given.device == "gpu" else ())
     versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
     rows = []

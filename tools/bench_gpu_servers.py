@@ -7,6 +7,7 @@ GPU everything runs on the CPU, to try the measurements out.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +27,8 @@ from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
 from tools.bench_gpu import NVLINK_BYTES_PER_SECOND, Figure, Scene, free, make_engine, trainer_world
 
 STREAMS = 64
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,26 +93,28 @@ def rollout(scene: Scene) -> Iterator[Figure]:
 async def _compare(scene: Scene, server: ServerSettings, start: float) -> tuple[float, list[tuple[float, float]]]:
     async with generator(server) as served:
         starting = time.perf_counter() - start
-        await _bare(scene, served.address.url, 0)
+        await _bare(scene, served.address.url, 0, new_tokens=16)
         rates = []
         for round_ in range(2):
             ours = await _stack(scene, served, 2 * round_ + 1)
             rates.append((ours, await _bare(scene, served.address.url, 2 * round_ + 2)))
+            logger.info("tokens/s of the stack and of the bare server: %s", rates[-1])
         return starting, rates
 
 
-async def _bare(scene: Scene, url: str, seed: int) -> float:
+async def _bare(scene: Scene, url: str, seed: int, new_tokens: int | None = None) -> float:
     """tokens/s of plain requests, twice as many as run at once."""
     many, limit = load(), asyncio.Semaphore(load().in_flight)
+    new_tokens = new_tokens or many.new_tokens
 
     async def one(session: aiohttp.ClientSession, prompt: np.ndarray) -> None:
         body = {
             "input_ids": prompt, "return_logprob": True,
-            "sampling_params": {"max_new_tokens": many.new_tokens, "temperature": 1.0, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True},
         }  # fmt: skip
         async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
             answer = orjson.loads(await r.read())
-            assert len(answer["output_ids"]) == many.new_tokens, answer["meta_info"]["finish_reason"]
+            assert len(answer["output_ids"]) == new_tokens, answer["meta_info"]["finish_reason"]
 
     timeout, headers = aiohttp.ClientTimeout(total=None), {"Content-Type": "application/json"}
     connector = aiohttp.TCPConnector(limit=0)
@@ -117,7 +122,7 @@ async def _bare(scene: Scene, url: str, seed: int) -> float:
         given = prompts(scene, 2 * many.in_flight, seed=seed)
         start = time.perf_counter()
         await asyncio.gather(*(one(session, prompt) for prompt in given))
-        return len(given) * many.new_tokens / (time.perf_counter() - start)
+        return len(given) * new_tokens / (time.perf_counter() - start)
 
 
 async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
@@ -393,12 +398,14 @@ async def _mismatch(scene: Scene, engine: Any, device: Any, gpu: int | None, *, 
         count = load().in_flight
         batch = await _sampled(scene, served, 1, count, 256 if gpu is not None else 16)
         first, tokens = _difference(engine, batch), int(batch.loss_mask.sum())
+        logger.info("at the start: %.5f nats over %d tokens", first, tokens)
         later = []
         for version in range(2, 22):
             engine.train_step(batch, loss, max_tokens_per_mb=32768)
             await push_once(served, sending, engine, version, 1 << 30, verify=True)  # raises where a checksum differs
             batch = await _sampled(scene, served, version, count // 8, 256 if gpu is not None else 16)
             later.append(_difference(engine, batch))
+            logger.info("version %d: %.5f nats", version, later[-1])
         await asyncio.to_thread(sending.close)
     name = f"mismatch.{scene.shape}"
     return [

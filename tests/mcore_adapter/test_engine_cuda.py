@@ -104,7 +104,10 @@ def test_logprobs_are_those_of_transformers(folder: Path, gpu: Any) -> None:
     assert (ours - torch.cat(expected)).abs().mean() < BF16_NATS
 
 
-def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(folder: Path, gpu: Any, tmp_path: Path) -> None:
+def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(
+    folder: Path, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes of the pool, as for a run's own on the CPU
     pool = RankPool()
     try:
         (reference,) = pool.run(cpu_run, 1, str(folder), "float32", None, None)
