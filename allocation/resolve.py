@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from allocation.errors import AllocationError
+from allocation.errors import AllocationError, did_you_mean
 from allocation.grammar import REST, Spec, parse_spec
 from allocation.layout import (
     MEGATRON_ROLES,
@@ -48,8 +48,10 @@ def parse(
 def _resolve(text: str, cluster: Cluster, default_backend: Backend) -> Allocation:
     heuristic = _heuristic(cluster, default_backend)
     if text in ("manual", "search"):
-        way = "set device_mapping for each role" if text == "manual" else "no search over layouts is made here"
-        raise AllocationError(f"{way}, or write the layouts", nearest=f"heuristic, or {_format(heuristic)}")
+        way = "set device_mapping for each role, or" if text == "manual" else "no search over layouts is made here:"
+        raise AllocationError(f"{way} write the layouts", nearest=f"heuristic, or {_format(heuristic)}")
+    if text != "heuristic" and (near := did_you_mean(text, ["heuristic"])):
+        raise AllocationError(f"neither a layout nor a rule{near}", nearest="heuristic")
     spec = heuristic if text == "heuristic" else parse_spec(text)
     trainer = _layouts_by_role(spec.trainer)
     backend = spec.backend or default_backend

@@ -24,6 +24,13 @@ class ModelFolderError(ValueError):
 
 def read_model_folder(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
     """The model's shape, after checking what else must be in the folder. Raises ModelFolderError."""
+    try:
+        return _read(path, weights=weights, tokenizer=tokenizer)
+    except PermissionError as error:
+        raise ModelFolderError(f"{error.filename}: {error.strerror}; make it readable for you") from None
+
+
+def _read(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelFolderError(
@@ -73,6 +80,8 @@ def _check_shard(path: Path, expected: set[str]) -> None:
                 raise ModelFolderError(f"{path}: not a safetensors file ({size} bytes)")
             header = json.loads(file.read(length))
             ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    except PermissionError:
+        raise
     except OSError as error:
         raise ModelFolderError(f"{path}: {error.strerror}; download the model again") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

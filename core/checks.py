@@ -6,12 +6,15 @@ neither torch nor Ray is imported.
 
 from __future__ import annotations
 
+import importlib.util
+import netrc
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationError, model_errors
 from core.check_models import ModelFolderError, read_model_folder
@@ -25,7 +28,7 @@ from rollout.dataset_rows import DatasetError, scan_rows
 from rollout.plugins import PluginError, load_plugin
 from rollout.reward import REWARDS
 from rollout.sglang_gpus import check_gpus
-from rollout.workflow import WORKFLOWS
+from rollout.workflow import check_workflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Pr
     """Every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` says in which line a key was given."""
-    checks = (_models, _datasets, _reward, _workflow, _fileroot, _port, _gpus)
+    checks = (_models, _datasets, _reward, _workflow, _monitors, _fileroot, _port, _gpus)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))
         for check in checks
@@ -77,6 +80,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
             continue
         vocabularies[use.key] = model.vocab_size
         yield from _family(use, model)
+        yield from _positions(config, use, model)
         yield from _split(config, use, model)
     if len(set(vocabularies.values())) > 1:
         sizes = ", ".join(f"{key} {size}" for key, size in vocabularies.items())
@@ -89,6 +93,22 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
         known = "" if family in SUPPORTED else f" ({family!r} is not one of {', '.join(sorted(SUPPORTED))})"
         message = f"{family!r}, but config.json of {use.path} says {model.model_type!r}{known}; write that, or auto"
         yield Problem(key=f"{use.key}.type._class", message=message)
+
+
+def _positions(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+    """A generator refuses a sequence longer than the model's positions: known before the first prompt is sampled."""
+    if not isinstance(config, PPOMATHConfig):
+        return
+    longest = {"ppo.gen.max_new_tokens": config.ppo.gen.max_new_tokens}
+    if config.evaluation.max_new_tokens is not None:
+        longest["evaluation.max_new_tokens"] = config.evaluation.max_new_tokens
+    for key, num_tokens in longest.items():
+        length, limit = config.dataset.max_prompt_len + num_tokens, model.max_position_embeddings
+        if length > limit:
+            message = f"{num_tokens} + dataset.max_prompt_len={config.dataset.max_prompt_len} is {length}, more than "
+            yield Problem(
+                key=key, message=message + f"max_position_embeddings={limit} of {use.path}; lower one of them"
+            )
 
 
 def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
@@ -113,9 +133,10 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 
 
 def _datasets(config: ExperimentConfig) -> Iterator[Problem]:
+    scan: Callable[[str], object]
     if isinstance(config, PPOMATHConfig):
         paths = {"dataset.path": config.dataset.path, "evaluation.path": config.evaluation.path}
-        scan: Callable[[str], object] = scan_rows
+        scan = _scan_solved_rows if config.reward.function == "math" else scan_rows
     else:
         paths = {"dataset.train_path": config.dataset.train_path, "dataset.valid_path": config.dataset.valid_path}
         scan = read_pairs
@@ -126,6 +147,16 @@ def _datasets(config: ExperimentConfig) -> Iterator[Problem]:
             scan(path)
         except DatasetError as error:
             yield Problem(key=key, message=str(error))
+
+
+def _scan_solved_rows(path: str) -> None:
+    """The rows of tasks other than maths may come without solutions; the maths reward could only call them wrong."""
+    for row in scan_rows(path):
+        if not row.solutions:
+            raise DatasetError(
+                f"{path}:{row.line}: task {row.task!r} without solutions, and reward.function=math compares with them; "
+                "write your own reward.function"
+            )
 
 
 def _reward(config: ExperimentConfig) -> Iterator[Problem]:
@@ -143,15 +174,48 @@ def _reward(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _workflow(config: ExperimentConfig) -> Iterator[Problem]:
-    if isinstance(config, PPOMATHConfig) and config.workflow.type not in WORKFLOWS and ":" not in config.workflow.type:
-        known = ", ".join(sorted(WORKFLOWS))
-        message = f"unknown workflow {config.workflow.type!r}; use one of {known}, or package.module:Class"
-        yield Problem(key="workflow.type", message=message)
+    if not isinstance(config, PPOMATHConfig):
+        return
+    try:
+        check_workflow(config.workflow.type)
+    except PluginError as error:
+        yield Problem(key="workflow.type", message=str(error))
+
+
+def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
+    """Metrics that go elsewhere: the library is an extra, and Weights & Biases would ask for a key on the terminal."""
+    wanted = {"wandb": config.wandb.mode != "disabled", "mlflow": config.monitor.mlflow_uri is not None}
+    keys = {"wandb": "wandb.mode", "mlflow": "monitor.mlflow_uri"}
+    for name in (name for name, is_wanted in wanted.items() if is_wanted):
+        if importlib.util.find_spec(name) is None:
+            yield Problem(key=keys[name], message=f"{name} is not installed: pip install -e '.[{name}]'")
+    if config.wandb.mode == "online" and not _has_wandb_key(config.external_configs.envs):
+        message = "no API key: export WANDB_API_KEY=..., or run `wandb login`; or write offline, or disabled"
+        yield Problem(key=keys["wandb"], message=message)
+
+
+def _has_wandb_key(envs: Mapping[str, str]) -> bool:
+    """Where `wandb` itself looks without a terminal: the environment, then the netrc file that `wandb login` writes."""
+    variables = {**envs, **os.environ}
+    if variables.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(variables.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
-    root = Path(config.external_configs.cluster_config.fileroot).expanduser().absolute()
-    existing = next(path for path in (root, *root.parents) if path.exists())
+    given = config.external_configs.cluster_config.fileroot
+    try:
+        root = Path(given).expanduser().absolute()
+    except RuntimeError:
+        message = f"{given}: there is no such home folder; write the path in full"
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+        return
+    # os.path.exists: Path.exists raises for a folder inside one that may not be entered.
+    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
     try:
         # Writing is the only test that knows about read-only mounts, quotas and root; the file has no name.
         with tempfile.TemporaryFile(dir=existing) as file:

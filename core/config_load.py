@@ -52,7 +52,7 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
     problems += binder.problems
     config, found = _validate(model, values, binder.sources, str(path or ""))
     problems += found
-    bad = {p.key for p in problems}
+    bad = {p.key for p in problems} | binder.meant
     for rule in check_rules(config):
         if not any(_related(key, b) for key in rule.keys for b in bad):
             problems.append(Problem(key=rule.keys[0], message=rule.message, where=_where(binder.sources, rule.keys[0])))
@@ -89,6 +89,8 @@ class _Binder:
         self.sources: dict[str, str] = {}
         self.ignored: list[Problem] = []
         self.problems: list[Problem] = []
+        self.meant: set[str] = set()
+        """Keys that an unknown one stands close to: what they hold by default is not what was asked for."""
 
     def bind(self) -> dict[str, Any]:
         """Values by key, valid in type; `problems` says what was left out."""
@@ -159,6 +161,8 @@ class _Binder:
                 message = f"must be {' or '.join(accepted)}, got {describe(node)}: {why}"
                 self.problems.append(Problem(key=path, message=message, where=node.where))
         else:
+            near = difflib.get_close_matches(name, fields_by_key(model), n=1, cutoff=0.6)
+            self.meant.update(path.removesuffix(name) + meant for meant in near)
             message = f"unknown key; {_suggestion(self._model, model, name, path)}"
             self.problems.append(Problem(key=path, message=message, where=node.where))
 
@@ -232,14 +236,16 @@ def _repair(values: dict[str, Any], path: Sequence[str], missing: bool) -> None:
 
 _RULES = {
     "missing": "required; it has no default",
-    "greater_than": "must be greater than {gt:g}, got {input}",
-    "greater_than_equal": "must be at least {ge:g}, got {input}",
-    "less_than": "must be less than {lt:g}, got {input}",
-    "less_than_equal": "must be at most {le:g}, got {input}",
+    "greater_than": "must be greater than {gt}, got {input}",
+    "greater_than_equal": "must be at least {ge}, got {input}",
+    "less_than": "must be less than {lt}, got {input}",
+    "less_than_equal": "must be at most {le}, got {input}",
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must be letters, digits and . _ + = -, a letter or digit first, got {input!r}",
 }
 
 
 def _rule(error: Mapping[str, Any]) -> str:
-    return _RULES.get(error["type"], error["msg"]).format(**error.get("ctx", {}), input=error["input"])
+    # A bound of a float field is a float, 0.0 where the schema says 0; one of an integer field may have ten digits.
+    bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
+    return _RULES.get(error["type"], error["msg"]).format(**bounds, input=error["input"])

@@ -28,6 +28,9 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
     """Every rule that `config` breaks."""
     if config.mode == "local" and config.n_nodes > 1:
         yield Violation(("mode", "n_nodes"), f"mode=local is one machine, n_nodes={config.n_nodes}; write mode=ray")
+    if config.mode == "local" and config.launch.ray_address:
+        message = f"mode=local is this machine alone, launch.ray_address={config.launch.ray_address}; write mode=ray"
+        yield Violation(("mode", "launch.ray_address"), message)
     yield from _microbatches(config)
     yield from _evaluation(config)
     if isinstance(config, PPOMATHConfig):

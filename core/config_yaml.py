@@ -14,6 +14,8 @@ import yaml
 
 from core.config_base import ConfigError, Problem
 
+_MAX_NODES = 100_000
+"""Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""
 _STANDARD_TAG = "tag:yaml.org,2002:"
 
 
@@ -138,6 +140,7 @@ class _Reader:
         self._source = source
         self._with_lines = with_lines
         self._open: set[int] = set()
+        self._num_nodes = 0
         self.problems: list[Problem] = []
 
     def read(self, text: str) -> Node:
@@ -166,6 +169,11 @@ class _Reader:
 
     def _convert(self, node: yaml.Node) -> Node:
         where = self._at(node.start_mark)
+        self._num_nodes += 1
+        if self._num_nodes == _MAX_NODES:
+            self._problem(node, f"more than {_MAX_NODES} values, anchors followed")
+        if self._num_nodes >= _MAX_NODES:
+            return Scalar("", where)
         if not node.tag.startswith(_STANDARD_TAG) or not node.tag.removeprefix(_STANDARD_TAG).isalpha():
             self._problem(node, f"tag {node.tag} is not supported")
         if isinstance(node, yaml.ScalarNode):

@@ -94,9 +94,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _end(self) -> None:
         ray.shutdown()
-        assert self._guard.stdin is not None, "it was started with a pipe"
-        self._guard.stdin.close()
-        self._guard.wait()
+        self._guard.end()
 
     def reserve(self, allocation: Allocation, *, gpus: bool) -> None:
         """One bundle a node of the device map; actors are put on the bundle of their slot's node. Raises LaunchError

@@ -9,24 +9,35 @@ from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
-from rich.logging import RichHandler
 
 
 class LineFormatter(logging.Formatter):
     """`{date}-{time}.{milliseconds} {speaker} {level}: {message}`. The command line speaks as quickstart, every other
-    module of a process as `name`."""
+    module of a process as `name`. Tracebacks follow their line, unless `tracebacks` is false."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, tracebacks: bool = True) -> None:
         super().__init__()
         self._name = name
+        self._tracebacks = tracebacks
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%Y%m%d-%H:%M:%S.%f")[:-3]
         speaker = record.name if record.name == "quickstart" else self._name
         line = f"{when} {speaker} {record.levelname}: {record.getMessage()}"
-        if record.exc_info:
+        if record.exc_info and self._tracebacks:
             line += "\n" + self.formatException(record.exc_info)
         return line
+
+
+class _TerminalHandler(logging.Handler):
+    """Above the progress bar, and a line stays a line: the terminal may wrap it, rich's own handler would cut it up."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), soft_wrap=True, markup=False, highlight=False)
 
 
 def log_to_file(name: str, path: str) -> None:
@@ -44,18 +55,14 @@ def log_to_file(name: str, path: str) -> None:
 
 
 def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
-    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and in a file, if any."""
-    terminal: logging.Handler
-    if console.is_terminal:
-        terminal = RichHandler(
-            console=console, show_time=False, show_level=False, show_path=False, markup=False, highlighter=None
-        )
-    else:
-        terminal = logging.StreamHandler(console.file)
+    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and, with tracebacks, in
+    the file at `path`."""
+    terminal = _TerminalHandler(console) if console.is_terminal else logging.StreamHandler(console.file)
+    terminal.setFormatter(LineFormatter("master worker", tracebacks=False))
     handlers: list[logging.Handler] = [terminal]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path))
-    for handler in handlers:
-        handler.setFormatter(LineFormatter("master worker"))
+        file = logging.FileHandler(path)
+        file.setFormatter(LineFormatter("master worker"))
+        handlers.append(file)
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)

@@ -103,17 +103,20 @@ def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: 
         logger.info("Dry run: every check passed; nothing was started.")
         return 0
     logger.info("Launching experiments with %s...", config.mode.upper())
+    if config.mode == "local":
+        os.environ.pop("RAY_ADDRESS", None)
     for name, value in config.external_configs.envs.items():
         os.environ.setdefault(name, value)
     try:
-        return _run(config, paths, console)
+        code = _run(config, paths, console)
+        logger.info("Training is complete.")
+        return code
     except KeyboardInterrupt:
         logger.error("Interrupted.")
         return INTERRUPTED
     except (ValueError, OSError, LaunchError) as error:
         # What a user can act on: the message says it all. The log file has the traceback, of a worker's too.
-        logger.error("%s", error)
-        logger.debug("", exc_info=error)
+        logger.error("%s", error, exc_info=error)
         return FAILED
 
 

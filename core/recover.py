@@ -1,6 +1,7 @@
 """Recover checkpoints: the whole run in one folder, visible only when complete.
 
-    {checkpoints}/recover/globalstep{N}/  {engine}/   the trainer's distributed checkpoint, one folder an engine
+    {fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/
+                                          {engine}/   the trainer's distributed checkpoint, one folder an engine
                                           rollout.pkl data cursor, buffer, prompts in flight
                                           run.json    step, version, and the settings that must not change
 

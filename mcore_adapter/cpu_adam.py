@@ -6,7 +6,7 @@ parameter is exactly exp_avg and exp_avg_sq), because that is the only one whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,8 +40,9 @@ class FusedAdam(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """One update of every parameter that has a gradient."""
+        assert closure is None, "Megatron computes the gradients itself"
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
             if not group["params"]:

@@ -182,8 +182,10 @@ def zigzag_attention(
         for part, position in zip(q_i.split(chunk) if chunk else (), (rank, 2 * cp - 1 - rank), strict=False):
             end = (position + 1) * chunk
             mask = torch.ones(chunk, end, dtype=torch.bool).tril(position * chunk)
-            heads = (x.transpose(0, 1)[None] for x in (part, k_i[:end], v_i[:end]))
-            o = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+            q_h, k_h, v_h = (x.transpose(0, 1)[None] for x in (part, k_i[:end], v_i[:end]))
+            o = F.scaled_dot_product_attention(
+                q_h, k_h, v_h, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
+            )
             out.append(o[0].transpose(0, 1))
     return torch.cat(out)
 

@@ -6,7 +6,7 @@ Invariant: the parameter names are those of Megatron's local layer spec.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mcore_adapter.cpu_attention import packed_causal_attention, zigzag_attention
 from mcore_adapter.cpu_elementwise import rms_norm
+from mcore_adapter.shared_prompts import SharedPromptParams
 
 
 class CpuRMSNorm(torch.nn.Module):
@@ -29,7 +30,7 @@ class CpuRMSNorm(torch.nn.Module):
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma, "set by build_model()"
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,10 +70,11 @@ class CpuCoreAttention(MegatronModule):
     ) -> Tensor:
         """query [t, h, d], key and value [t, g, d] -> [t, h * d]; t is this context-parallel rank's share."""
         assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "the engine packs every batch"
-        cu_seqlens = packed_seq_params.cu_seqlens_q_padded
-        if cu_seqlens is None:
-            cu_seqlens = packed_seq_params.cu_seqlens_q
-        lens = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        lens = packed_seq_params.cu_seqlens_q.diff().tolist()
+        if isinstance(packed_seq_params, SharedPromptParams):
+            whole = (packed_seq_params.to_sequences(x) for x in (query, key, value))
+            out = packed_causal_attention(*whole, lens, scale=self.scale)
+            return packed_seq_params.to_packed(out.flatten(1))
         cp = self.cp_group.size()
         if cp == 1:
             return packed_causal_attention(query, key, value, lens, scale=self.scale).flatten(1)

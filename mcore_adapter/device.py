@@ -24,6 +24,8 @@ class Device(Protocol):
     torch_device: torch.device
     backend: str
     """Backend of torch.distributed."""
+    shares_prompts: bool
+    """Whether its core attention understands shared_prompts.SharedPromptParams."""
 
     def setup(self) -> None:
         """Make this process ready: idempotent, before the first Megatron object and before process groups."""

@@ -94,6 +94,7 @@ class CpuDevice:
 
     torch_device = _CPU
     backend = "gloo"
+    shares_prompts = True
 
     def __init__(self) -> None:
         self._mode = _CudaMeansCpu()
@@ -102,8 +103,9 @@ class CpuDevice:
         global _is_set_up
         if _is_set_up:
             return
-        torch.cuda.current_device = lambda: _CPU  # Megatron passes the result on as device=
-        torch.cuda.synchronize = lambda device=None: None
+        cuda: Any = torch.cuda  # Any: a device where an index is declared; Megatron passes it on as device=
+        cuda.current_device = lambda: _CPU
+        cuda.synchronize = lambda device=None: None
         megatron_random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
         megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

@@ -50,6 +50,7 @@ class CudaDevice:
     """See device.Device. The GPU is that of LOCAL_RANK, or the only one that the process sees."""
 
     backend = "nccl"
+    shares_prompts = False
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

@@ -23,13 +23,14 @@ from mcore_adapter.device import Device
 from mcore_adapter.families import HF_VALUE_HEAD
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf_config import ModelConfig, read_config
-from mcore_adapter.microbatch import Microbatch, plan_microbatches
+from mcore_adapter.microbatch import Microbatch, check_longest, plan_microbatches
 from mcore_adapter.model import build_model, lm_head_weight
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.safetensors_folder import SafetensorsFolder
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from mcore_adapter.shared_prompts import prompt_units
 from mcore_adapter.weights import init_from_scratch, iter_hf_weights, load_hf_weights, save_hf
 
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -81,6 +82,7 @@ class MegatronEngine:
             cp_size=parallel.layout.cp,
             cp_rank=parallel.cp_rank,
             sequence_parallel_size=parallel.layout.tp if self._sequence_parallel else 1,
+            share_prompts=device.shares_prompts and parallel.layout.cp == 1,
         )
 
     @property
@@ -175,14 +177,26 @@ class MegatronEngine:
         if bool(batch.loss_mask[batch.cu_seqlens[:-1]].any()):
             raise ValueError("loss_mask is True on the first token of a sequence, which nothing predicts")
         layout = self._parallel.layout
-        return plan_microbatches(
-            self._packing.padded_lens(lens).tolist(),
+        padded = self._packing.padded_lens(lens).tolist()
+        min_microbatches = 2 * layout.pp if layout.pp > 1 else 1  # half of a pipeline's bubble is gone at 2 a stage
+        units, sizes = [[i] for i in range(len(padded))], padded
+        if self._packing.share_prompts:
+            check_longest(padded, max_tokens_per_mb)
+            # A fourth of a microbatch that everybody gets: small enough to balance, large enough to share.
+            fair = batch.num_tokens // (4 * layout.dp * min_microbatches)
+            units, sizes = prompt_units(batch, max_tokens=min(max_tokens_per_mb, fair))
+        attention = _attention_cost(self.model_config)
+        plan = plan_microbatches(
+            sizes,
             dp=layout.dp,
             max_tokens_per_mb=max_tokens_per_mb,
-            attention_cost=_attention_cost(self.model_config),
-            min_microbatches=2 * layout.pp if layout.pp > 1 else 1,  # half of a pipeline's bubble is gone at 2 a stage
+            costs=[
+                size + attention * sum(padded[i] ** 2 for i in unit) for unit, size in zip(units, sizes, strict=True)
+            ],
+            min_microbatches=min_microbatches,
             multiple_of=layout.pp if layout.vpp > 1 else 1,
         )
+        return [[[i for unit in microbatch for i in units[unit]] for microbatch in rank] for rank in plan]
 
     def _pack(self, batch: PackedBatch, plan: Sequence[Microbatch]) -> list[PackedMicrobatch]:
         return [pack_microbatch(batch, mb, self._packing, device=self._device.torch_device) for mb in plan]

@@ -146,7 +146,8 @@ def layer_table(config: ModelConfig, layer: int) -> dict[str, Conversion]:
     hf = f"model.layers.{layer}."
 
     def qkv(kind: str) -> MergeQKV:
-        return MergeQKV(*(f"{hf}self_attn.{x}_proj.{kind}" for x in "qkv"), num_kv_heads=config.num_kv_heads)
+        q, k, v = (f"{hf}self_attn.{x}_proj.{kind}" for x in "qkv")
+        return MergeQKV(q, k, v, num_kv_heads=config.num_kv_heads)
 
     table: dict[str, Conversion] = {
         "input_layernorm.weight": Replicated(f"{hf}input_layernorm.weight"),

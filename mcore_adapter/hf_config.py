@@ -78,6 +78,8 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ModelConfigError(f"{path}: no such file; expected a Hugging Face model folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelConfigError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelConfigError(f"{path}: expected a json object, found {type(raw).__name__}")
     try:
         return parse_config(raw)
     except ModelConfigError as error:
@@ -87,12 +89,12 @@ def read_config(folder: str | Path) -> ModelConfig:
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a decoded config.json. Raises ModelConfigError naming key, value and what is supported."""
     model_type = raw.get("model_type")
-    if model_type not in SUPPORTED:
+    if not isinstance(model_type, str) or model_type not in SUPPORTED:
         raise ModelConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(sorted(SUPPORTED))}")
     _refuse_unsupported(raw, model_type)
     hidden_size, num_heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
-    head_dim = raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(model_type) or hidden_size // num_heads
-    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    head_dim = _positive(raw, "head_dim", _DEFAULT_HEAD_DIM.get(model_type, hidden_size // num_heads))
+    num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelConfigError(f"num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
     rope_theta, rope_scaling = _rope(raw)
@@ -106,8 +108,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_positive(raw, "max_position_embeddings"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        initializer_range=float(raw.get("initializer_range", 0.02)),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        initializer_range=_number(raw, "initializer_range", 0.02),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied=bool(raw.get("tie_word_embeddings", False)),
@@ -117,10 +119,32 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _positive(raw: Mapping[str, Any], key: str) -> int:
+def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """`default` stands for a key that is absent or null; None: there is no default."""
     value = raw.get(key)
+    if value is None and default is not None:
+        return default
     if not isinstance(value, int) or value < 1:
         raise ModelConfigError(f"{key}={value!r} must be a positive integer")
+    return value
+
+
+def _number(values: Mapping[str, Any], key: str, default: float) -> float:
+    value = values.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float):
+        raise ModelConfigError(f"{key}={value!r} must be a number")
+    return float(value)
+
+
+def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The json object at `key`; empty where it is absent or null."""
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{key}={value!r} must be a json object")
     return value
 
 
@@ -139,22 +163,21 @@ def _refuse_unsupported(raw: Mapping[str, Any], model_type: str) -> None:
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
     """Base and scaling; older files have rope_theta and rope_scaling, newer ones one dict rope_parameters."""
-    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or _DEFAULT_ROPE_THETA)
+    parameters = {**_object(raw, "rope_scaling"), **_object(raw, "rope_parameters")}
+    theta = _number(parameters, "rope_theta", _number(raw, "rope_theta", _DEFAULT_ROPE_THETA))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ModelConfigError(f"rope_type={kind!r} is not supported; supported: default, llama3")
-    try:
-        scaling = Llama3RopeScaling(
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_position_embeddings=int(
-                parameters.get("original_max_position_embeddings") or raw["original_max_position_embeddings"]
-            ),
-        )
-    except KeyError as error:
-        raise ModelConfigError(f"rope_type='llama3' needs {error.args[0]}") from None
-    return theta, scaling
+    context = "original_max_position_embeddings"
+    parameters.setdefault(context, raw.get(context))
+    for key in ("factor", "low_freq_factor", "high_freq_factor", context):
+        if parameters.get(key) is None:
+            raise ModelConfigError(f"rope_type='llama3' needs {key}")
+    return theta, Llama3RopeScaling(
+        factor=_number(parameters, "factor", 1.0),
+        low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
+        high_freq_factor=_number(parameters, "high_freq_factor", 1.0),
+        original_max_position_embeddings=_positive(parameters, context),
+    )

@@ -20,25 +20,21 @@ def plan_microbatches(
     *,
     dp: int,
     max_tokens_per_mb: int,
-    attention_cost: float = 0.0,
+    costs: Sequence[float] | None = None,
     min_microbatches: int = 1,
     multiple_of: int = 1,
 ) -> list[list[Microbatch]]:
     """Assign sequences to [dp][num_microbatches], balanced by estimated cost, with as few microbatches as fit.
 
-    A sequence of n tokens costs n + attention_cost * n^2. `min_microbatches` is what a pipeline would like to have; it
+    `costs` are what to balance by, one for each sequence; without them it is the tokens. What is called a sequence may
+    be several that should stay together. `min_microbatches` is what a pipeline would like to have; it
     is followed as far as there are sequences to share out. `multiple_of` is what the schedule demands (interleaved
     pipelines: the pipeline size) and always holds. Raises ValueError when a sequence alone exceeds max_tokens_per_mb.
     """
     if not seq_lens:
         raise ValueError("a batch of 0 sequences cannot be cut into microbatches")
-    longest = max(range(len(seq_lens)), key=lambda i: seq_lens[i])
-    if seq_lens[longest] > max_tokens_per_mb:
-        raise ValueError(
-            f"max_tokens_per_mb={max_tokens_per_mb}: sequence {longest} of the batch has {seq_lens[longest]} tokens "
-            f"and cannot be split; set it to at least {seq_lens[longest]}"
-        )
-    costs = [n * (1.0 + attention_cost * n) for n in seq_lens]
+    check_longest(seq_lens, max_tokens_per_mb)
+    costs = seq_lens if costs is None else costs
     order = sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i))
     wanted = min(min_microbatches, len(seq_lens) // dp)
     count = max(wanted, -(-sum(seq_lens) // (dp * max_tokens_per_mb)), 1)
@@ -48,6 +44,16 @@ def plan_microbatches(
         if bins is not None:
             return _share_out(bins, costs, dp)
         count += 1
+
+
+def check_longest(seq_lens: Sequence[int], max_tokens_per_mb: int) -> None:
+    """Raise ValueError when a sequence alone exceeds max_tokens_per_mb."""
+    longest = max(range(len(seq_lens)), key=lambda i: seq_lens[i])
+    if seq_lens[longest] > max_tokens_per_mb:
+        raise ValueError(
+            f"max_tokens_per_mb={max_tokens_per_mb}: sequence {longest} of the batch has {seq_lens[longest]} tokens "
+            f"and cannot be split; set it to at least {seq_lens[longest]}"
+        )
 
 
 def _pack(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from mcore_adapter.device import Device
 from mcore_adapter.families import EMBEDDING, OUTPUT, Conversion, canonical_name, layer_table, outer_table
 from mcore_adapter.hf_config import Llama3RopeScaling, ModelConfig, ModelConfigError
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.shared_prompts import SharedPromptParams
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -68,7 +69,7 @@ class ValueHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
         # Each rank sees its share of the tokens: Megatron adds up the gradients of parameters marked so.
-        self.weight.sequence_parallel = config.sequence_parallel
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
@@ -83,6 +84,9 @@ class ValueHead(nn.Module):
 
 class ModelChunk(GPTModel):
     """GPTModel of one virtual pipeline stage of this rank, which knows the model that it is a part of."""
+
+    output_layer: LMHead | ValueHead
+    """On the last stage."""
 
     def __init__(
         self,
@@ -118,6 +122,17 @@ class ModelChunk(GPTModel):
                 if is_critic
                 else LMHead(self.output_layer, megatron, parallel.tp_group)
             )
+
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Megatron's, with an angle for each row of its own where sequences share rows."""
+        embedded, angles, *rest = super()._preprocess(
+            input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        if isinstance(packed_seq_params, SharedPromptParams):
+            angles = angles.index_select(0, position_ids[0])
+        return embedded, angles, *rest
 
 
 def build_model(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mcore_adapter.batch import PackedBatch
+from mcore_adapter.shared_prompts import SharedPromptParams, share_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,11 @@ class PackingLayout:
     cp_rank: int = 0
     sequence_parallel_size: int = 1
     """Ranks that share a packed sequence: tp with sequence parallelism, else 1."""
+    share_prompts: bool = False
+    """Run a prompt once for all its completions; not possible with context parallelism, which cuts sequences up."""
+
+    def __post_init__(self) -> None:
+        assert not (self.share_prompts and self.cp_size > 1), "the engine decides"
 
     @property
     def sequence_multiple(self) -> int:
@@ -56,6 +63,38 @@ def pack_microbatch(
 ) -> PackedMicrobatch:
     """The microbatch of `sequences` of `batch`, in this order; none of them makes a zero-weight filler of one token."""
     own = batch.select(sequences) if len(sequences) else _filler(batch)
+    rows = _shared_rows(own, layout, device) if layout.share_prompts else _rows(own, layout, device)
+    fields = {**own.fields, "loss_mask": own.loss_mask}
+    if rows.token_index is not None:
+        fields = {name: value[rows.token_index] for name, value in fields.items()}
+    trained = fields["loss_mask"].nonzero().squeeze(1)
+    token_of_trained = trained if rows.token_index is None else rows.token_index[trained]
+    return PackedMicrobatch(
+        token_ids=rows.tokens[None].to(device),
+        position_ids=rows.positions[None].to(device),
+        packed_seq_params=rows.params,
+        fields={name: value.to(device) for name, value in fields.items()},
+        token_index=rows.token_index,
+        num_tokens=own.num_tokens,
+        trained=trained.to(device),
+        rows=rows.predictor[trained].to(device),
+        targets=own.token_ids[token_of_trained].to(device),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The s packed positions of this rank."""
+
+    tokens: Tensor  # [s]
+    positions: Tensor  # [s]
+    predictor: Tensor  # [t] packed position that predicts each token of the loss
+    token_index: Tensor | None  # see PackedMicrobatch
+    params: PackedSeqParams
+
+
+def _rows(own: PackedBatch, layout: PackingLayout, device: torch.device) -> _Rows:
+    """One position for each token."""
     lens = own.seq_lens
     padded = layout.padded_lens(lens)
     tail = -int(padded.sum()) % (layout.sequence_multiple * layout.sequence_parallel_size)
@@ -67,9 +106,7 @@ def pack_microbatch(
     tokens = own.token_ids.new_zeros(len(positions))
     tokens[token_place] = own.token_ids
     predictor = torch.where(positions[token_place] == 0, token_place, token_place - 1)
-
     token_index = None
-    fields = {**own.fields, "loss_mask": own.loss_mask}
     if layout.cp_size > 1:
         local = _zigzag(positions, padded, layout)
         place_in_local = torch.full_like(positions, -1)
@@ -77,21 +114,39 @@ def pack_microbatch(
         tokens, positions = tokens[local], positions[local]
         token_index = (place_in_local[predictor] >= 0).nonzero().squeeze(1)
         predictor = place_in_local[predictor[token_index]]
-        fields = {name: value[token_index] for name, value in fields.items()}
-    trained = fields["loss_mask"].nonzero().squeeze(1)
-    token_of_trained = trained if token_index is None else token_index[trained]
-
-    return PackedMicrobatch(
-        token_ids=tokens[None].to(device),
-        position_ids=positions[None].to(device),
-        packed_seq_params=_packed_seq_params(padded, device),
-        fields={name: value.to(device) for name, value in fields.items()},
+    return _Rows(
+        tokens=tokens,
+        positions=positions,
+        predictor=predictor,
         token_index=token_index,
-        num_tokens=own.num_tokens,
-        trained=trained.to(device),
-        rows=predictor[trained].to(device),
-        targets=own.token_ids[token_of_trained].to(device),
+        params=PackedSeqParams(**_thd(padded, device)),
     )
+
+
+def _shared_rows(own: PackedBatch, layout: PackingLayout, device: torch.device) -> _Rows:
+    """One position for each token that predicts another, the tokens of a prompt once for all its completions."""
+    shared = share_prompts(own)
+    tokens, positions, lens, source, first = shared.tokens, shared.positions, shared.lens, shared.source, shared.first
+    tail = -len(tokens) % layout.sequence_parallel_size
+    if tail:  # a sequence of its own, so that no real one attends to it
+        padding = torch.arange(tail)
+        source, first = torch.cat((source, padding + len(tokens))), torch.cat((first, padding + len(source)))
+        tokens, positions = torch.cat((tokens, padding * 0)), torch.cat((positions, padding))
+        lens = torch.cat((lens, lens.new_tensor([tail])))
+    params = PackedSeqParams(**_thd(lens, device))
+    if len(source) > len(first):
+        is_copy = torch.ones_like(source, dtype=torch.bool)
+        is_copy[first] = False
+        one_sequence = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
+        params = SharedPromptParams(
+            **_thd(lens, device),
+            cu_seqlens_q_padded=one_sequence,
+            cu_seqlens_kv_padded=one_sequence,
+            source=source.to(device),
+            first=first.to(device),
+            copies=is_copy.nonzero().squeeze(1).to(device),
+        )
+    return _Rows(tokens=tokens, positions=positions, predictor=shared.predictor, token_index=None, params=params)
 
 
 def _filler(batch: PackedBatch) -> PackedBatch:
@@ -112,12 +167,13 @@ def _zigzag(positions: Tensor, padded: Tensor, layout: PackingLayout) -> Tensor:
     return mine.nonzero().squeeze(1)
 
 
-def _packed_seq_params(padded: Tensor, device: torch.device) -> PackedSeqParams:
-    cu_seqlens = torch.zeros(len(padded) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = padded.cumsum(0)
+def _thd(lens: Tensor, device: torch.device) -> dict[str, Any]:
+    """Megatron's description of packed sequences of these lengths."""
+    cu_seqlens = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = lens.cumsum(0)
     cu_seqlens = cu_seqlens.to(device)
-    longest = int(padded.max())
-    return PackedSeqParams(
+    longest = int(lens.max())
+    return dict(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,

@@ -44,11 +44,6 @@ class ParallelState:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.layout.pp - 1
 
-    @property
-    def num_chunks(self) -> int:
-        """Model chunks of this rank: one per virtual pipeline stage."""
-        return self.layout.vpp
-
     def rank_at(self, *, tp: int, pp: int) -> int:
         """Global rank of (tp, pp) with cp and dp 0: the first of those that hold these parameters."""
         return tp + self.layout.tp * self.layout.cp * self.layout.dp * pp

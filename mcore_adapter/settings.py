@@ -32,7 +32,7 @@ class OptimizerSettings:
     """Where the schedule ends, as a share of lr."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps_proportion: float = 0.0
-    """Share of total_steps in which the rate rises linearly from 0 to lr."""
+    """Share of total_steps in which the rate rises linearly to lr; the first of n such steps has lr / n."""
     total_steps: int
     """Optimizer updates of the whole run."""
     weight_decay: float = 0.0

@@ -139,7 +139,7 @@ def unwrap(chunks: Sequence[nn.Module]) -> list[ModelChunk]:
     models = []
     for chunk in chunks:
         while not isinstance(chunk, ModelChunk):
-            chunk = chunk.module
+            chunk = chunk.get_submodule("module")
         models.append(chunk)
     return models
 

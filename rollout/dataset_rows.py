@@ -63,9 +63,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise DatasetError(
-            f"{path}: cannot read the data set: {error.strerror}; set dataset.path to a jsonl file"
-        ) from error
+        raise DatasetError(f"{path}: cannot read the data set: {error.strerror}; name a jsonl file") from error
     with file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -85,7 +83,7 @@ def _read(path: Path) -> Iterator[Row]:
 
 def _parse_line(line: bytes) -> dict[str, object]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:

@@ -10,7 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -26,6 +26,11 @@ def load_plugin(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
     found = _find(spec, kind=kind)
     _check_call(found, spec, kind=kind, args=arguments, kwargs={})
     return found
+
+
+def check_factory(spec: str, *, kind: str, settings: Iterable[str]) -> None:
+    """Find the class or factory at `spec`, which must take these keyword arguments. Raises PluginError."""
+    _check_call(_find(spec, kind=kind), spec, kind=kind, args=(), kwargs=dict.fromkeys(settings))
 
 
 def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], **settings: Any) -> Any:

@@ -37,7 +37,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One completion to sample. `output` is what earlier, aborted attempts already sampled: it is continued, not redone."""
+    """One completion to sample. `output` is what earlier, aborted attempts sampled: it is continued, not redone."""
 
     request_id: str
     prompt_ids: Sequence[int]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import itertools
 import struct
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout.dataset import Tokenizer
-from rollout.plugins import build_plugin
+from rollout.plugins import PluginError, build_plugin, check_factory
 from rollout.reward import RewardPool
 from rollout.types import (
     PROMPT_VERSION,
@@ -70,6 +71,15 @@ class SingleTurnMathWorkflow:
 
 
 WORKFLOWS: dict[str, type] = {"math": SingleTurnMathWorkflow}
+
+
+def check_workflow(spec: str) -> None:
+    """What can be known of `spec` before there are settings for make_workflow. Raises PluginError."""
+    if ":" in spec:
+        check_factory(spec, kind="workflow", settings=inspect.signature(SingleTurnMathWorkflow).parameters)
+    elif spec not in WORKFLOWS:
+        known = ", ".join(sorted(WORKFLOWS))
+        raise PluginError(f"unknown workflow {spec!r}; use one of {known}, or package.module:Class")
 
 
 def make_workflow(spec: str, **settings: Any) -> Workflow:

@@ -30,7 +30,7 @@ PREFILL_TOKENS = 2048
 """Padded prompt tokens that one step admits at most (one prompt always fits): bounds the memory of a prompt pass and
 the time for which running requests, and pause(), wait for it."""
 
-TRIM_STEPS = 64
+TRIM_STEPS = 512
 """How often cache memory that was not needed lately is given back."""
 
 
@@ -101,9 +101,7 @@ class Engine:
         if len(done) or len(full):
             self._cache.rearrange(done, full)
         self._num_steps += 1
-        if not self.num_running and not self._waiting:
-            self._cache.clear()
-        elif self._num_steps % TRIM_STEPS == 0:
+        if self._num_steps % TRIM_STEPS == 0:
             self._cache.trim()
         return finished
 

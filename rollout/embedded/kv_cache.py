@@ -69,10 +69,10 @@ class _Pool:
     def _resize(self, lanes: int) -> None:
         c, old = self._cache.config, self.kv
         kept = min(lanes, old.shape[2])
-        self.kv = torch.empty(self._shape(lanes), dtype=old.dtype, device=old.device)
-        self.kv[:, :, :kept] = old[:, :, :kept]
         # Zeros, because what lies behind a position is multiplied by zero: it must not be NaN.
-        self.kv[:, :, kept:] = 0
+        self.kv = torch.zeros(self._shape(lanes), dtype=old.dtype, device=old.device)
+        if kept:
+            self.kv[:, :, :kept] = old[:, :, :kept]
         heads = lanes * c.num_kv_heads
         self.keys = [layer[0].view(heads, self.capacity, c.head_dim).transpose(1, 2) for layer in self.kv]
         self.values = [layer[1].view(heads, self.capacity, c.head_dim) for layer in self.kv]
@@ -177,14 +177,10 @@ class KVCache:
         self._order = None
 
     def trim(self) -> None:
-        """Give back memory that was not needed since the last call. (Memory is dear to fetch, so not at once.)"""
+        """Give back memory that was not needed since the last call. Not at once, nor when nothing runs: the next batch of
+        requests comes soon, and fetching memory costs more than attending to it."""
         for pool in self._pools.values():
             pool.trim()
-
-    def clear(self) -> None:
-        """Give all memory back; no lane is in use."""
-        assert not any(pool.n for pool in self._pools.values()), "a lane is in use"
-        self._pools.clear()
 
     def _by_capacity(self, slots: np.ndarray) -> dict[int, np.ndarray]:
         capacities = self.capacity_of[slots]

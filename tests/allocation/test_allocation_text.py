@@ -176,6 +176,7 @@ def test_vllm_is_answered_with_sglang(text: str) -> None:
         ("(attn:d8|ffn:d4m1e1)", "the same 8 ranks", "d8 in ffn"),
         ("manual", "device_mapping", "heuristic, or embedded.d4m1p1+d4m1p1"),
         ("search", "no search", "heuristic, or embedded.d4m1p1+d4m1p1"),
+        ("heurstic", "did you mean heuristic?", "heuristic"),
     ],
 )
 def test_a_wrong_text_is_answered_with_the_rule_and_a_way_out(text: str, rule: str, nearest: str | None) -> None:

@@ -1,8 +1,11 @@
 """What --dry-run finds before anything starts: real folders, files, ports."""
 
 import json
+import os
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,18 @@ def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> 
     assert any("m3 must divide vocab_size=64" in line for line in found)
 
 
+def test_a_sequence_longer_than_the_models_positions_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    assert problems(path, "ppo.gen.max_new_tokens=112") == []
+    (message,) = problems(path, "ppo.gen.max_new_tokens=113")
+    assert (
+        "ppo.gen.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129, more than max_position_embeddings=128"
+        in message
+    )
+    (message,) = problems(path, "evaluation.max_new_tokens=113")
+    assert "evaluation.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129" in message
+
+
 def test_models_of_different_vocabularies_do_not_go_together(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     write_model(tmp_path / "other", vocab_size=128)
@@ -124,6 +139,19 @@ def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: st
     (tmp_path / "prompts.jsonl").write_text(content)
     (found,) = problems(path)
     assert f"dataset.path: {message}" in found
+
+
+def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "sort a list", "task": "code"}\n')
+    (message,) = problems(path)
+    assert "dataset.path: prompts.jsonl:5: task 'code' without solutions" in message
+    (tmp_path / "judge.py").write_text("def score(prompt, text):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert problems(path, "reward.function=judge:score") == []
 
 
 def test_both_data_sets_are_looked_at(tmp_path: Path) -> None:
@@ -153,7 +181,40 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     assert message.endswith("reward.function: unknown reward 'maths'; use one of math, or package.module:function")
     (message,) = problems(path, "workflow.type=dialogue")
     assert message.endswith("workflow.type: unknown workflow 'dialogue'; use one of math, or package.module:Class")
+    (message,) = problems(path, "workflow.type=no_such_package:Dialogue")
+    assert "workflow.type: workflow no_such_package:Dialogue: there is no module 'no_such_package'" in message
+    (message,) = problems(path, "workflow.type=mine:score")
+    assert "workflow.type: workflow mine:score: is called as (tokenizer=, reward_pool=, sampling=" in message
     sys.modules.pop("mine", None)
+
+
+def test_metrics_that_cannot_go_where_they_should_are_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    for extra, override in (("wandb", "wandb.mode=offline"), ("mlflow", "monitor.mlflow_uri=runs")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, extra, None)  # Python's way to say that it cannot be imported
+            (message,) = problems(path, override)
+        assert message.endswith(f"{extra} is not installed: pip install -e '.[{extra}]'")
+
+
+def test_weights_and_biases_without_a_key_is_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "wandb.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert problems(path, "wandb.mode=offline") == []
+    (message,) = problems(path, "wandb.mode=online")
+    assert "wandb.mode: no API key: export WANDB_API_KEY=..., or run `wandb login`" in message
+    assert problems(path, "wandb.mode=online", "external_configs.envs.WANDB_API_KEY=k") == []
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
+    assert problems(path, "wandb.mode=online") == []
 
 
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -162,6 +223,51 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
         (message,) = problems(path, f"external_configs.cluster_config.fileroot={root}")
         assert "external_configs.cluster_config.fileroot: " in message
         assert "cannot write in" in message
+
+
+def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
+    assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message
+
+
+AS_NOBODY = """
+import os, sys
+from test_config_checks import Path, problems
+run, *overrides = sys.argv[1:]
+assert problems(Path(run)) == []  # everything is imported now
+if os.getuid() == 0:  # who may read and enter everything
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for override in overrides:
+    for problem in problems(Path(run), override):
+        print(problem)
+"""
+
+
+def test_what_may_not_be_read_or_entered_is_named() -> None:
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is inside a folder that only its owner may enter
+        folder = Path(name)
+        folder.chmod(0o777)
+        path = write_run(folder)
+        locked = write_model(folder / "locked" / "model").parent
+        hidden = write_model(folder / "hidden") / "config.json"
+        locked.chmod(0o000)
+        hidden.chmod(0o000)
+        overrides = [
+            f"actor.path={locked / 'model'}",
+            f"actor.path={hidden.parent}",
+            f"external_configs.cluster_config.fileroot={locked / 'model' / 'out'}",
+        ]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", AS_NOBODY, str(path), *overrides]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        locked.chmod(0o755)
+    lines = [line.replace(f"{folder}/", "") for line in done.stdout.splitlines()]
+    assert [line.partition("': ")[2] for line in lines] == [
+        "actor.path: locked/model: Permission denied; make it readable for you",
+        "actor.path: hidden/config.json: Permission denied; make it readable for you",
+        "external_configs.cluster_config.fileroot: locked/model/out: cannot write in locked: Permission denied; "
+        "set it to a folder that you may write",
+    ], done.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One file, overrides and the environment become one typed tree, or a list of everything that is wrong."""
 
 import contextlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def test_a_file_states_only_what_differs_from_the_defaults(tmp_path: Path) -> No
 def test_nothing_changes_after_loading(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load(tmp_path).ppo.eps_clip = 0.3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=4294967296", "seed: must be at most 4294967295, got 4294967296"),
+        ("ppo.discount=1.5", "ppo.discount: must be at most 1, got 1.5"),
+        ("ppo.eps_clip=1", "ppo.eps_clip: must be less than 1, got 1.0"),
+        ("n_nodes=0", "n_nodes: must be at least 1, got 0"),
+    ],
+)
+def test_a_bound_is_shown_in_full(tmp_path: Path, override: str, message: str) -> None:
+    assert errors(tmp_path, SMALLEST_PPO, override)[0].endswith(message)
 
 
 def test_all_mistakes_of_a_file_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
@@ -258,6 +272,10 @@ def test_an_interpolation_without_value_says_why(
             "x.yaml:1: tag tag:yaml.org,2002:python/object:os.system is not supported",
         ),
         ("seed: !mine 1\n", "x.yaml:1: tag !mine is not supported"),
+        (
+            "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi")),
+            "x.yaml:1: more than 100000 values, anchors followed",
+        ),
         ("a: &x [*x]\n", "x.yaml:1: an anchor contains itself"),
         ("? [a]\n: 1\n", "x.yaml:1: a key must be plain text"),
         ("a: " + "[" * 5000, "x.yaml: nested too deeply to read"),
@@ -299,6 +317,7 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ("actor.optimizer.type=empty", "actor.optimizer.type: actor is trained"),
         ("ppo.gen.top_k=0", "ppo.gen.top_k: top_k=0 leaves no token"),
         ("mode=local n_nodes=2", "mode: mode=local is one machine"),
+        ("mode=local launch.ray_address=head:6379", "mode: mode=local is this machine alone"),
         ("n_gpus_per_node=8", "allocation_mode: 'embedded.d1m1p1+d1m1p1': needs 1 + 1 = 2 GPUs"),
         ("allocation_mode=vllm.d1m1p1+d1m1p1", "allocation_mode: 'vllm.d1m1p1+d1m1p1': "),
         ("actor_train.device_mapping=list(range(0,2))", "and actor_train.device_mapping both say where roles run"),

@@ -86,6 +86,16 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(tmp_path: Path) -> N
     assert snapshot(tmp_path) == before
 
 
+def test_what_ends_a_run_is_one_line_on_the_terminal_and_a_traceback_in_the_log(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    done = run("ppo-math", "--config", str(path), "recover_mode=resume")
+    assert done.returncode == 1
+    assert "ERROR: recover_mode=resume: there is no recover checkpoint in" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    (log,) = tmp_path.glob("out/logs/*/small/one/master_worker.log")
+    assert "Traceback (most recent call last):" in log.read_text()
+
+
 def test_help_lists_every_key_fast_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert quickstart.main(["ppo-math", "--help"]) == 0
     out = capsys.readouterr().out
@@ -118,7 +128,7 @@ def test_the_tutorials_file_needs_only_its_folders(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     path = write_run(tmp_path)
-    model = write_model(tmp_path / "7B", num_hidden_layers=4)
+    model = write_model(tmp_path / "7B", num_hidden_layers=4, max_position_embeddings=131072)
     path.write_text(PPO_7B_128_GPUS)
     overrides = [f"{name}.path={model}" for name in ("actor", "ref", "critic")]
     overrides += [f"dataset.path={tmp_path / 'prompts.jsonl'}", f"external_configs.cluster_config.fileroot={tmp_path}"]

@@ -59,6 +59,11 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
         ({"model_type": None}, ("model_type=None",)),
         ({"hidden_size": 0}, ("hidden_size=0", "positive")),
         ({"vocab_size": "100"}, ("vocab_size='100'", "integer")),
+        ({"num_key_value_heads": 0}, ("num_key_value_heads=0", "positive")),
+        ({"num_key_value_heads": "2"}, ("num_key_value_heads='2'", "integer")),
+        ({"head_dim": "8"}, ("head_dim='8'", "integer")),
+        ({"rms_norm_eps": "small"}, ("rms_norm_eps='small'", "number")),
+        ({"model_type": ["qwen2"]}, ("model_type=['qwen2']",)),
         ({"num_key_value_heads": 3}, ("num_key_value_heads=3", "num_attention_heads=4")),
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "silu")),
         ({"use_sliding_window": True}, ("use_sliding_window",)),
@@ -66,6 +71,9 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
         ({"model_type": "llama", "attention_bias": True}, ("attention_bias=True",)),
         ({"model_type": "llama", "mlp_bias": True}, ("mlp_bias=True",)),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_type='yarn'", "llama3")),
+        ({"rope_scaling": "yarn"}, ("rope_scaling='yarn'", "object")),
+        ({"rope_scaling": {**LLAMA3, "factor": "8"}, "original_max_position_embeddings": 64}, ("factor='8'", "number")),
+        ({"rope_theta": "1e6"}, ("rope_theta='1e6'", "number")),
         ({"rope_scaling": {**LLAMA3}}, ("original_max_position_embeddings",)),
     ],
 )
@@ -78,7 +86,7 @@ def test_a_model_that_cannot_be_built_is_refused_with_key_and_value(
 
 
 @pytest.mark.parametrize(
-    "content", [None, "{", json.dumps({**QWEN2, "model_type": "t5"})], ids=["absent", "broken", "t5"]
+    "content", [None, "{", "[]", json.dumps({**QWEN2, "model_type": "t5"})], ids=["absent", "broken", "a list", "t5"]
 )
 def test_errors_name_the_file(tmp_path: Path, content: str | None) -> None:
     if content is not None:

@@ -43,6 +43,23 @@ def round_trip(rank: Rank, layout: ParallelLayout, source: Path, target: Path, o
         save_hf(build(source, parallel, device, **options), target, parallel=parallel, tokenizer_from=source)
 
 
+def elements_read_and_held(rank: Rank, layout: ParallelLayout, source: Path) -> tuple[int, int]:
+    """What loading takes from the files, and the size of the parameters of this rank."""
+    from mcore_adapter.safetensors_folder import SafetensorsFolder
+
+    read, sizes = SafetensorsFolder.read, []
+
+    def counted(*args: Any) -> Tensor:
+        part = read(*args)
+        sizes.append(part.numel())
+        return part
+
+    with rank.joined(layout) as (parallel, device), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsFolder, "read", counted)
+        chunks = build(source, parallel, device)
+        return sum(sizes), sum(p.numel() for chunk in chunks for p in chunk.parameters())
+
+
 def from_scratch(rank: Rank, layout: ParallelLayout, source: Path, target: Path, is_critic: bool) -> None:
     from mcore_adapter.hf_config import read_config
     from mcore_adapter.model import build_model
@@ -109,6 +126,15 @@ def test_hugging_face_to_megatron_and_back_is_byte_equal(
     source, _ = model_folders[name]
     ranks.run(round_trip, layout.world_size, layout, source, tmp_path / "out", {})
     assert_same_bytes(tensors_of(source), tensors_of(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_reads_what_it_holds_and_nothing_else(ranks: RankPool, model_folders: Any, name: str) -> None:
+    source, _ = model_folders[name]
+    layout = ParallelLayout(tp=2, pp=2)
+    counts = ranks.run(elements_read_and_held, layout.world_size, layout, source)
+    assert all(read == held for read, held in counts), counts
+    assert max(read for read, _ in counts) < sum(tensor.numel() for tensor in tensors_of(source).values())
 
 
 def test_bfloat16_files_survive_float32_training_weights_and_back(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""The buffer's order, its staleness bound, and what it holds across a restart."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""From one prompt to its group of trajectories, and workflows by import path."""
+
 from __future__ import annotations
 
 import asyncio

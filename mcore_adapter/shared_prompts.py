@@ -1,0 +1,143 @@
+"""Completions of the same prompt share it: its tokens pass through the model once a microbatch, not once a completion.
+
+What depends on a token alone (embedding, norms, projections, MLP, head) sees each distinct row once; only the core
+attention sees whole sequences again (`SharedPromptParams.to_sequences`). The last token of a sequence predicts nothing
+and is left out. Invariant: every trained token is predicted from exactly the tokens before it in its own sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from mcore_adapter.batch import PackedBatch
+
+
+@dataclass
+class SharedPromptParams(PackedSeqParams):
+    """A packing of s rows that stand for the e >= s rows of whole sequences.
+
+    cu_seqlens_q and cu_seqlens_kv are those of the whole sequences. To the rotary embedding the packing is one sequence
+    (cu_seqlens_*_padded) with an angle for each row: see ModelChunk.
+    """
+
+    source: Tensor | None = None  # [e] int64: the packed row of each row of the whole sequences
+    first: Tensor | None = None  # [s] int64: the first row of the whole sequences that stands for each packed row
+    copies: Tensor | None = None  # [e - s] int64: the other ones
+
+    def to_sequences(self, x: Tensor) -> Tensor:
+        """[s, ...] -> [e, ...]"""
+        return _ToSequences.apply(x, self.source, self.first, self.copies)
+
+    def to_packed(self, x: Tensor) -> Tensor:
+        """[e, ...] -> [s, ...]; all rows that stand for one packed row are equal."""
+        return _ToPacked.apply(x, self.first)
+
+
+class _ToSequences(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, first: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(source, first, copies)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        source, first, copies = ctx.saved_tensors
+        total = grad.index_select(0, first)
+        total.index_add_(0, source.index_select(0, copies), grad.index_select(0, copies))
+        return total, None, None, None
+
+
+class _ToPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(first)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (first,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.rows, *grad.shape[1:])).index_copy_(0, first, grad), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRows:
+    """Where the tokens of some sequences go when they share their prompts."""
+
+    tokens: Tensor  # [s] int64
+    positions: Tensor  # [s] int64, within a sequence
+    lens: Tensor  # [N] int64: rows of each whole sequence, sum e
+    source: Tensor  # [e] int64, see SharedPromptParams
+    first: Tensor  # [s] int64
+    predictor: Tensor  # [t] int64: the packed row that predicts each token (of a first token: its own row)
+
+
+def share_prompts(batch: PackedBatch) -> SharedRows:
+    """Lay out all sequences of a batch."""
+    starts, input_lens = batch.cu_seqlens[:-1], (batch.seq_lens - 1).clamp(min=1)
+    prompt_lens = torch.minimum(leading_prompt_lens(batch), input_lens)
+    owner_of: dict[bytes, int] = {}
+    owners = [owner_of.setdefault(prompt, i) for i, prompt in enumerate(_prompts(batch, prompt_lens))]
+    owner = torch.tensor(owners)
+
+    whole_starts = input_lens.cumsum(0) - input_lens  # in the whole sequences' rows
+    positions = torch.arange(int(input_lens.sum())) - whole_starts.repeat_interleave(input_lens)
+    tokens = batch.token_ids[starts.repeat_interleave(input_lens) + positions]
+    borrowed_lens = torch.where(owner == torch.arange(len(owner)), 0, prompt_lens)
+    is_first = positions >= borrowed_lens.repeat_interleave(input_lens)
+    row = is_first.cumsum(0) - 1
+    source = torch.where(is_first, row, row[whole_starts[owner].repeat_interleave(input_lens) + positions])
+
+    lens = batch.seq_lens
+    place = torch.arange(batch.num_tokens) - starts.repeat_interleave(lens)
+    predictor = source[whole_starts.repeat_interleave(lens) + (place - 1).clamp(min=0)]
+    first = is_first.nonzero().squeeze(1)
+    return SharedRows(
+        tokens=tokens[first],
+        positions=positions[first],
+        lens=input_lens,
+        source=source,
+        first=first,
+        predictor=predictor,
+    )
+
+
+def prompt_units(batch: PackedBatch, *, max_tokens: int) -> tuple[list[list[int]], list[int]]:
+    """Sequences that should stay together because they share a prompt: (units, tokens of each unit).
+
+    A unit of several sequences has at most `max_tokens` tokens, the shared prompt counted once.
+    """
+    lens, prompt_lens = batch.seq_lens.tolist(), leading_prompt_lens(batch)
+    units: list[list[int]] = []
+    sizes: list[int] = []
+    unit_of: dict[bytes, int] = {}
+    for i, prompt in enumerate(_prompts(batch, prompt_lens)):
+        own = lens[i] - int(prompt_lens[i])
+        unit = unit_of.get(prompt)
+        if unit is not None and sizes[unit] + own <= max_tokens:
+            units[unit].append(i)
+            sizes[unit] += own
+        else:
+            unit_of[prompt] = len(units)
+            units.append([i])
+            sizes.append(lens[i])
+    return units, sizes
+
+
+def leading_prompt_lens(batch: PackedBatch) -> Tensor:
+    """[N] int64: tokens of each sequence before its first trained one; all of them where none is trained."""
+    lens = batch.seq_lens
+    sequence = torch.arange(batch.num_sequences).repeat_interleave(lens)
+    place = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].repeat_interleave(lens)
+    return lens.scatter_reduce(0, sequence[batch.loss_mask], place[batch.loss_mask], "amin")
+
+
+def _prompts(batch: PackedBatch, prompt_lens: Tensor) -> Sequence[bytes]:
+    tokens, starts = batch.token_ids.numpy(), batch.cu_seqlens.tolist()
+    return [tokens[start : start + n].tobytes() for start, n in zip(starts, prompt_lens.tolist(), strict=False)]

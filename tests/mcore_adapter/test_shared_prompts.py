@@ -1,0 +1,135 @@
+"""Sequences that share a prompt: fewer rows, the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import VOCAB, make_engine, per_token, policy_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mcore_ranks import Rank
+from tiny_models import write_model
+
+from allocation import ParallelLayout
+from mcore_adapter.batch import PackedBatch
+from mcore_adapter.packing import PackingLayout, pack_microbatch
+from mcore_adapter.shared_prompts import SharedPromptParams, prompt_units
+
+CPU = torch.device("cpu")
+
+
+def grouped_batch(prompts: list[list[int]], completions: list[tuple[int, list[int]]], seed: int = 0) -> PackedBatch:
+    """Sequences (index of the prompt, completion); the middle of a completion may be untrained, as a second turn is."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, mask, lens = [], [], []
+    for prompt, completion in completions:
+        trained = (torch.rand(len(completion), generator=generator) < 0.7).tolist()
+        tokens += prompts[prompt] + completion
+        mask += [False] * len(prompts[prompt]) + trained
+        lens.append(len(prompts[prompt]) + len(completion))
+    return PackedBatch(
+        token_ids=torch.tensor(tokens),
+        cu_seqlens=torch.tensor([0, *lens]).cumsum(0),
+        loss_mask=torch.tensor(mask),
+        fields={"advantages": torch.randn(len(tokens), generator=generator)},
+    )
+
+
+few_tokens = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+batches = st.builds(
+    grouped_batch,
+    st.lists(few_tokens, min_size=3, max_size=3),
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(1, 3), max_size=4)), min_size=1, max_size=10),
+    st.integers(0, 9),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches, st.integers(1, 3))
+def test_every_trained_token_is_predicted_from_the_tokens_before_it(batch: PackedBatch, sp: int) -> None:
+    packed = pack_microbatch(
+        batch, range(batch.num_sequences), PackingLayout(sequence_parallel_size=sp, share_prompts=True), device=CPU
+    )
+    rows = packed.token_ids.shape[1]
+    assert rows % sp == 0
+    params = packed.packed_seq_params
+    source = params.source if isinstance(params, SharedPromptParams) else torch.arange(rows)
+    starts = params.cu_seqlens_q
+    contexts: dict[int, set[tuple[int, ...]]] = {row: set() for row in range(rows)}
+    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        sequence = source[start:end]
+        assert packed.position_ids[0, sequence].tolist() == list(range(end - start))
+        for i in range(end - start):
+            contexts[int(sequence[i])].add(tuple(packed.token_ids[0, sequence[: i + 1]].tolist()))
+    assert all(len(seen) == 1 for seen in contexts.values()), "a row stands for one context"
+    where = batch.loss_mask.nonzero().squeeze(1)
+    assert torch.equal(packed.trained, where)
+    for token, row in zip(where.tolist(), packed.rows.tolist(), strict=True):
+        start = int(batch.cu_seqlens[torch.searchsorted(batch.cu_seqlens, token, right=True) - 1])
+        assert contexts[row] == {tuple(batch.token_ids[start:token].tolist())}
+        assert packed.targets[packed.trained == token] == batch.token_ids[token]
+
+
+def test_a_prompt_has_one_row_a_token_and_the_last_token_of_a_sequence_none() -> None:
+    batch = grouped_batch([[1, 2, 3], [4]], [(0, [5, 6]), (1, [7]), (0, [8]), (0, [9, 9, 9])])
+    batch = replace(batch, loss_mask=torch.tensor([0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1]).bool())
+    packed = pack_microbatch(batch, range(4), PackingLayout(share_prompts=True), device=CPU)
+    assert packed.token_ids.tolist() == [[1, 2, 3, 5, 4, 9, 9]]
+    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 4, 5, 8, 13]
+
+
+def test_gradients_of_shared_rows_are_the_sum_over_what_they_stand_for() -> None:
+    batch = grouped_batch([[1, 2, 3]], [(0, [5, 6]), (0, [7]), (0, [8, 9])], seed=1)
+    batch = replace(batch, loss_mask=batch.token_ids > 3)
+    params = pack_microbatch(batch, range(3), PackingLayout(share_prompts=True), device=CPU).packed_seq_params
+    assert isinstance(params, SharedPromptParams)
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(params.to_sequences, x)
+    y = torch.randn(len(params.source), 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(params.to_packed, y)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches, st.integers(1, 12))
+def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, limit: int) -> None:
+    units, sizes = prompt_units(batch, max_tokens=limit)
+    assert sorted(i for unit in units for i in unit) == list(range(batch.num_sequences))
+    lens = batch.seq_lens.tolist()
+    for unit, size in zip(units, sizes, strict=True):
+        assert size <= (lens[unit[0]] if len(unit) == 1 else limit)
+        assert size <= sum(lens[i] for i in unit)
+
+
+def shared_run(rank: Rank, layout: ParallelLayout, model: str, share: bool) -> dict[str, Any]:
+    """Log-probabilities and two updates of groups of eight, prompts shared or not."""
+    with rank.joined(layout) as (parallel, device):
+        device.shares_prompts = share
+        engine = make_engine(parallel, device, model)
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(low: int, high: int) -> list[int]:
+            length = int(torch.randint(low, high, (), generator=generator))
+            return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+        prompts = [draw(3, 12) for _ in range(4)]
+        batch = grouped_batch(prompts, [(i % 4, draw(2, 9)) for i in range(32)])
+        shard = engine.logprobs(batch, max_tokens_per_mb=128, temperature=0.8)
+        steps = [engine.train_step(batch, policy_loss, max_tokens_per_mb=128, with_entropy=True) for _ in range(2)]
+        return {"steps": steps, "shard": None if shard is None else per_token(batch, shard)}
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)], ids=str
+)
+def test_sharing_prompts_changes_no_number(ranks, tmp_path, layout):
+    write_model("qwen3", tmp_path / "model")
+    shared = ranks.run(shared_run, layout.world_size, layout, str(tmp_path / "model"), True)
+    alone = ranks.run(shared_run, 1, ParallelLayout(), str(tmp_path / "model"), False)[0]
+    found = torch.stack([r["shard"] for r in shared if r["shard"] is not None]).nan_to_num().sum(0)
+    torch.testing.assert_close(found, alone["shard"], rtol=1e-5, atol=1e-5)
+    for step, reference in zip(shared[0]["steps"], alone["steps"], strict=True):
+        for key in step.keys() - {"num_microbatches"}:
+            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
