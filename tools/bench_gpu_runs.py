@@ -50,6 +50,7 @@ def scale(scene: Scene) -> Iterator[Figure]:
     """Pushes of a whole run from two tensor-parallel trainer ranks to two servers. Four GPUs; give --shape 7B."""
     config = {**_config(scene), "staleness.max_staleness": 4, "exp_ctrl.benchmark_steps": 6, "push.verify": "first"}
     config |= {"allocation_mode": "sglang.d2m1p1+d1m2p1", "n_gpus_per_node": 4, "push.bucket_mib": 4096}
+    config["dataset.train_bs_n_seqs"] = 32
     rows = run(scene, "scale", config)[WARM_UP_STEPS:]
     floor = 1e3 * rows[0]["push/gigabytes"] * 1e9 / NVLINK_BYTES_PER_SECOND
     for name in ("pause", "gather", "send"):

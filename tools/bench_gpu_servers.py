@@ -10,15 +10,16 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import aiohttp
 import numpy as np
 import orjson
+import torch
 
 from rollout.sglang_generator import Interrupt, SGLangGenerator
 from rollout.sglang_gpus import query_gpus
@@ -40,6 +41,7 @@ class Load:
     new_tokens: int = 1024
 
 
+@cache
 def load() -> Load:
     return Load() if query_gpus() else Load(in_flight=8, prompt_tokens=16, new_tokens=32)
 
@@ -53,7 +55,7 @@ def server_settings(scene: Scene, gpu: int | None, *, colocated: bool = False, *
         log_file=scene.folder / f"server-{gpu}.log",
         gpus=(gpu,) if on_gpu else (),
         dtype="bfloat16",
-        max_running=load().in_flight,
+        max_running=load().in_flight + 8,  # all of them at once, whatever the server keeps for itself
         colocated=colocated and on_gpu,
         flags={"load_format": "dummy", **small, **flags},
         python=scene.sglang_python or sys.executable,
@@ -172,7 +174,8 @@ def push(scene: Scene) -> Iterator[Figure]:
         if num_gpus == 1:
             yield from asyncio.run(_push_beside(scene, engine, device))
         else:
-            yield from asyncio.run(_push_apart(scene, engine, device, 1 if num_gpus else None))
+            gpus: list[int | None] = [gpu for gpu in (1, 2) if gpu < num_gpus] or [None]  # type: ignore[misc]
+            yield from asyncio.run(_push_apart(scene, engine, device, gpus))
 
 
 def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
@@ -205,41 +208,47 @@ class Pushed:
 
 
 async def push_once(
-    served: SGLangGenerator, sending: Any, engine: Any, version: int, bucket_bytes: int, *, verify: bool
+    served: Sequence[SGLangGenerator], sending: Any, engine: Any, version: int, bucket_bytes: int, *, verify: bool
 ) -> Pushed:
     times = [time.perf_counter()]
     await asyncio.to_thread(sending.prepare, engine.iter_hf_weights(bucket_bytes), verify=verify)
     times.append(time.perf_counter())
-    await served.pause()
+    await asyncio.gather(*(one.pause() for one in served))
     times.append(time.perf_counter())
     report = await asyncio.to_thread(sending.send)
     times.append(time.perf_counter())
-    await served.resume(version)
+    await asyncio.gather(*(one.resume(version) for one in served))
     times.append(time.perf_counter())
     gather, pause, _, resume = np.diff(times)
     return Pushed(gather=gather, pause=pause, send=report.seconds, resume=resume, gigabytes=report.num_bytes / 1e9)
 
 
-async def _push_apart(scene: Scene, engine: Any, device: Any, gpu: int | None) -> list[Figure]:
-    """Gaps that streams see, for bucket sizes."""
-    figures = []
-    async with generator(server_settings(scene, gpu)) as served:
+async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int | None]) -> list[Figure]:
+    """Gaps that streams see, for bucket sizes, and into all the servers at once."""
+    figures: list[Figure] = []
+    async with AsyncExitStack() as stack:
+        started = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
+        served = await asyncio.gather(*started)
+        rounds = [(served[:1], mib) for mib in (256, 1024, 4096)]
+        rounds += [(served, 4096)] if len(served) > 1 else []
         version = 0
-        for mib in (256, 1024, 4096):
+        for some, mib in rounds:
             sending = sender(scene, device, mib << 20, beside=False)
-            await asyncio.to_thread(sending.connect, [served.address])
+            await asyncio.to_thread(sending.connect, [one.address for one in some])
             for _ in range(2):  # the first ones compile kernels and fill pools
                 version += 1
-                await push_once(served, sending, engine, version, mib << 20, verify=version == 1)
-            async with streams(scene, served.address.url) as arrivals:
+                await push_once(some, sending, engine, version, mib << 20, verify=version == 1)
+            async with streams(scene, some[0].address.url) as arrivals:
                 pushes = []
                 for _ in range(5):
                     await asyncio.sleep(0.5)
                     version += 1
-                    pushes.append(await push_once(served, sending, engine, version, mib << 20, verify=False))
+                    pushes.append(await push_once(some, sending, engine, version, mib << 20, verify=False))
+                    logger.info("%s", pushes[-1])
                 await asyncio.sleep(0.5)
             await asyncio.to_thread(sending.close)
-            figures += _push_figures(f"push.{scene.shape}_{mib}mib", pushes, longest_gap(arrivals))
+            to = f"{mib}mib" if len(some) == 1 else f"{mib}mib_to_{len(some)}_servers"
+            figures += _push_figures(f"push.{scene.shape}_{to}", pushes, longest_gap(arrivals))
     return figures
 
 
@@ -252,7 +261,7 @@ async def _push_beside(scene: Scene, engine: Any, device: Any) -> list[Figure]:
         for mib in (256, 1024, 4096):
             sending = sender(scene, device, mib << 20, beside=True)
             sending.connect([address])
-            pushes = [await push_once(served, sending, engine, i + 1, mib << 20, verify=i == 0) for i in range(6)]
+            pushes = [await push_once([served], sending, engine, i + 1, mib << 20, verify=i == 0) for i in range(6)]
             figures += _push_figures(f"push.{scene.shape}_colocated_{mib}mib", pushes[2:], None)
         figures += await _turns(served, sending, engine, device)
     return figures
@@ -394,15 +403,16 @@ async def _mismatch(scene: Scene, engine: Any, device: Any, gpu: int | None, *, 
         sending = sender(scene, device, 1 << 30, beside=beside)
         address = replace(served.address, trainer_ranks=(0,)) if beside else served.address
         await asyncio.to_thread(sending.connect, [address])
-        await push_once(served, sending, engine, 1, 1 << 30, verify=True)
+        await push_once([served], sending, engine, 1, 1 << 30, verify=True)
         count = load().in_flight
         batch = await _sampled(scene, served, 1, count, 256 if gpu is not None else 16)
         first, tokens = _difference(engine, batch), int(batch.loss_mask.sum())
+        trainer_off, server_off = _against_fp32(scene, engine, device, batch, count // 4)
         logger.info("at the start: %.5f nats over %d tokens", first, tokens)
         later = []
         for version in range(2, 22):
             engine.train_step(batch, loss, max_tokens_per_mb=32768)
-            await push_once(served, sending, engine, version, 1 << 30, verify=True)  # raises where a checksum differs
+            await push_once([served], sending, engine, version, 1 << 30, verify=True)  # raises where a checksum differs
             batch = await _sampled(scene, served, version, count // 8, 256 if gpu is not None else 16)
             later.append(_difference(engine, batch))
             logger.info("version %d: %.5f nats", version, later[-1])
@@ -410,6 +420,8 @@ async def _mismatch(scene: Scene, engine: Any, device: Any, gpu: int | None, *, 
     name = f"mismatch.{scene.shape}"
     return [
         Figure(name=f"{name}_at_start", value=first, unit="nats", baseline=None, target="<= 0.01"),
+        Figure(name=f"{name}_trainer_against_fp32", value=trainer_off, unit="nats", baseline=None, target=""),
+        Figure(name=f"{name}_server_against_fp32", value=server_off, unit="nats", baseline=None, target=""),
         Figure(name=f"{name}_num_tokens", value=float(tokens), unit="tokens", baseline=None, target=">= 100000"),
         Figure(name=f"{name}_worst_of_20_updates", value=max(later), unit="nats", baseline=first, target="no drift"),
         Figure(name=f"{name}_after_20_updates", value=later[-1], unit="nats", baseline=first, target="no drift"),
@@ -417,8 +429,6 @@ async def _mismatch(scene: Scene, engine: Any, device: Any, gpu: int | None, *, 
 
 
 async def _sampled(scene: Scene, served: SGLangGenerator, version: int, count: int, length: int) -> Any:
-    import torch
-
     from mcore_adapter.batch import PackedBatch
 
     given = prompts(scene, count, seed=version)
@@ -446,9 +456,33 @@ async def _sampled(scene: Scene, served: SGLangGenerator, version: int, count: i
 
 def _difference(engine: Any, batch: Any) -> float:
     """Mean absolute difference over the sampled tokens, nats."""
-    import torch
+    return float((_trainers(engine, batch) - batch.fields["rollout_logprobs"]).abs()[batch.loss_mask].mean())
 
+
+def _trainers(engine: Any, batch: Any) -> torch.Tensor:
+    """[T] log-probabilities by the trainer."""
     shard = engine.logprobs(batch, max_tokens_per_mb=32768)
     ours = torch.zeros(batch.num_tokens)
     ours[batch.token_index(shard.sequences)] = shard.values.cpu()
-    return float((ours - batch.fields["rollout_logprobs"]).abs()[batch.loss_mask].mean())
+    return ours
+
+
+@torch.no_grad()
+def _against_fp32(scene: Scene, engine: Any, device: Any, batch: Any, count: int) -> tuple[float, float]:
+    """How far the trainer and the server each are from the same weights computed in float32 by transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    part = batch.select(range(count))
+    ours, theirs = _trainers(engine, part), part.fields["rollout_logprobs"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scene.model), dtype=torch.float32)
+    model = model.to(device.torch_device).eval()
+    for bucket in engine.iter_hf_weights(1 << 30):
+        model.load_state_dict({name: t.float() for name, t in bucket.items()}, strict=False)
+    exact = torch.zeros(part.num_tokens)
+    bounds = part.cu_seqlens.tolist()
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        ids = part.token_ids[begin:end].to(device.torch_device)
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        exact[begin + 1 : end] = logprobs.gather(1, ids[1:, None])[:, 0].cpu()
+    mask = part.loss_mask
+    return float((ours - exact).abs()[mask].mean()), float((theirs - exact).abs()[mask].mean())
