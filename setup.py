@@ -26,6 +26,7 @@ DEPENDENCIES = [
 EXTRAS = {
     "gpu": [
         "torch==2.11.0",
+        "triton>=3.6,<4",
         "sglang==0.5.17",
         "aiohttp>=3.10,<4",
         "orjson>=3.10,<4",

@@ -244,7 +244,7 @@ def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
         return
     try:
         placed = resolve_allocation(config).generator
-        if placed.backend == "sglang" and config.n_nodes == 1:
+        if placed.backend == "sglang" and config.n_nodes == 1 and config.actor.sglang.get("device") != "cpu":
             check_gpus([slot.gpu for slot in placed.slots])
     except AllocationError:
         return  # reported with the configuration

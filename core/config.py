@@ -25,11 +25,11 @@ from core.config_runtime import (
     GeneratorConfig,
     LaunchConfig,
     MonitorConfig,
-    PushConfig,
     RewardConfig,
     WandBConfig,
     WorkflowConfig,
 )
+from core.push_config import PushConfig
 
 _DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
@@ -115,7 +115,7 @@ class PPOMATHOptions(Section):
     group_adv_norm: bool = key(False, "Normalise advantages over the answers to one prompt (GRPO)")
     staleness: StalenessConfig = section(StalenessConfig, "How far off policy")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Off-policy correction, KL, entropy")
-    generator: GeneratorConfig = section(GeneratorConfig, "The embedded generator")
+    generator: GeneratorConfig = section(GeneratorConfig, "The generators")
     workflow: WorkflowConfig = section(WorkflowConfig, "From prompt to trajectories")
     reward: RewardConfig = section(RewardConfig, "Scoring")
     push: PushConfig = section(PushConfig, "Weight push")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from allocation import Allocation, AllocationError, DeviceMapping, parse, parse_device_mappings
+from functools import cache
+
+from allocation import Allocation, AllocationError, Backend, DeviceMapping, parse, parse_device_mappings
 from core.config import ExperimentConfig, PPOMATHConfig
 from core.config_models import GenerationRoleConfig
+from rollout.sglang_gpus import query_gpus
 
 _BY_MAPPING = ("", "manual")
 
@@ -17,10 +20,12 @@ def placed_roles(config: ExperimentConfig) -> dict[str, GenerationRoleConfig]:
 
 
 def resolve_allocation(config: ExperimentConfig) -> Allocation:
-    """Where every role runs. Raises AllocationError."""
+    """Where every role runs. A layout that names no generator means SGLang where this machine has GPUs, else the
+    embedded generator. Raises AllocationError."""
+    size = {"n_nodes": config.n_nodes, "n_gpus_per_node": config.n_gpus_per_node}
     mapped = {role: s for role, s in placed_roles(config).items() if s.device_mapping is not None}
     if not mapped:
-        return parse(config.allocation_mode, n_nodes=config.n_nodes, n_gpus_per_node=config.n_gpus_per_node)
+        return parse(config.allocation_mode, **size, default_backend=_default_backend())
     if config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
             f"and {next(iter(mapped))}.device_mapping both say where roles run; keep one of them",
@@ -28,4 +33,9 @@ def resolve_allocation(config: ExperimentConfig) -> Allocation:
             nearest="manual",
         )
     mappings: dict[str, DeviceMapping] = {role: (s.device_mapping or "", s.layout) for role, s in mapped.items()}
-    return parse_device_mappings(mappings, n_nodes=config.n_nodes, n_gpus_per_node=config.n_gpus_per_node)
+    return parse_device_mappings(mappings, **size, default_backend=_default_backend())
+
+
+@cache
+def _default_backend() -> Backend:
+    return "sglang" if query_gpus() else "embedded"

@@ -70,7 +70,9 @@ class ModelTrainEvalConfig(Section):
     init_from_scratch: bool = key(False, "Random weights; only config.json and the tokenizer are read from path")
     init_critic_from_actor: bool = key(False, "critic only: path is a language model; it gets a new value head")
     gradient_checkpointing: bool | None = key(
-        None, "Recompute activations in the backward pass. null: on with GPUs, off on the embedded default"
+        None,
+        "Recompute activations in the backward pass. true: whole layers. null: with GPUs only what costs next to "
+        "nothing, on the embedded default nothing",
     )
     bf16: bool | None = key(
         None, "True: bfloat16, False: float32. null: bfloat16 with GPUs, float32 on the embedded default"
@@ -85,10 +87,11 @@ class ModelTrainEvalConfig(Section):
         bf16 = not embedded if self.bf16 is None else self.bf16
         return "bfloat16" if bf16 else "float32"
 
-    def recompute(self, *, embedded: bool) -> Literal["none", "full"]:
+    def recompute(self, *, embedded: bool) -> Literal["none", "selective", "full"]:
         """What the engine recomputes in the backward pass."""
-        checkpointing = not embedded if self.gradient_checkpointing is None else self.gradient_checkpointing
-        return "full" if checkpointing else "none"
+        if self.gradient_checkpointing is None:
+            return "none" if embedded else "selective"
+        return "full" if self.gradient_checkpointing else "none"
 
 
 class MicroBatchSpec(Section):

@@ -13,6 +13,7 @@ from allocation.errors import divisors, nearest_of
 from core.config import ExperimentConfig, PPOMATHConfig
 from core.config_allocation import resolve_allocation
 from core.config_models import ModelTrainEvalConfig
+from core.push_config import choose_transport
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,10 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
         for error in batch_errors(allocation.trainer.layout, TRAINER_ROLE, **batch):
             yield _violation(error, *size)
         return
+    try:
+        choose_transport(config.push.type, allocation)
+    except ValueError as impossible:
+        yield Violation(("push.type", *size), str(impossible))
     uneven = _minibatches(config)
     if uneven:
         yield uneven

@@ -27,7 +27,7 @@ class ExperimentSaveEvalControl(Section):
 
 
 class GeneratorConfig(Section):
-    """The embedded generator."""
+    """The generators."""
 
     max_running: int = key(128, "Sequences that one replica decodes together", ge=1)
     interrupt: Literal["abort", "retract", "in_place"] = key(
@@ -36,6 +36,9 @@ class GeneratorConfig(Section):
         "retract: continue after recomputing the key/value cache. in_place: continue on the old cache",
     )
     dtype: Literal["float32", "bfloat16"] | None = key(None, "Format of its weights. null: the actor's")
+    sglang_python: str | None = key(
+        None, "Interpreter that has SGLang, where that is installed in an environment of its own. null: the run's"
+    )
 
 
 class WorkflowConfig(Section):
@@ -54,13 +57,6 @@ class RewardConfig(Section):
     function: str = key("math", "math, or your own function as package.module:function")
     num_workers: int = key(2, "Worker processes", ge=1)
     timeout_seconds: float = key(10.0, "An answer not scored within this time counts as wrong", gt=0)
-
-
-class PushConfig(Section):
-    """Weight push from the trainer to the generators."""
-
-    bucket_mib: int = key(256, "Size of the pieces that weights travel in, MiB", ge=1)
-    timeout_seconds: float = key(120.0, "A push that takes longer fails the run", gt=0)
 
 
 class EvaluationConfig(Section):

@@ -26,12 +26,14 @@ from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
 from core.launch_guard import start_guard
+from core.push_servers import beside_trainer
 from rollout.router import NoGeneratorError
 
 if TYPE_CHECKING:
     from core.batch import RolloutBatch
     from core.losses import LossFn
     from mcore_adapter.batch import PackedBatch
+    from rollout.sglang_weights import ServerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -94,19 +96,18 @@ class Cluster(AbstractContextManager["Cluster"]):
         ray.shutdown()
         self._guard.end()
 
-    def reserve(self, allocation: Allocation) -> None:
+    def reserve(self, allocation: Allocation, *, gpus: bool) -> None:
         """One bundle a node of the device map; actors are put on the bundle of their slot's node. Raises LaunchError
         when the cluster does not get the resources in time."""
         per_node = {
             node: sum(slot.node == node for role in allocation.roles.values() for slot in role.slots)
             for node in range(allocation.n_nodes)
         }
-        needs_gpu = allocation.generator.backend == "sglang"
         bundles = [
-            {"CPU": 1.0, **({"GPU": float(allocation.n_gpus_per_node)} if needs_gpu and n else {})}
+            {"CPU": 1.0, **({"GPU": float(allocation.n_gpus_per_node)} if gpus and n else {})}
             for n in per_node.values()
         ]
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if needs_gpu else "PACK")
+        group = placement_group(bundles, strategy="STRICT_SPREAD" if gpus else "PACK")
         self._groups.append(group)
         if not group.wait(self._timeout):
             raise LaunchError(
@@ -175,7 +176,8 @@ class TrainerGroup:
         self.layout = placed.layout
         world = len(placed.slots)
         self._names = [f"{name}-rank{rank}" for rank in range(world)]
-        env = {"OMP_NUM_THREADS": str(threads)}
+        # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
+        env = {"OMP_NUM_THREADS": str(threads), "NCCL_CUMEM_ENABLE": "0"}
         self._ranks = [
             cluster.start_actor(
                 TrainerRank, self._names[rank], rank, world, gpus, threads, seed,
@@ -211,21 +213,23 @@ class TrainerGroup:
                 out[batch.token_index(sequences)] = torch.from_numpy(values.copy())
         return out
 
-    def export_weights(self, engine: str, bucket_bytes: int) -> list[Any]:
-        """The engine's weights as object-store handles of buckets, full tensors under Hugging Face names."""
+    def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Any], int]:
+        """The engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and bytes."""
         return self.call("export_weights", engine, bucket_bytes)[0]
 
 
 class GeneratorPool:
     """All generator replicas: where weights go. Requests reach them from the rollout actor."""
 
-    def __init__(self, cluster: Cluster, placed: RoleAllocation, *, threads: int, **settings: object):
+    def __init__(self, cluster: Cluster, placed: RoleAllocation, *, gpus: bool, threads: int, **settings: object):
         """`settings`: what the actor's backend is made from, the same for every replica."""
+        self._placed = placed
         settings |= {"tp": placed.layout.tp, "pp": placed.layout.pp}
         self._names = [f"generator-{i}" for i in range(len(placed.replicas))]
         self.actors = [
             cluster.start_actor(
-                GeneratorActor, name, placed.backend, threads, {**settings, "gpus": tuple(s.gpu for s in slots)},
+                GeneratorActor, name, placed.backend, threads,
+                {**settings, "gpus": tuple(s.gpu for s in slots) if gpus else ()},
                 node=slots[0].node, env={"OMP_NUM_THREADS": str(threads)},
             )
             for name, slots in zip(self._names, placed.replicas, strict=True)
@@ -238,7 +242,34 @@ class GeneratorPool:
 
     def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
         """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
-        refs = [actor.receive.remote(list(buckets), version) for actor in self.actors]
+        return self._everywhere("receive", timeout_seconds, list(buckets), version)
+
+    def addresses(self, trainer: RoleAllocation) -> list[ServerAddress]:
+        """The servers, each with the trainer's ranks on its GPUs."""
+        return beside_trainer(self._everywhere("address", None), self._placed, trainer)
+
+    def pause(self, timeout_seconds: float) -> None:
+        """Return when no replica samples."""
+        self._everywhere("pause", timeout_seconds)
+
+    def resume(self, version: int, timeout_seconds: float) -> list[float]:
+        """Go on with this version; returns how long each replica stopped sampling, in seconds."""
+        return self._everywhere("resume", timeout_seconds, version)
+
+    def release_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
+        """Give device memory back, while paused; see SGLangGenerator."""
+        self._everywhere("release_memory", timeout_seconds, list(tags))
+
+    def resume_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
+        """Take it again."""
+        self._everywhere("resume_memory", timeout_seconds, list(tags))
+
+    def close(self) -> None:
+        """End every replica."""
+        self._everywhere("close", None)
+
+    def _everywhere(self, method: str, timeout_seconds: float | None, *args: object) -> list[Any]:
+        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
         return gather(refs, names=self._names, timeout_seconds=timeout_seconds)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,7 +25,10 @@ from rollout.types import Completion, GenerateRequest, Generator, Health, Weight
 if TYPE_CHECKING:
     from allocation import ParallelLayout
     from core.losses import LossFn
+    from core.push_buckets import Sender, SendReport
+    from core.push_servers import SenderPlan
     from mcore_adapter.engine import EngineSettings, MegatronEngine, OptimizerSettings
+    from rollout.sglang_weights import ServerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -128,11 +132,49 @@ class TrainerRank:
         shard = self._engines[engine].values(batch_from_wire(wire), **kwargs)
         return None if shard is None else (shard.sequences, shard.values.float().cpu().numpy())
 
-    def export_weights(self, engine: str, bucket_bytes: int) -> list[Any]:
-        """Rank 0 puts the buckets into the object store and returns their handles; the others return []."""
-        buckets = self._engines[engine].iter_hf_weights(bucket_bytes)
-        wires = (bucket_to_wire(tensors) for tensors in buckets)
-        return [ray.put(wire) for wire in wires if wire["layout"]]
+    def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Any], int]:
+        """Rank 0 puts the buckets into the object store and returns their handles and how many bytes they hold; the
+        others return nothing."""
+        handles, num_bytes = [], 0
+        for tensors in self._engines[engine].iter_hf_weights(bucket_bytes):
+            if tensors:
+                wire = bucket_to_wire(tensors)
+                handles.append(ray.put(wire))
+                num_bytes += wire["bytes"].nbytes
+        return handles, num_bytes
+
+    def push_connect(self, plan: SenderPlan, servers: Sequence[ServerAddress]) -> None:
+        """Make this rank's sender and join the servers."""
+        from core.push_servers import make_sender
+
+        self._sender: Sender = make_sender(
+            plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,
+            host=ray.util.get_node_ip_address(),
+        )  # fmt: skip
+        self._sender.connect(servers)
+
+    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool) -> None:
+        self._sender.prepare(self._engines[engine].iter_hf_weights(bucket_bytes), verify=verify)
+
+    def push_send(self) -> SendReport | None:
+        return self._sender.send()
+
+    def push_close(self) -> None:
+        self._sender.close()
+
+    def offload(self) -> None:
+        """Leave the device to the generators: every engine keeps its weights there and nothing else."""
+        for engine in self._engines.values():
+            engine.offload()
+        self._device.empty_cache()
+
+    def reload(self) -> None:
+        """The inverse of offload()."""
+        for engine in self._engines.values():
+            engine.reload()
+
+    def memory_stats(self) -> dict[str, float]:
+        return self._device.memory_stats()
 
     def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
         self._engines[engine].save_hf(path, tokenizer_from=tokenizer_from)
@@ -173,10 +215,8 @@ class GeneratorActor:
     async def _start_server(self) -> Any:
         """Raises ValueError where the GPUs are missing or in use, ServerStartError with the server's last log lines."""
         from rollout.sglang_generator import SGLangGenerator
-        from rollout.sglang_gpus import check_gpus
         from rollout.sglang_server import ServerSettings
 
-        check_gpus(self._settings["gpus"])
         settings = ServerSettings(
             name=self._name,
             model_path=self._settings["model_path"],
@@ -186,7 +226,11 @@ class GeneratorActor:
             pp=self._settings["pp"],
             dtype=self._settings["dtype"],
             max_running=self._settings["max_running"],
+            colocated=self._settings["colocated"],
             flags=self._settings["sglang"],
+            host=ray.util.get_node_ip_address(),
+            python=self._settings["sglang_python"] or sys.executable,
+            startup_timeout_seconds=self._settings["startup_timeout_seconds"],
         )
         return await SGLangGenerator.start(settings, interrupt=self._settings["interrupt"])
 
@@ -207,14 +251,31 @@ class GeneratorActor:
         await self._generator.resume(version)
         return time.perf_counter() - start
 
+    def address(self) -> ServerAddress:
+        """Of the SGLang server."""
+        return self._generator.address
+
     async def pause(self) -> None:
+        self._paused_at = time.perf_counter()
         await self._generator.pause()
 
     async def update_weights(self, wire: dict[str, Any]) -> None:
         await self._generator.update_weights(bucket_from_wire(wire))
 
-    async def resume(self, version: int) -> None:
+    async def resume(self, version: int) -> float:
+        """Seconds since pause()."""
         await self._generator.resume(version)
+        return time.perf_counter() - self._paused_at
+
+    async def release_memory(self, tags: list[str]) -> None:
+        await self._generator.release_memory(tags)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        await self._generator.resume_memory(tags)
+
+    async def close(self) -> None:
+        """End the server, if there is one; killing this process would end it half a second later."""
+        await self._generator.close()
 
     async def health(self) -> Health:
         return await self._generator.health()
@@ -229,21 +290,29 @@ class ActorGenerator(Generator):
         self._outbox: list[GenerateRequest] = []
         self._pending: dict[str, asyncio.Future[Completion]] = {}
         self._pump: asyncio.Task[None] | None = None
+        self._flushing: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         self._pending[request.request_id] = future
         if not self._outbox:
-            loop.call_soon(self._flush)
+            self._flushing = loop.create_task(self._flush())
         self._outbox.append(request)
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._receive())
         return await future
 
-    def _flush(self) -> None:
-        self._actor.submit.remote(self._outbox)
-        self._outbox = []
+    async def _flush(self) -> None:
+        """Hand over what came in this turn. Requests that are refused fail, all that came together."""
+        requests, self._outbox = self._outbox, []
+        try:
+            await self._actor.submit.remote(requests)
+        except ray.exceptions.RayTaskError as refusal:
+            for request in requests:
+                future = self._pending.pop(request.request_id, None)
+                if future is not None and not future.done():
+                    future.set_exception(refusal.cause if isinstance(refusal.cause, Exception) else refusal)
 
     async def _receive(self) -> None:
         try:

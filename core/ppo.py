@@ -9,18 +9,25 @@ from core.config_allocation import resolve_allocation
 from core.housekeeping import Actions, Housekeeping
 from core.launch import Cluster
 from core.monitor import Monitor
-from core.push import LocalPush
 from core.recover import RecoverStore, RunIdentity
 from core.run import Start, find_start, metric_sinks, run_with_retries, save_model
 from core.schedule import Schedule
 from core.trainer import PPOTrainer, settings_from_config
-from core.workers import PPOWorkers, build_ppo_engines, start_ppo_workers
+from core.workers import (
+    PPOWorkers,
+    build_ppo_engines,
+    connect_senders,
+    make_push,
+    start_ppo_workers,
+    uses_gpus,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from core.config import PPOMATHConfig
     from core.paths import RunPaths
+    from core.push import WeightPush
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +54,20 @@ def _attempt(config: PPOMATHConfig, paths: RunPaths, console: Console, *, resume
         startup_timeout_seconds=patience,
         log_folder=paths.logs,
     ) as cluster:
-        cluster.reserve(allocation)
+        cluster.reserve(allocation, gpus=uses_gpus(allocation, config.actor.sglang))
         workers = start_ppo_workers(config, allocation, cluster)
         workers.groups.wait_started(patience)
         facts = workers.rollout.wait_started(patience)
         schedule = Schedule.from_control(
             config.exp_ctrl, num_prompts=facts["num_prompts"], batch_size=config.dataset.train_bs_n_seqs
         )
+        weights = make_push(config, workers)
+        if workers.colocated:  # the servers size their cache first, then the engines find room
+            workers.generators.wait_started(patience)
+            weights.make_room()
         build_ppo_engines(config, workers, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
         workers.generators.wait_started(patience)
+        connect_senders(config, allocation, workers, paths.checkpoints / "push")
         if start.checkpoint is not None:
             workers.trained.load(start.checkpoint)
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
@@ -66,28 +78,24 @@ def _attempt(config: PPOMATHConfig, paths: RunPaths, console: Console, *, resume
             done_steps=start.state.step,
             elapsed=start.state.elapsed_seconds,
         ) as monitor:
-            _train(config, paths, workers, schedule, monitor, recover, start, facts)
+            _train(config, paths, workers, weights, schedule, monitor, recover, start, facts)
         workers.rollout.close()
+        workers.close_senders()
+        workers.generators.close()
 
 
 def _train(
     config: PPOMATHConfig,
     paths: RunPaths,
     workers: PPOWorkers,
+    weights: WeightPush,
     schedule: Schedule,
     monitor: Monitor,
     recover: RecoverStore,
     start: Start,
     facts: dict[str, Any],
 ) -> None:
-    """Wire loop, push and housekeeping, give the generators their first weights, and go."""
-    push = config.push
-    weights = LocalPush(
-        workers.actor.group,
-        workers.generators,
-        bucket_bytes=push.bucket_mib * 2**20,
-        timeout_seconds=push.timeout_seconds,
-    )
+    """Wire loop and housekeeping, give the generators their first weights, and go."""
     trainer = PPOTrainer(
         actor=workers.actor,
         critic=workers.critic,

@@ -22,10 +22,27 @@ class PushReport:
     seconds: float
     longest_pause_seconds: float
     """The longest time that one generator did not sample."""
+    gather_seconds: float
+    """Before the pause: gathering, converting and laying out what fits."""
+    send_seconds: float
+    num_bytes: int
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "push/seconds": self.seconds,
+            "push/pause_seconds": self.longest_pause_seconds,
+            "push/gather_seconds": self.gather_seconds,
+            "push/send_seconds": self.send_seconds,
+            "push/gigabytes": self.num_bytes / 1e9,
+        }
 
 
 class WeightPush(Protocol):
-    """How weights travel."""
+    """How weights travel, and who has the devices meanwhile."""
+
+    def make_room(self) -> None:
+        """The loop has its batch and is about to train: generators that share its devices leave them to it."""
+        ...
 
     def push(self, version: int) -> PushReport:
         """Return when every generator samples with the trainer's current weights, under this version."""
@@ -41,8 +58,19 @@ class LocalPush:
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout_seconds
 
+    def make_room(self) -> None:
+        """There is room: the two sides share nothing but the processor."""
+
     def push(self, version: int) -> PushReport:
         start = time.perf_counter()
-        buckets = self._trainer.export_weights("actor", self._bucket_bytes)
+        buckets, num_bytes = self._trainer.export_weights("actor", self._bucket_bytes)
+        exported = time.perf_counter()
         pauses = self._generators.receive(buckets, version, self._timeout)
-        return PushReport(seconds=time.perf_counter() - start, longest_pause_seconds=max(pauses))
+        end = time.perf_counter()
+        return PushReport(
+            seconds=end - start,
+            longest_pause_seconds=max(pauses),
+            gather_seconds=exported - start,
+            send_seconds=end - exported,
+            num_bytes=num_bytes,
+        )

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from allocation import RoleAllocation
 from core.push import PushReport
+from core.push_buckets import SenderSettings
+from core.push_config import PushType, Verify
 from core.push_disk import DiskSender
 from core.push_ipc import IpcSender
 from core.push_nccl import NcclSender
+from rollout.sglang_checksums import ModelShape
+from rollout.sglang_server import read_model_config
 from rollout.sglang_weights import ServerAddress
 
 if TYPE_CHECKING:
@@ -25,10 +32,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Verify = Literal["never", "first", "always"]
 
-SENDERS: Mapping[str, Callable[..., Sender]] = {"nccl": NcclSender, "ipc": IpcSender, "disk": DiskSender}
-"""push.type -> what to make in every rank of the trainer."""
+@dataclass(frozen=True, kw_only=True)
+class SenderPlan:
+    """What every rank of the trainer makes its sender from."""
+
+    type: PushType
+    model_path: str
+    """The servers' model folder: its config.json says the shapes."""
+    dtype: str
+    """Format that the servers hold weights in."""
+    bucket_bytes: int
+    timeout_seconds: float
+    folder: Path
+    """For disk: a folder that trainer and servers share."""
+
+
+def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.device, host: str) -> Sender:
+    """The sender of one rank, not yet connected. `host`: its node's address."""
+    settings = SenderSettings(
+        rank=rank,
+        world_size=world_size,
+        dtype=getattr(torch, plan.dtype),
+        shape=ModelShape.from_config(read_model_config(plan.model_path)),
+        timeout_seconds=plan.timeout_seconds,
+        bucket_bytes=plan.bucket_bytes,
+    )
+    if plan.type == "nccl":
+        return NcclSender(settings, device, host=host)
+    if plan.type == "ipc":
+        return IpcSender(settings, device)
+    assert plan.type == "disk", "local pushes have no sender"
+    return DiskSender(settings, device, folder=plan.folder, model_path=plan.model_path)
 
 
 class TrainerSide(Protocol):
@@ -63,25 +98,47 @@ class ServerPush:
     ) -> None:
         self._trainer, self._generators = trainer, generators
         self._bucket_bytes, self._verify, self._timeout = bucket_bytes, verify, timeout_seconds
-        self._verified = False
+        self._num_pushes = 0
+
+    def make_room(self) -> None:
+        """There is room: the servers have devices of their own."""
 
     def push(self, version: int) -> PushReport:
         """Raises PushError, ServerError or ServerGone; generation stays paused then, and the run must end."""
-        verify = self._verify == "always" or (self._verify == "first" and not self._verified)
+        verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
         self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify)
         prepared = time.perf_counter()
         self._generators.pause(self._timeout)
-        sent: SendReport = self._trainer.call("push_send")[0]
+        sent = self._trainer.call("push_send")[0]
         pauses = self._generators.resume(version, self._timeout)
-        self._verified |= verify
-        logger.info(
-            "Pushed version %d: %.2f GB in %d buckets, sent in %.3f s (%.1f GB/s) after %.3f s of gathering; "
-            "generators paused for at most %.3f s%s",
-            version, sent.num_bytes / 1e9, sent.num_buckets, sent.seconds, sent.num_bytes / 1e9 / sent.seconds,
-            prepared - start, max(pauses), "; all checksums equal" if verify else "",
-        )  # fmt: skip
-        return PushReport(seconds=time.perf_counter() - start, longest_pause_seconds=max(pauses))
+        self._num_pushes += 1
+        return push_report(version, sent, pauses, start=start, prepared=prepared, verified=verify)
+
+
+def due(verify: Verify, num_pushes: int) -> bool:
+    """Whether the push after `num_pushes` others is to be verified."""
+    return verify == "always" or (verify == "first" and num_pushes == 0)
+
+
+def push_report(
+    version: int, sent: SendReport, pauses: Sequence[float], *, start: float, prepared: float, verified: bool
+) -> PushReport:
+    """Log what a push cost that began at `start` and had its first buckets ready at `prepared`."""
+    report = PushReport(
+        seconds=time.perf_counter() - start,
+        longest_pause_seconds=max(pauses),
+        gather_seconds=prepared - start,
+        send_seconds=sent.seconds,
+        num_bytes=sent.num_bytes,
+    )
+    logger.info(
+        "Pushed version %d: %.2f GB in %d buckets, sent in %.3f s (%.1f GB/s) after %.3f s of gathering; "
+        "generators paused for at most %.3f s%s",
+        version, sent.num_bytes / 1e9, sent.num_buckets, sent.seconds, sent.num_bytes / 1e9 / sent.seconds,
+        report.gather_seconds, report.longest_pause_seconds, "; all checksums equal" if verified else "",
+    )  # fmt: skip
+    return report
 
 
 def beside_trainer(

@@ -116,7 +116,7 @@ def _attempt(config: SFTConfig, paths: RunPaths, console: Console, *, resume: bo
         startup_timeout_seconds=patience,
         log_folder=paths.logs,
     ) as cluster:
-        cluster.reserve(allocation)
+        cluster.reserve(allocation, gpus=uses_gpus(allocation))
         engine = _start_engine(config, allocation, cluster, schedule.total_steps)
         engines = TrainedEngines([engine])
         if start.checkpoint is not None:

@@ -108,13 +108,15 @@ class PPOTrainer:
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
                 rollout, figures = self._rollout.take(step)
+            with self._timer("make room"):
+                self._weights.make_room()
             batch, metrics = self._score(rollout)
             metrics |= self._update(batch, step)
             with self._timer("push"):
                 pushed = self._weights.push(step + 1)
                 self._rollout.set_version(step + 1)
             after_step(step + 1, self._timer)
-            figures |= {"push/seconds": pushed.seconds, "push/pause_seconds": pushed.longest_pause_seconds}
+            figures |= pushed.metrics()
             self._report(step, rollout, metrics, figures)
 
     @property

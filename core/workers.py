@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
 from core.launch import Cluster, GeneratorPool, RolloutClient, TrainerGroup
+from core.push import LocalPush, WeightPush
+from core.push_colocated import ColocatedPush
+from core.push_config import PushType, choose_transport
+from core.push_servers import SenderPlan, ServerPush
 from core.trainer import EngineRef
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from rollout.types import SamplingParams
@@ -26,9 +31,9 @@ _ENGINE_ROLES = {
 }
 
 
-def uses_gpus(allocation: Allocation) -> bool:
-    """The allocation string alone decides: real servers need GPUs, the embedded and the mock generator do not."""
-    return "actor_gen" in allocation.roles and allocation.generator.backend == "sglang"
+def uses_gpus(allocation: Allocation, server_flags: Mapping[str, object] = {}) -> bool:
+    """Servers need GPUs, unless their flags say device: cpu; the embedded and the mock generator do not."""
+    return allocation.generator.backend == "sglang" and server_flags.get("device") != "cpu"
 
 
 def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int) -> int:
@@ -92,15 +97,24 @@ class PPOWorkers:
     rollout: RolloutClient
     groups: TrainerGroups
     embedded: bool
+    colocated: bool
+    """Trainer and servers on the same GPUs, which take turns."""
+    transport: PushType
 
     @property
     def trained(self) -> TrainedEngines:
         return TrainedEngines(e for e in (self.actor, self.critic) if e is not None)
 
+    def close_senders(self) -> None:
+        """Leave the servers and remove what a push left on disk."""
+        if self.transport != "local":
+            self.actor.group.call("push_close")
+
 
 def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cluster) -> PPOWorkers:
     """Start every process; they come up side by side, so nothing here waits for another."""
-    gpus = uses_gpus(allocation)
+    gpus = uses_gpus(allocation, config.actor.sglang)
+    colocated = gpus and allocation.colocated
     threads = threads_per_process(
         allocation, asked=config.launch.threads_per_process, max_staleness=config.staleness.max_staleness
     )
@@ -108,12 +122,17 @@ def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cl
     generators = GeneratorPool(
         cluster,
         allocation.generator,
+        gpus=gpus,
         threads=threads,
         model_path=config.actor.path,
         max_running=config.generator.max_running,
-        interrupt=config.generator.interrupt,
-        sglang=config.actor.sglang,
-        dtype=config.generator.dtype or config.actor.dtype(embedded=not gpus),
+        # Servers that leave their memory to the trainer cannot keep requests meanwhile.
+        interrupt="abort" if colocated else config.generator.interrupt,
+        colocated=colocated,
+        sglang=server_flags(config),
+        sglang_python=config.generator.sglang_python,
+        dtype=generator_dtype(config, gpus=gpus),
+        startup_timeout_seconds=config.launch.startup_timeout_seconds,
     )
     return PPOWorkers(
         actor=_engine_ref("actor", config, allocation, groups),
@@ -123,7 +142,46 @@ def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cl
         rollout=RolloutClient(cluster, generators, rollout_settings(config, allocation)),
         groups=groups,
         embedded=not gpus,
+        colocated=colocated,
+        transport=choose_transport(config.push.type, allocation),
     )
+
+
+def server_flags(config: PPOMATHConfig) -> dict[str, object]:
+    """actor.sglang.*, and no weights to be read where there are none: the first push brings them."""
+    return {**({"load_format": "dummy"} if config.actor.init_from_scratch else {}), **config.actor.sglang}
+
+
+def generator_dtype(config: PPOMATHConfig, *, gpus: bool) -> str:
+    """Format of the generators' weights."""
+    return config.generator.dtype or config.actor.dtype(embedded=not gpus)
+
+
+def make_push(config: PPOMATHConfig, workers: PPOWorkers) -> WeightPush:
+    """The way of weights that fits the allocation; the senders are not yet made."""
+    push = config.push
+    common: dict[str, Any] = {"bucket_bytes": push.bucket_mib * 2**20, "timeout_seconds": push.timeout_seconds}
+    trainer, generators = workers.actor.group, workers.generators
+    if workers.colocated:
+        return ColocatedPush(trainer, generators, verify=push.verify, **common)
+    if workers.transport == "local":
+        return LocalPush(trainer, generators, **common)
+    return ServerPush(trainer, generators, verify=push.verify, **common)
+
+
+def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> None:
+    """Make a sender in each of the actor's ranks, and let it join the servers, which are up. `folder` is for disk."""
+    if workers.transport == "local":
+        return
+    plan = SenderPlan(
+        type=workers.transport,
+        model_path=config.actor.path,
+        dtype=generator_dtype(config, gpus=not workers.embedded),
+        bucket_bytes=config.push.bucket_mib * 2**20,
+        timeout_seconds=config.push.timeout_seconds,
+        folder=folder,
+    )
+    workers.actor.group.call("push_connect", plan, workers.generators.addresses(allocation.trainer))
 
 
 def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, groups: TrainerGroups) -> EngineRef:

@@ -59,6 +59,7 @@ def save_checkpoint(
         "layout": str(parallel.layout),
         "num_updates": optimizer.num_updates if optimizer else 0,
         "has_optimizer": optimizer is not None,
+        "device": _device_kind(model),
     }
     sharded, common = save_preprocess(state)
     _on_first_rank(lambda: _write_common(path, common))
@@ -84,8 +85,8 @@ def load_checkpoint(
     if optimizer is not None and not saved["has_optimizer"]:
         raise ValueError(f"{path}: this checkpoint has no optimizer state; it was saved by an inference-only engine")
     state = _state(model, optimizer, parallel=parallel, loading=True)
-    same_layout = saved["layout"] == str(parallel.layout)
-    if same_layout:
+    same_place = (saved["layout"], saved["device"]) == (str(parallel.layout), _device_kind(model))
+    if same_place:
         state["rng"] = _rng_object(parallel)
     try:
         loaded = dist_checkpointing.load(state, str(path))
@@ -93,20 +94,28 @@ def load_checkpoint(
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"{path}: the checkpoint cannot be read, rank {rank} says: {cause}") from error
     for key, chunk in _model_keys(model):
-        chunk.load_state_dict(loaded[key])
+        missing, unexpected = chunk.load_state_dict(loaded[key], strict=False)
+        assert not unexpected and all(_is_extra_state(name) for name in missing), (missing, unexpected)
     if optimizer is not None:
         with torch.no_grad():
             optimizer.megatron.load_state_dict(loaded["optimizer"])
         optimizer.num_updates = saved["num_updates"]
-    if same_layout:
+    if same_place:
         _set_rng(loaded["rng"])
     else:
         logger.warning(
-            "%s was saved under layout %s; under %s random states start from the seed",
-            path,
-            saved["layout"],
-            parallel.layout,
-        )
+            "%s was saved under layout %s on %s; under %s on %s random states start from the seed",
+            path, saved["layout"], saved["device"], parallel.layout, _device_kind(model),
+        )  # fmt: skip
+
+
+def _device_kind(model: Sequence[ModelChunk]) -> str:
+    return next(model[0].parameters()).device.type
+
+
+def _is_extra_state(name: str) -> bool:
+    """What TransformerEngine keeps beside the weights for 8-bit formats: empty here, and absent on the CPU."""
+    return "_extra_state" in name
 
 
 def _model_keys(model: Sequence[ModelChunk]) -> list[tuple[str, ModelChunk]]:
@@ -124,7 +133,10 @@ def _state(
         "singleton_local_shards": False,
         "dp_cp_group": parallel.dp_cp_group,
     }
-    state: ShardedStateDict = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _model_keys(model)}
+    state: ShardedStateDict = {}
+    for key, chunk in _model_keys(model):
+        whole = chunk.sharded_state_dict(metadata=metadata)
+        state[key] = {name: value for name, value in whole.items() if not _is_extra_state(name)}
     if optimizer is not None:
         of_model = dict(state) if len(model) > 1 else state["model"]
         state["optimizer"] = optimizer.megatron.sharded_state_dict(of_model, is_loading=loading, metadata=metadata)

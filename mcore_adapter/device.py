@@ -51,6 +51,10 @@ class Device(Protocol):
         """allocated_gib, peak_gib: what this process holds now and held at most."""
         ...
 
+    def forget_peak(self) -> None:
+        """Let peak_gib start anew, where that is possible."""
+        ...
+
 
 def get_device(kind: DeviceKind = "auto") -> Device:
     """The device of this process. "auto" takes a GPU where one is visible.

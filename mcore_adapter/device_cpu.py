@@ -15,10 +15,11 @@ import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.transformer.mlp as megatron_mlp
 import torch
-from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.overrides import TorchFunctionMode
 
 from mcore_adapter.cpu_adam import FusedAdam
@@ -112,6 +113,11 @@ class CpuDevice:
         megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+        # Where TransformerEngine is installed Megatron takes its kernels, which on CPU tensors do nothing.
+        clip_grads.multi_tensor_applier = megatron_optimizer.optimizer.multi_tensor_applier = local_multi_tensor_applier
+        clip_grads.multi_tensor_scale_impl = local_multi_tensor_scale
+        megatron_optimizer.optimizer.multi_tensor_scale_impl = local_multi_tensor_scale
+        clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
         rope_utils.fused_apply_rotary_pos_emb_thd = rotary_thd  # for apply_rope_fusion
         megatron_mlp.bias_swiglu_impl = _bias_swiglu  # for bias_activation_fusion
         _is_set_up = True
@@ -148,3 +154,6 @@ class CpuDevice:
             now = int(statm.read().split()[1]) * resource.getpagesize() / 2**30
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return {"allocated_gib": now, "peak_gib": max(now, peak)}
+
+    def forget_peak(self) -> None:
+        """The system keeps the peak for as long as the process lives."""

@@ -8,6 +8,7 @@ nor on how the minibatch was cut into microbatches, beyond summation order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,21 @@ class MegatronEngine:
         """Write a Hugging Face folder."""
         save_hf(self._model, path, parallel=self._parallel, tokenizer_from=tokenizer_from)
 
+    def offload(self) -> None:
+        """Keep the weights on the device and move everything else of the optimizer to the host."""
+        if self._optimizer is not None:
+            self._optimizer.offload()
+
+    def reload(self) -> None:
+        """The inverse of offload()."""
+        if self._optimizer is not None:
+            self._optimizer.reload()
+
     def save(self, path: str | Path) -> None:
         """Write model, optimizer, schedule and random states to a new folder; any layout can load it."""
         source = Path(self._settings.hf_path)
-        save_checkpoint(path, self._model, self._optimizer, parallel=self._parallel, tokenizer_from=source)
+        with self._optimizer.on_device() if self._optimizer else nullcontext():
+            save_checkpoint(path, self._model, self._optimizer, parallel=self._parallel, tokenizer_from=source)
 
     def load(self, path: str | Path) -> None:
         """Continue from a folder of save(). Random states come back where the layout is the one that saved them."""

@@ -39,6 +39,13 @@ def linear_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities")
+    if weight.is_cuda and hidden.dtype == weight.dtype:
+        from mcore_adapter.device_cuda_head import FusedLogprobs, chunk_tokens_for
+
+        logprobs, entropy = FusedLogprobs.apply(
+            hidden, weight, targets, temperature, chunk_tokens or chunk_tokens_for(weight), tp_group, _combine
+        )
+        return logprobs, entropy if with_entropy else None
     if chunk_tokens is None:
         chunk_tokens = max(1, LOGITS_PER_CHUNK // weight.shape[0])
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -8,6 +8,8 @@ of trained tokens of the whole minibatch before the backward pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from mcore_adapter.lr_schedule import learning_rate
 from mcore_adapter.settings import OptimizerSettings
+
+StateKey = tuple[int, int, str]
+"""Which optimizer, which of its parameters, which tensor of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class TrainOptimizer:
 
     def __init__(self, chunks: list[DistributedDataParallel], settings: OptimizerSettings, dtype: torch.dtype) -> None:
         self._chunks, self._settings = chunks, settings
+        self._host: dict[StateKey, torch.Tensor] = {}
+        self._on_host = False
         self.num_updates = 0
         self._lr()  # an unknown schedule is an error before the first step
         self.megatron = get_megatron_optimizer(
@@ -95,6 +102,49 @@ class TrainOptimizer:
         self.num_updates += 1
         return Update(grad_norm=grad_norm, lr=lr, applied=True)
 
+    def offload(self) -> None:
+        """Move masters and moments to the host and drop the gradients: nothing but the weights stays on the device."""
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers(empty_cache=False)
+        if not self._on_host:
+            self._host = {key: _to_host(t, self._host.get(key)) for key, t in self._state_tensors()}
+            self._move(self._host)
+            self._on_host = True
+
+    def reload(self) -> None:
+        """The inverse of offload(); gradients are zero."""
+        if self._on_host:
+            device = self._chunks[0].buffers[0].grad_data.device
+            self._move({key: t.to(device, non_blocking=True) for key, t in self._host.items()})
+            self._on_host = False
+            for chunk in self._chunks:
+                chunk.restore_grad_buffers()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """With everything on the device inside, and where it was afterwards."""
+        was_on_host = self._on_host
+        self.reload()
+        yield
+        if was_on_host:
+            self.offload()
+
+    def _state_tensors(self) -> Iterator[tuple[StateKey, torch.Tensor]]:
+        """Everything that the optimizers hold per parameter: masters (under ""), moments."""
+        for i, optimizer in enumerate(self.megatron.chained_optimizers):
+            for j, param in enumerate(p for group in optimizer.optimizer.param_groups for p in group["params"]):
+                yield (i, j, ""), param.data
+                for name, value in optimizer.optimizer.state.get(param, {}).items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        yield (i, j, name), value
+
+    def _move(self, tensors: Mapping[StateKey, torch.Tensor]) -> None:
+        for i, optimizer in enumerate(self.megatron.chained_optimizers):
+            for j, param in enumerate(p for group in optimizer.optimizer.param_groups for p in group["params"]):
+                param.data = tensors[i, j, ""]
+                state = optimizer.optimizer.state.get(param, {})
+                state.update({name: tensors[i, j, name] for name in state if (i, j, name) in tensors})
+
     def _lr(self) -> float:
         s = self._settings
         return learning_rate(
@@ -105,3 +155,10 @@ class TrainOptimizer:
             warmup_steps_proportion=s.warmup_steps_proportion,
             total_steps=s.total_steps,
         )
+
+
+def _to_host(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    """A copy in page-locked memory, which the device reads and writes at full speed; `buffer` is used again."""
+    if buffer is None or buffer.shape != tensor.shape:
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return buffer.copy_(tensor)

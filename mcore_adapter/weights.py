@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +82,10 @@ def init_from_scratch(chunks: Sequence[nn.Module], *, parallel: ParallelState, s
     """
     models = unwrap(chunks)
     shapes = _shapes(models)
-    _fill(models, shapes, parallel, lambda c: _scratch_reader(models[0].model_config, shapes, c, seed))
+    conversions = [conversion for _, conversion in named_conversions(models)]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        readers = _drawn_ahead(pool, models[0].model_config, shapes, conversions, seed)
+        _fill(models, shapes, parallel, lambda _: next(readers))
 
 
 def iter_hf_weights(
@@ -185,6 +191,19 @@ def _parts(
         yield piece, local.narrow(dim, offset, length)
         offset += length
     assert offset == local.size(dim), f"{conversion} fills {offset} of {local.size(dim)}"
+
+
+def _drawn_ahead(
+    pool: ThreadPoolExecutor, config: ModelConfig, shapes: Shapes, conversions: Sequence[Conversion], seed: int
+) -> Iterator[Reader]:
+    """One reader for each of `conversions`, in order, drawn by many threads a little ahead of who takes them."""
+    ahead: deque[Future[Reader]] = deque()
+    for conversion in conversions:
+        ahead.append(pool.submit(_scratch_reader, config, shapes, conversion, seed))
+        if len(ahead) > 32:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
 
 
 def _scratch_reader(config: ModelConfig, shapes: Shapes, conversion: Conversion, seed: int) -> Reader:

@@ -77,6 +77,7 @@ class SGLangGenerator:
         self._attempts = itertools.count()
         self._open = asyncio.Event()
         self._open.set()
+        self._checking = asyncio.Lock()
         self._in_flight = 0
         self._waiting = 0
         self._answered = asyncio.Event()
@@ -115,15 +116,15 @@ class SGLangGenerator:
         while True:
             part = await self._attempt(request, output)
             output = _joined(output, part)
+            # An abort may reach a request that had its last token: it is as complete as if it had ended by itself.
+            if len(output.token_ids) and output.token_ids[-1] in request.sampling.stop_token_ids:
+                return replace(output, finish_reason="stop")
+            if len(output.token_ids) >= request.sampling.max_new_tokens:
+                return replace(output, finish_reason="length")
             if part.finish_reason == "abort":
                 return output
-            if len(output.token_ids) >= request.sampling.max_new_tokens:
-                stopped = output.token_ids[-1] in request.sampling.stop_token_ids
-                return replace(output, finish_reason="stop" if stopped else "length")
             # What is left: the first min_new_tokens were sampled without stop tokens, or the server stopped at an end
             # token of the model's configuration that the request does not name.
-            if part.finish_reason == "stop" and output.token_ids[-1] in request.sampling.stop_token_ids:
-                return output
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Take many requests at once; drain() hands out their completions. Raises ValueError if one of them cannot be
@@ -153,7 +154,8 @@ class SGLangGenerator:
     async def pause(self) -> None:
         """Return when requests neither run nor reach the server. A token that a running forward pass still samples
         appears after resume(), with the version that sampled it."""
-        self._open.clear()
+        async with self._checking:
+            self._open.clear()
         if self._interrupt == "abort":
             # The server's own mode abort polls once a second. A request that is still on its way there when all are
             # aborted needs another round.
@@ -202,9 +204,18 @@ class SGLangGenerator:
 
     async def health(self) -> Health:
         """Version and load. Raises ServerGone when the server does not answer."""
+        # The server answers by sampling a token; while it is paused that would wait, and stand in the way of whoever
+        # wants its memory.
+        async with self._checking:
+            if self._open.is_set():
+                await self._check_answers()
+            elif self._server.explain():
+                raise ServerGone(f"{self._client.name} ({self._client.url}) is gone. {self._server.explain()}")
+        return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
+
+    async def _check_answers(self) -> None:
         if not await self._client.is_healthy(timeout_seconds=self._timeout):
             raise ServerGone(f"{self._client.name} ({self._client.url}) is not healthy. {self._server.explain()}")
-        return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
 
     async def close(self) -> None:
         """End the requests, and the server if start() made it."""

@@ -25,6 +25,7 @@ class Gpu:
     """One GPU of this node."""
 
     index: int
+    name: str
     used_mib: int
     total_mib: int
     users: tuple[GpuUser, ...]
@@ -32,14 +33,14 @@ class Gpu:
 
 def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
     """The GPUs of this node; none when there is no driver."""
-    cards = _ask(nvidia_smi, "--query-gpu=index,uuid,memory.used,memory.total")
+    cards = _ask(nvidia_smi, "--query-gpu=index,uuid,name,memory.used,memory.total")
     users: dict[str, list[GpuUser]] = {uuid: [] for _, uuid, *_ in cards}
     for uuid, pid, name, mib in _ask(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if uuid in users and pid.isdigit():
             users[uuid].append(GpuUser(pid=int(pid), name=name, mib=int(mib) if mib.isdigit() else 0))
     return [
-        Gpu(index=int(index), used_mib=int(used), total_mib=int(total), users=tuple(users[uuid]))
-        for index, uuid, used, total in cards
+        Gpu(index=int(index), name=name, used_mib=int(used), total_mib=int(total), users=tuple(users[uuid]))
+        for index, uuid, name, used, total in cards
     ]
 
 

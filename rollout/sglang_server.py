@@ -31,6 +31,9 @@ FlagValue = bool | int | float | str | list[int] | None
 
 FA3_HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the FlashAttention 3 kernels have in bfloat16."""
+COLOCATED_MEM_FRACTION = 0.6
+"""Share of a GPU that a server beside the trainer takes for weights and cache; what the trainer keeps there in the
+generators' turn must fit beside it."""
 LAST_LINES = 20
 """How many lines of a dead server's log its error shows."""
 
@@ -117,8 +120,10 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         flags |= {"cuda_graph_max_bs_decode": settings.max_running, "disable_prefill_cuda_graph": True}
         if not settings.flags.keys() & {"cuda_graph_bs_decode", "cuda_graph_max_bs_decode"}:
             flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.max_running)
+        # A small model would otherwise get a cache that nothing can fill, and run out of memory on its index.
+        flags["max_total_tokens"] = 2 * settings.max_running * model["max_position_embeddings"]
         if settings.colocated:
-            flags["enable_memory_saver"] = True
+            flags |= {"enable_memory_saver": True, "mem_fraction_static": COLOCATED_MEM_FRACTION}
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         if head_dim not in FA3_HEAD_DIMS and "attention_backend" not in settings.flags:
             logger.warning(

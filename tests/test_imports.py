@@ -42,7 +42,7 @@ DISTRIBUTION = {
 YARDSTICKS = {"trl", "datasets"}
 """Libraries that a benchmark compares with, in an environment of their own."""
 
-DETECTED = {"fused_weight_gradient_mlp_cuda"}
+DETECTED: set[str] = set()
 """Kernels of NVIDIA's apex, which is on no package index: used where their module is found, never a dependency."""
 
 # In the repository they are sources too, but nothing imports them.

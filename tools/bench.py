@@ -1,27 +1,33 @@
 """Measures what Slipstream promises, each figure beside its baseline in the same run.
 
     python -m tools.bench cpu [--trl-python /path/to/trl-env/bin/python] [--only update rollout]
+    python -m tools.bench gpu [--only update push] [--shape 1.5B]
 
 Writes benchmarks/{host}-{date}.json, a list of rows {name, value, unit, baseline, ratio, target, command, versions},
-and prints the same as a markdown table. TRL is measured in an environment of its own, and left out without one.
+and prints the same as a markdown table. Rows of other measurements that the file has stay. TRL is measured in an
+environment of its own, and left out without one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from tools import bench_cpu
+from rollout.sglang_gpus import query_gpus
+from tools import bench_cpu, bench_gpu, bench_gpu_runs, bench_gpu_servers
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
+GPU_PACKAGES = ("sglang", "transformer-engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,7 @@ class Row:
     versions: dict[str, str]
 
 
-MEASUREMENTS: dict[str, Callable[[bench_cpu.Scene], Iterator[bench_cpu.Figure]]] = {
+CPU: dict[str, Callable[[bench_cpu.Scene], Iterator[bench_cpu.Figure]]] = {
     "allocation": bench_cpu.allocation,
     "config": bench_cpu.dry_run,
     "update": bench_cpu.train_step,
@@ -48,31 +54,75 @@ MEASUREMENTS: dict[str, Callable[[bench_cpu.Scene], Iterator[bench_cpu.Figure]]]
     "loop": bench_cpu.loop,
     "memory": bench_cpu.memory,
 }
+GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[bench_gpu.Figure]]] = {
+    "update": bench_gpu.update,
+    "rollout": bench_gpu_servers.rollout,
+    "push": bench_gpu_servers.push,
+    "mismatch": bench_gpu_servers.mismatch,
+    "async": bench_gpu_runs.asynchronous,
+    "scale": bench_gpu_runs.scale,
+}
+"""How many GPUs each takes is in its docstring."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", choices=["cpu"], help="what to measure on")
-    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
-    parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has trl")
+    parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
+    parser.add_argument("--only", nargs="+", choices=sorted(CPU.keys() | GPU.keys()))
+    parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
+    parser.add_argument("--shape", choices=bench_gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
+    parser.add_argument("--sglang-python", type=Path, help="gpu: interpreter that has SGLang, if this one has not")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"))
     given = parser.parse_args()
-    command = "python -m tools.bench cpu" + (" --trl-python ..." if given.trl_python else "")
-    versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    measurements: dict[str, Callable[[Any], Iterator[Any]]] = dict(CPU if given.device == "cpu" else GPU)
+    unknown = set(given.only or ()) - measurements.keys()
+    if unknown:
+        parser.error(f"--only {' '.join(unknown)}: not measured on {given.device}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    packages = PACKAGES + (GPU_PACKAGES if given.device == "gpu" else ())
+    versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        scene = bench_cpu.Scene(folder=Path(folder), trl_python=given.trl_python)
-        for name in given.only:
-            for figure in MEASUREMENTS[name](scene):
+        scene: Any
+        if given.device == "cpu":
+            scene = bench_cpu.Scene(folder=Path(folder), trl_python=given.trl_python)
+        else:
+            scene = bench_gpu.Scene(folder=Path(folder), shape=given.shape, sglang_python=given.sglang_python)
+        for name in given.only or measurements:
+            command = f"python -m tools.bench {given.device} --only {name}"
+            for figure in measurements[name](scene):
                 ratio = figure.value / figure.baseline if figure.baseline else None
                 rows.append(Row(**asdict(figure), ratio=ratio, command=command, versions=versions))
                 print(line(rows[-1]), flush=True)
-    given.output.mkdir(exist_ok=True)
-    path = given.output / f"cpu-{os.cpu_count()}core-{date.today().isoformat()}.json"
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    print(f"\n{path}\n\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
+                write(given.output, host(given.device), rows)
+    print("\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
     for row in rows:
         print(line(row))
+
+
+def installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "elsewhere"
+
+
+def host(device: str) -> str:
+    """What the file is called after: the machine's kind, not its name."""
+    if device == "cpu":
+        return f"cpu-{os.cpu_count()}core"
+    gpus = query_gpus()
+    return f"{len(gpus)}x-{gpus[0].name.lower().replace(' ', '-')}" if gpus else "no-gpu"
+
+
+def write(folder: Path, name: str, rows: list[Row]) -> None:
+    """Put the rows into today's file, in place of those of the same names."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-{date.today().isoformat()}.json"
+    old = json.loads(path.read_text()) if path.exists() else []
+    mine = {row.name for row in rows}
+    kept = [row for row in old if row["name"] not in mine]
+    path.write_text(json.dumps(kept + [asdict(row) for row in rows], indent=1) + "\n")
 
 
 def line(row: Row) -> str:

@@ -3,7 +3,9 @@
 Data, tokenizer and model are made on the spot; training runs through core.quickstart, as a user would start it.
 Everything ends up under one folder; the exit code is 0 only if held-out accuracy rose by at least 30 points.
 
-    python -m tools.demo [--seed 1] [--output runs/demo]
+    python -m tools.demo [--seed 1] [--output runs/demo] [--gpus 1]
+
+With --gpus the sums are sampled by a SGLang server: on the trainer's own GPU (1) or on another (2).
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ WARM_UP_TARGET = 0.4
 """The warm-up ends at the first saved model that answers this share of the held-out problems."""
 LEAST_GAIN = 0.30
 NUM_QUESTIONS = 5
+PLACES: dict[int, tuple[list[str], list[str]]] = {
+    0: ([], []),
+    1: (["allocation_mode=sglang.d1m1p1"], ["allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1"]),
+    2: (["allocation_mode=sglang.d1m1p1"], ["allocation_mode=sglang.d1m1p1+d1m1p1"]),
+}
+"""GPUs -> what the warm-up's configuration changes, and PPO's."""
 
 
 def main() -> int:
@@ -31,15 +39,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sampling")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to; emptied first")
+    parser.add_argument("--gpus", type=int, choices=sorted(PLACES), default=0, help="GPUs to use; 0: the processor")
+    parser.add_argument("--steps", type=int, default=200, help="PPO steps")
     arguments = parser.parse_args()
     try:
-        return run_demo(arguments.output.absolute(), seed=arguments.seed)
+        return run_demo(arguments.output.absolute(), seed=arguments.seed, gpus=arguments.gpus, steps=arguments.steps)
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
 
 
-def run_demo(output: Path, *, seed: int) -> int:
+def run_demo(output: Path, *, seed: int, gpus: int, steps: int) -> int:
     """All of it; returns the exit code."""
     began = time.monotonic()
     hide_progress_bars()
@@ -49,13 +59,15 @@ def run_demo(output: Path, *, seed: int) -> int:
     run = partial(run_quickstart, environment={"SLIPSTREAM_DEMO": str(output)})
 
     say("2. Supervised warm-up, until it is right sometimes")
-    run("sft", f"seed={seed}", log=output / "sft.log")
+    for_sft, for_ppo = PLACES[gpus]
+    run("sft", f"seed={seed}", *for_sft, log=output / "sft.log")
     measure = partial(accuracy, data=files.held_out)
     warm, before = first_at_least(saved_models(output, "demo-sft"), WARM_UP_TARGET, measure)
     print(f"  {warm.name.partition('globalstep')[2]} steps: {before:.1%} of the held-out problems right")
 
     say("3. Asynchronous PPO: the generator may be two steps ahead of the trainer")
-    run("ppo-math", f"seed={seed}", f"actor.path={warm}", log=output / "ppo.log")
+    length = f"exp_ctrl.total_train_steps={steps}"
+    run("ppo-math", f"seed={seed}", f"actor.path={warm}", length, *for_ppo, log=output / "ppo.log")
     trained = saved_models(output, "demo-ppo")[-1]
     after = measure(trained)
 

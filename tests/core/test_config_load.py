@@ -98,7 +98,7 @@ def test_missing_keys_are_named_all(tmp_path: Path) -> None:
         ("ppo.eps_clip: 0.1", "write ppo.eps_clip as nested sections"),
         ("stalenes: {max_staleness: 1}", "did you mean 'staleness'?"),
         ("xyzzy: 1", "--help lists all keys"),
-        ("push: {xyzzy: 1}", "keys here are bucket_mib, timeout_seconds"),
+        ("push: {xyzzy: 1}", "keys here are type, verify, bucket_mib, timeout_seconds"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_known_one(tmp_path: Path, line: str, suggestion: str) -> None:
@@ -348,7 +348,7 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     assert config.actor.dtype(embedded=True) == "float32"
     assert config.actor.dtype(embedded=False) == "bfloat16"
     assert config.actor.recompute(embedded=True) == "none"
-    assert config.actor.recompute(embedded=False) == "full"
+    assert config.actor.recompute(embedded=False) == "selective"
 
     config = load(
         tmp_path, SMALLEST_PPO, "staleness.max_staleness=0", "algorithm.kl_in=loss", "ppo.kl_ctl=0.1",

@@ -80,14 +80,14 @@ def test_a_head_dimension_without_kernels_falls_back_with_a_warning(caplog: pyte
     )
 
 
-CARD = Gpu(index=0, used_mib=30_000, total_mib=141_000, users=(GpuUser(pid=77, name="python3", mib=29_000),))
+CARD = Gpu(index=0, name="H", used_mib=30_000, total_mib=141_000, users=(GpuUser(pid=77, name="python3", mib=29_000),))
 
 
 def test_memory_in_the_hands_of_others_is_an_error_with_names() -> None:
     with pytest.raises(ValueError, match=r"GPU 0: 30000 of its 141000 MiB .* process 77 \(python3\) holds 29000 MiB"):
         check_gpus([0], gpus=[CARD])
     with pytest.raises(ValueError, match="processes that this container does not see"):
-        check_gpus([0], gpus=[Gpu(index=0, used_mib=9000, total_mib=141_000, users=())])
+        check_gpus([0], gpus=[Gpu(index=0, name="H", used_mib=9000, total_mib=141_000, users=())])
     check_gpus([0], gpus=[CARD], own_pids=[77])
 
 
@@ -104,7 +104,7 @@ def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
         textwrap.dedent("""\
             #!/bin/sh
             case "$1" in
-              *query-gpu*) echo "0, GPU-aa, 30000, 141000"; echo "1, GPU-bb, 4, 141000";;
+              *query-gpu*) echo "0, GPU-aa, NVIDIA H, 30000, 141000"; echo "1, GPU-bb, NVIDIA H, 4, 141000";;
               *) echo "GPU-aa, 77, python3, 29000"; echo "GPU-aa, 78, [Not Found], [N/A]";;
             esac
             """)
@@ -112,7 +112,7 @@ def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     first, second = query_gpus(str(script))
     assert (first.used_mib, first.users) == (30_000, (CARD.users[0], GpuUser(pid=78, name="[Not Found]", mib=0)))
-    assert (second.index, second.users) == (1, ())
+    assert (second.index, second.name, second.users) == (1, "NVIDIA H", ())
     assert query_gpus(str(tmp_path / "absent")) == []
 
 

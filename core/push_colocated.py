@@ -1,0 +1,80 @@
+"""Trainer and SGLang servers on the same GPUs: they take turns, and each leaves its memory to the other.
+
+A turn of the trainer begins with make_room(): the servers stop, hand back what they were answering, and release weights
+and cache. It ends with push(): the servers take their memory back, get the new weights out of the trainer's, and the
+trainer moves its optimizer state to the host and drops its gradients.
+Invariant: the servers' weights are released and taken back once a turn; between the two nothing samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+from core.push import PushReport
+from core.push_config import Verify
+from core.push_servers import GeneratorSide, TrainerSide, due, push_report
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS, _CACHE = ["weights"], ["kv_cache"]
+
+
+class ReleasingGenerators(GeneratorSide, Protocol):
+    """Generators that can leave the device."""
+
+    def release_memory(self, tags: list[str], timeout_seconds: float) -> None: ...
+
+    def resume_memory(self, tags: list[str], timeout_seconds: float) -> None: ...
+
+
+class ColocatedPush:
+    """`WeightPush` for shared devices. It begins with the servers running and the trainer's engines not yet made:
+    call make_room() before they are."""
+
+    def __init__(
+        self,
+        trainer: TrainerSide,
+        generators: ReleasingGenerators,
+        *,
+        bucket_bytes: int,
+        verify: Verify,
+        timeout_seconds: float,
+    ) -> None:
+        self._trainer, self._generators = trainer, generators
+        self._bucket_bytes, self._verify, self._timeout = bucket_bytes, verify, timeout_seconds
+        self._num_pushes = 0
+
+    def make_room(self) -> None:
+        start = time.perf_counter()
+        self._generators.pause(self._timeout)
+        self._generators.release_memory(_CACHE + _WEIGHTS, self._timeout)
+        released = time.perf_counter()
+        self._trainer.call("reload")
+        logger.info(
+            "The trainer's turn: servers released their memory in %.3f s, trainer state came back in %.3f s",
+            released - start, time.perf_counter() - released,
+        )  # fmt: skip
+
+    def push(self, version: int) -> PushReport:
+        """Raises PushError, ServerError or ServerGone; generation stays paused then, and the run must end."""
+        verify = due(self._verify, self._num_pushes)
+        start = time.perf_counter()
+        self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify)
+        prepared = time.perf_counter()
+        self._generators.resume_memory(_WEIGHTS, self._timeout)
+        resumed = time.perf_counter()
+        sent = self._trainer.call("push_send")[0]
+        offload = time.perf_counter()
+        self._trainer.call("offload")
+        cache = time.perf_counter()
+        self._generators.resume_memory(_CACHE, self._timeout)
+        pauses = self._generators.resume(version, self._timeout)
+        self._num_pushes += 1
+        logger.info(
+            "The generators' turn: weights' memory back in %.3f s, trainer state offloaded in %.3f s, cache's memory "
+            "back and going on in %.3f s",
+            resumed - prepared, cache - offload, time.perf_counter() - cache,
+        )  # fmt: skip
+        return push_report(version, sent, pauses, start=start, prepared=prepared, verified=verify)

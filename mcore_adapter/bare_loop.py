@@ -1,0 +1,73 @@
+"""Megatron-core's own training step on packed sequences, with nothing of this project around it: what the benchmark of
+the RL update is held against.
+
+GPTModel with its output layer, cross entropy over full fp32 logits, backward, distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mcore_adapter.device import Device
+from mcore_adapter.hf_config import ModelConfig
+from mcore_adapter.model import Recompute, transformer_config
+from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
+from mcore_adapter.packing import PackedMicrobatch
+from mcore_adapter.parallel import ParallelState
+from mcore_adapter.settings import OptimizerSettings
+
+
+class BareLoop:
+    """`step(microbatches)` is one update. Random weights; one rank."""
+
+    def __init__(
+        self, config: ModelConfig, *, parallel: ParallelState, device: Device, recompute: Recompute = "none"
+    ) -> None:
+        dtype = torch.bfloat16
+        megatron = transformer_config(
+            config, parallel=parallel, device=device, dtype=dtype, recompute=recompute, sequence_parallel=False
+        )
+        # The output layer computes here, by Megatron's own kernel for it: the fused one belongs to apex.
+        megatron.gradient_accumulation_fusion = False
+        model = GPTModel(
+            megatron, device.block_spec(megatron, None), config.vocab_size, config.max_position_embeddings,
+            share_embeddings_and_output_weights=config.tied, position_embedding_type="rope",
+            rotary_base=config.rope_theta,
+        )  # fmt: skip
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02)
+        self._chunks = wrap_for_training([model])
+        self._optimizer = TrainOptimizer(self._chunks, OptimizerSettings(lr=1e-6, total_steps=1000), dtype)
+
+    def step(self, microbatches: Sequence[PackedMicrobatch]) -> None:
+        """Forward, backward, update; returns when everything is launched and the gradient norm is known."""
+        tokens = sum(m.num_tokens for m in microbatches)
+        self._optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, tokens),
+            data_iterator=iter(microbatches), model=self._chunks[0], num_microbatches=len(microbatches),
+            seq_length=microbatches[0].num_tokens, micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
+        self._optimizer.step()
+
+
+def _forward_step(tokens: int, iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+    microbatch = next(iterator)
+    labels = torch.cat((microbatch.token_ids[:, 1:], microbatch.token_ids[:, :1]), 1)
+    losses = model(
+        microbatch.token_ids, microbatch.position_ids, None, labels=labels,
+        packed_seq_params=microbatch.packed_seq_params,
+    )  # fmt: skip
+
+    def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total = output.sum() / tokens
+        return total, torch.zeros((), dtype=torch.int32, device=output.device), {"loss": total.detach()}
+
+    return losses, loss

@@ -1,0 +1,157 @@
+"""The LM head on GPUs: what logprobs.py computes with passes over fp32 logits, in one pass over the bf16 ones.
+
+The matrix products are cuBLAS's. Between them a Triton kernel reads the logits of a chunk once (forward: log-sum-exp,
+target logit, entropy) or turns them into their own gradient in place (backward), everything summed in fp32.
+Invariant: at most one [chunk_tokens, vocabulary shard] buffer in the model's format is alive; where all tokens fit in
+one chunk it lives from forward to backward, which then needs no recomputation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 5 << 30
+"""Size of the one buffer of logits. A larger one means fewer passes over the gradient of the weight."""
+_BLOCK = 4096
+
+
+@triton.jit
+def _stats_kernel(
+    logits, targets, out, num_rows, stride, inv_temperature, NUM_COLS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out [3, rows]: log-sum-exp, target logit, entropy of each row of logits [rows, cols] * inv_temperature. A target
+    outside [0, cols) gives the logit 0."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    top = -float("inf")
+    norm = 0.0
+    weighted = 0.0
+    for start in range(0, NUM_COLS, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(base + cols, mask=cols < NUM_COLS, other=-float("inf")).to(tl.float32) * inv_temperature
+        new_top = tl.maximum(top, tl.max(x, 0))
+        shrink = tl.exp(top - new_top)
+        p = tl.exp(x - new_top)
+        # Relative to the top both terms of the entropy are positive: nothing cancels.
+        below = tl.where(cols < NUM_COLS, p * (new_top - x), 0.0)
+        shifted = tl.where(norm > 0, weighted + norm * (new_top - top), 0.0)
+        weighted = shifted * shrink + tl.sum(below, 0)
+        norm = norm * shrink + tl.sum(p, 0)
+        top = new_top
+    target = tl.load(targets + row)
+    owned = (target >= 0) & (target < NUM_COLS)
+    chosen = tl.load(base + target, mask=owned, other=0.0).to(tl.float32) * inv_temperature
+    log_norm = tl.log(norm)
+    tl.store(out + row, top + log_norm)
+    tl.store(out + num_rows + row, chosen)
+    tl.store(out + 2 * num_rows + row, log_norm + weighted / norm)
+
+
+@triton.jit
+def _grad_kernel(
+    logits, targets, log_norm, entropy, grad_logprobs, grad_entropy, stride, inv_temperature,
+    NUM_COLS: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """logits [rows, cols] become the gradient of the loss by them."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    target = tl.load(targets + row)
+    norm = tl.load(log_norm + row)
+    by_logprob = tl.load(grad_logprobs + row) * inv_temperature
+    if WITH_ENTROPY:
+        by_entropy = tl.load(grad_entropy + row) * inv_temperature
+        mean = tl.load(entropy + row)
+    for start in range(0, NUM_COLS, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < NUM_COLS
+        x = tl.load(base + cols, mask=inside, other=-float("inf")).to(tl.float32) * inv_temperature
+        logp = x - norm
+        p = tl.exp(logp)
+        grad = tl.where(cols == target, by_logprob, 0.0) - by_logprob * p
+        if WITH_ENTROPY:
+            grad -= by_entropy * tl.where(inside, p * (logp + mean), 0.0)
+        tl.store(base + cols, grad.to(logits.dtype.element_ty), mask=inside)
+
+
+class FusedLogprobs(torch.autograd.Function):
+    """(logprobs [t], entropy [t]) fp32 of hidden [t, h] under this rank's rows [v / tp, h] of the head. `combine` joins
+    the shards' statistics [3, t] and returns (log-sum-exp, target logit, entropy) of the whole vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        tp_group: dist.ProcessGroup | None,
+        combine: Any,
+    ) -> tuple[Tensor, Tensor]:
+        shard = weight.shape[0]
+        first = 0 if tp_group is None else tp_group.rank() * shard
+        local = targets - first
+        stats = hidden.new_zeros((3, hidden.shape[0]), dtype=torch.float32)
+        logits = None
+        for rows in _chunks(hidden.shape[0], chunk_tokens):
+            logits = torch.mm(hidden[rows], weight.t())
+            if not len(logits):
+                continue
+            part = stats[:, rows].contiguous()
+            _stats_kernel[(len(logits),)](
+                logits, local[rows], part, len(logits), logits.stride(0), 1.0 / temperature,
+                NUM_COLS=shard, BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
+            stats[:, rows] = part
+        log_norm, target_logits, entropy = combine(stats, tp_group)
+        ctx.save_for_backward(hidden, weight, local, log_norm, entropy)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        ctx.logits = logits if needed and hidden.shape[0] <= chunk_tokens else None
+        ctx.set_materialize_grads(False)
+        return target_logits - log_norm, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, local, log_norm, entropy = ctx.saved_tensors
+        kept, ctx.logits = ctx.logits, None  # overwritten below: a second backward must recompute
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_norm)
+        grad_logprobs = grad_logprobs.contiguous()
+        by_entropy = grad_logprobs if grad_entropy is None else grad_entropy.contiguous()
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        total = None
+        for rows in _chunks(hidden.shape[0], ctx.chunk_tokens):
+            grad = torch.mm(hidden[rows], weight.t()) if kept is None else kept
+            if len(grad):
+                _grad_kernel[(len(grad),)](
+                    grad, local[rows], log_norm[rows], entropy[rows], grad_logprobs[rows], by_entropy[rows],
+                    grad.stride(0), 1.0 / ctx.temperature,
+                    NUM_COLS=weight.shape[0], WITH_ENTROPY=grad_entropy is not None, BLOCK=_BLOCK, num_warps=8,
+                )  # fmt: skip
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if ctx.needs_input_grad[1]:
+                part = torch.mm(grad.t(), hidden[rows])
+                total = part if total is None else total.float().add_(part)
+            kept = None
+        grad_weight = None if total is None else total.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    """At least one chunk, so that zero tokens still give a zero gradient."""
+    return [slice(i, min(i + chunk_tokens, num_tokens)) for i in range(0, max(num_tokens, 1), chunk_tokens)]
+
+
+def chunk_tokens_for(weight: Tensor) -> int:
+    """How many tokens' logits fit in the buffer."""
+    return max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))

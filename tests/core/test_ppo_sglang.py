@@ -1,0 +1,119 @@
+"""Whole runs with real SGLang servers, weights pushed into them by every transport. On the CPU unless marked gpu."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ppo_end_to_end import metrics_of, ppo
+
+from rollout.sglang_gpus import query_gpus
+
+PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
+WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the environment under PREFIX: PREFIX/venv/bin/python, PREFIX/site and PREFIX/lib on its paths."""
+    if PREFIX is None:
+        pytest.skip(WHY_NOT)
+    script = tmp_path_factory.mktemp("bin") / "python"
+    script.write_text(
+        f"#!/bin/sh\nexport PYTHONPATH={PREFIX}/site LD_LIBRARY_PATH={PREFIX}/lib SGLANG_USE_CPU_ENGINE=1 "
+        f'OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PATH={PREFIX}/venv/bin:$PATH\nexec {PREFIX}/venv/bin/python "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("allocation", "num_slots", "interrupt", "push"),
+    [
+        ("sglang.d1m1p1+d1m1p1", 2, "in_place", {"verify": "always"}),
+        ("sglang.d1m1p1", 1, "retract", {"verify": "always"}),
+        ("sglang.d1m1p1+d1m2p1", 3, "abort", {"type": "disk"}),
+    ],
+    ids=["broadcast", "shared", "disk"],
+)
+def test_a_run_trains_on_what_servers_sample(
+    assets: Any,
+    run_command: Any,
+    interpreter: Path,
+    allocation: str,
+    num_slots: int,
+    interrupt: str,
+    push: dict[str, Any],
+) -> None:
+    flags = {"device": "cpu", "max_total_tokens": 8192, "sleep_on_idle": True}
+    command = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode=allocation,
+            n_gpus_per_node=num_slots,
+            actor={"path": str(assets.model), "optimizer": {"lr": 1e-3}, "sglang": flags},
+            generator={"interrupt": interrupt, "sglang_python": str(interpreter), "max_running": 32},
+            exp_ctrl={"total_train_steps": 4},
+            push=push,
+        ),
+    )
+    command.wait_for("global step 1")
+    command.remember_family()
+    assert command.finish() == 0, command.output()[-4000:]
+    assert command.survivors(timeout=20) == []
+    rows = [m for m in metrics_of(command) if "task_reward" in m]
+    assert [m["n_seqs"] for m in rows] == [32.0] * 4
+    assert abs(rows[0]["behave_approx_kl"]) < 1e-4, "servers and trainer must agree on the first batch"
+    # Later ones are sampled by the weights that were pushed: at most as many updates apart as they are old.
+    assert all(abs(m["behave_approx_kl"]) < 0.5 for m in rows)
+    assert all(m["push/gigabytes"] > 0 for m in rows)
+
+
+@pytest.fixture(scope="module")
+def wide_heads(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `assets` with heads that GPU kernels have."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    shutil.copytree(assets.model, folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=16, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("allocation", "num_gpus"), [("d1m1p1", 1), ("sglang.d1m1p1+d1m1p1", 2), ("sglang.d2m1p1+d1m2p1", 4)]
+)
+def test_a_run_on_gpus_trains_and_recovers(
+    assets: Any, run_command: Any, wide_heads: Path, allocation: str, num_gpus: int
+) -> None:
+    if len(query_gpus()) < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs")
+    config = ppo(
+        assets,
+        allocation_mode=allocation,
+        n_gpus_per_node=num_gpus,
+        actor={"path": str(wide_heads), "optimizer": {"lr": 1e-4}},
+        generator={"max_running": 32},
+        exp_ctrl={"total_train_steps": 2, "ckpt_freq_steps": 2},
+        push={"verify": "always"},
+        recover_mode="auto",
+    )
+    first = run_command("ppo-math", config)
+    assert first.finish(280) == 0, first.output()[-4000:]
+    second = run_command("ppo-math", {**config, "exp_ctrl": {"total_train_steps": 4}})
+    assert second.finish(280) == 0, second.output()[-4000:]
+    rows = [m for m in metrics_of(second) if "task_reward" in m]
+    assert [m["step"] for m in rows] == [1, 2, 3, 4]
+    assert all(abs(m["behave_approx_kl"]) < 0.05 for m in rows[::2]), "each attempt's first batch is on policy"

@@ -1,0 +1,182 @@
+"""The engine on a GPU: its layers and fused head against transformers, and against the engine on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import VOCAB, make_engine, per_token, policy_loss, random_batch
+from mcore_ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.timeout(600),
+]
+
+MAX_TOKENS = 128
+BF16_NATS = 0.02
+"""Mean difference between two bfloat16 computations of the same log-probabilities, at the most."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads are as wide as GPU kernels want them."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.05, tie_word_embeddings=True,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("gpu") / "model"
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """(parallel, device) of a world of one."""
+    from allocation import ParallelLayout
+    from mcore_adapter.device import get_device
+    from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+
+    device = get_device("cuda")
+    with device.activate():
+        init = f"file://{tmp_path_factory.mktemp('world')}/rendezvous"
+        yield (
+            initialize_parallel(
+                ParallelLayout(), rank=0, world_size=1, init_method=init, device=device, seed=1, timeout_seconds=120.0
+            ),
+            device,
+        )
+        destroy_parallel()
+
+
+def cpu_run(rank: Any, folder: str, dtype: str, load: str | None, save: str | None) -> dict[str, Any]:
+    """Three steps on the CPU, from a checkpoint or into one."""
+    from allocation import ParallelLayout
+
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        engine = make_engine(parallel, device, folder, dtype=dtype)
+        if load:
+            engine.load(load)
+        before, updates = logprobs_of(engine), engine.num_updates
+        steps = steps_of(engine)
+        if save:
+            engine.save(save)
+        return {"logprobs": before, "steps": steps, "after": logprobs_of(engine), "updates": updates}
+
+
+def steps_of(engine: Any) -> list[dict[str, float]]:
+    return [
+        engine.train_step(
+            random_batch(seed=i), policy_loss, max_tokens_per_mb=MAX_TOKENS, temperature=0.8, with_entropy=True
+        )
+        for i in range(3)
+    ]
+
+
+def logprobs_of(engine: Any) -> torch.Tensor:
+    batch = random_batch()
+    shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
+    return per_token(batch, type(shard)(sequences=shard.sequences, values=shard.values.cpu()))
+
+
+def test_logprobs_are_those_of_transformers(folder: Path, gpu: Any) -> None:
+    import transformers
+
+    engine = make_engine(*gpu, str(folder), train=False, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    batch, ours = random_batch(), logprobs_of(engine)
+    expected = []
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        with torch.no_grad():
+            logp = (model(one.token_ids[None].cuda()).logits[0] / 0.8).log_softmax(-1).cpu()
+        chosen = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0]))
+        expected.append(chosen * one.loss_mask)
+    assert (ours - torch.cat(expected)).abs().mean() < BF16_NATS
+
+
+def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(
+    folder: Path, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes of the pool, as for a run's own on the CPU
+    pool = RankPool()
+    try:
+        (reference,) = pool.run(cpu_run, 1, str(folder), "float32", None, None)
+        engine = make_engine(*gpu, str(folder), dtype="bfloat16")
+        steps = steps_of(engine)
+        for step, expected in zip(steps, reference["steps"], strict=True):
+            assert step["nll"] == pytest.approx(expected["nll"], rel=0.02)
+            assert step["entropy"] == pytest.approx(expected["entropy"], rel=0.02)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+        before = logprobs_of(engine)
+        engine.offload()
+        engine.save(tmp_path / "from-gpu")
+        engine.reload()
+        assert torch.equal(before, logprobs_of(engine))
+        (there,) = pool.run(cpu_run, 1, str(folder), "bfloat16", str(tmp_path / "from-gpu"), str(tmp_path / "from-cpu"))
+        assert there["updates"] == 3
+        assert (there["logprobs"] - before).abs().mean() < BF16_NATS
+        engine.load(tmp_path / "from-cpu")
+        assert engine.num_updates == 6
+        assert (logprobs_of(engine) - there["after"]).abs().mean() < BF16_NATS
+    finally:
+        pool.close()
+
+
+def test_what_is_recomputed_does_not_change_the_update(folder: Path, gpu: Any) -> None:
+    plain, *others = (
+        steps_of(make_engine(*gpu, str(folder), dtype="bfloat16", recompute=r)) for r in ("none", "selective", "full")
+    )
+    for other in others:
+        for ours, theirs in zip(other, plain, strict=True):
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+
+
+def test_an_offloaded_engine_trains_on_as_if_nothing_had_happened(folder: Path, gpu: Any) -> None:
+    plain = make_engine(*gpu, str(folder), dtype="bfloat16")
+    moved = make_engine(*gpu, str(folder), dtype="bfloat16")
+    steps_of(plain), steps_of(moved)
+    held = torch.cuda.memory_allocated()
+    moved.offload()
+    assert torch.cuda.memory_allocated() < held - 12 * 10**6
+    moved.reload()
+    for ours, theirs in zip(steps_of(moved), steps_of(plain), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk: int | None) -> None:
+    from mcore_adapter.logprobs import linear_logprobs
+
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 128, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(50_001, 128, device="cuda") * 0.1).bfloat16().requires_grad_()
+    targets = torch.randint(50_001, (300,), device="cuda")
+    grads = torch.randn(2, 300, device="cuda")
+
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor | None) -> list[torch.Tensor]:
+        loss = (logprobs * grads[0]).sum()
+        if with_entropy:
+            loss = loss + (entropy * grads[1]).sum()
+        return list(torch.autograd.grad(loss, (hidden, weight)))
+
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, temperature=0.7, chunk_tokens=chunk, with_entropy=with_entropy
+    )
+    exact = ((hidden.double() @ weight.double().t()) / 0.7).log_softmax(-1)
+    expected = exact.gather(1, targets[:, None])[:, 0]
+    expected_entropy = -(exact.exp() * exact).sum(-1)
+    assert (logprobs - expected).abs().max() < 0.05 and (logprobs - expected).abs().mean() < 0.005
+    if with_entropy:
+        assert (entropy - expected_entropy).abs().max() < 0.01
+    for ours, theirs in zip(gradients(logprobs, entropy), gradients(expected, expected_entropy), strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()

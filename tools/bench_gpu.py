@@ -1,0 +1,213 @@
+"""The measurements of `python -m tools.bench gpu` of the trainer alone, and what all of them share.
+
+Models have random weights: speed does not depend on them. Each measurement yields figures; what is compared runs in the
+same call.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+PEAK_FLOPS = 989e12
+"""Dense bf16 of one H200 by its data sheet."""
+NVLINK_BYTES_PER_SECOND = 371e9
+"""A NCCL broadcast between two H200s of one host, measured without anything around it: the floor of a push."""
+WARM_UP, ROUNDS = 2, 5
+
+_QWEN2 = dict(
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", initializer_range=0.02,
+    max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16",
+    eos_token_id=None, bos_token_id=None, use_sliding_window=False, attention_dropout=0.0,
+)  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5B": dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "7B": dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+"""Qwen2.5's shapes, and one for trying the measurements out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    name: str
+    value: float
+    unit: str
+    baseline: float | None
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Where the measurements write, and how large they are."""
+
+    folder: Path
+    shape: str = "1.5B"
+    sglang_python: Path | None = None
+    """Interpreter that has SGLang; None: this one."""
+
+    @property
+    def vocab_size(self) -> int:
+        return int(SHAPES[self.shape]["vocab_size"])
+
+    @property
+    def model(self) -> Path:
+        """A folder with config.json and a tokenizer of the shape's vocabulary, without weights."""
+        from tools.demo_data import make_tokenizer
+
+        path = self.folder / self.shape
+        if not path.exists():
+            make_tokenizer().save_pretrained(path)
+            (path / "config.json").write_text(json.dumps({**_QWEN2, **SHAPES[self.shape]}))
+        return path
+
+    @property
+    def num_parameters(self) -> int:
+        s = SHAPES[self.shape]
+        hidden, ffn, head_dim = s["hidden_size"], s["intermediate_size"], s["hidden_size"] // s["num_attention_heads"]
+        qkv = (s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * head_dim
+        layer = hidden * (qkv + hidden + 3 * ffn) + qkv + 2 * hidden
+        return s["num_hidden_layers"] * layer + (1 + (not s["tie_word_embeddings"])) * s["vocab_size"] * hidden + hidden
+
+    def flops_per_token(self, length: int) -> float:
+        """Forward and backward of a causal sequence of `length` tokens, the embedding look-up not counted."""
+        s = SHAPES[self.shape]
+        lookup = 0 if s["tie_word_embeddings"] else s["vocab_size"] * s["hidden_size"]
+        attention = 6 * s["num_hidden_layers"] * s["hidden_size"] * length
+        return 6 * (self.num_parameters - lookup) + attention
+
+
+@contextmanager
+def trainer_world() -> Iterator[tuple[Any, Any]]:
+    """(parallel, device) of a world of one rank, on the first GPU where there is one."""
+    from allocation import ParallelLayout
+    from mcore_adapter.device import get_device
+    from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+
+    device = get_device("auto")
+    with device.activate(), tempfile.TemporaryDirectory() as folder:
+        init = f"file://{folder}/rendezvous"
+        yield (
+            initialize_parallel(ParallelLayout(), rank=0, world_size=1, init_method=init, device=device, seed=1),
+            device,
+        )
+        destroy_parallel()
+
+
+def make_engine(scene: Scene, parallel: Any, device: Any, **settings: Any) -> Any:
+    from mcore_adapter.engine import MegatronEngine
+    from mcore_adapter.settings import EngineSettings, OptimizerSettings
+
+    return MegatronEngine(
+        parallel=parallel,
+        device=device,
+        settings=EngineSettings(hf_path=str(scene.model), init_from_scratch=True, dtype="bfloat16", **settings),
+        optimizer=OptimizerSettings(lr=1e-6, total_steps=1000),
+    )
+
+
+def random_batch(scene: Scene, *, count: int, length: int) -> Any:
+    """Sequences as a PPO update gets them, every token but the first trained."""
+    from mcore_adapter.batch import PackedBatch
+
+    generator = torch.Generator().manual_seed(0)
+    total = count * length
+    mask = torch.ones(count, length, dtype=torch.bool)
+    mask[:, 0] = False
+    old = torch.full((total,), -float(np.log(scene.vocab_size)))
+    return PackedBatch(
+        token_ids=torch.randint(scene.vocab_size, (total,), generator=generator),
+        cu_seqlens=torch.arange(count + 1) * length,
+        loss_mask=mask.flatten(),
+        fields={
+            "advantages": torch.randn(total, generator=generator), "old_logprobs": old, "rollout_logprobs": old,
+        },
+    )  # fmt: skip
+
+
+def median_seconds(device: Any, step: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(WARM_UP + ROUNDS):
+        device.synchronize()
+        start = time.perf_counter()
+        step()
+        device.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[WARM_UP:]))
+
+
+def update(scene: Scene) -> Iterator[Figure]:
+    """One PPO update against Megatron's own training step on the same packed tokens."""
+    for length, count, tokens_per_mb, bare_recompute in ((2048, 32, 16384, "none"), (16384, 8, 32768, "full")):
+        with trainer_world() as (parallel, device):
+            batch = random_batch(scene, count=count, length=length)
+            bare, bare_peak = _bare(scene, parallel, device, batch, tokens_per_mb, bare_recompute)
+            free(device)
+            ours, peak = _ours(scene, parallel, device, batch, tokens_per_mb)
+            free(device)
+        name = f"update.{scene.shape}_{length}"
+        yield Figure(name=f"{name}_tokens_per_second", value=ours, unit="tokens/s", baseline=bare, target=">= 1.0x")
+        mfu = 100 * ours * scene.flops_per_token(length) / PEAK_FLOPS
+        bare_mfu = 100 * bare * scene.flops_per_token(length) / PEAK_FLOPS
+        yield Figure(name=f"{name}_mfu", value=mfu, unit="%", baseline=bare_mfu, target="aim 45")
+        target = "<= 60" if length == 2048 else ""
+        yield Figure(
+            name=f"memory.update_{scene.shape}_{length}", value=peak, unit="GB", baseline=bare_peak, target=target
+        )
+
+
+def _bare(
+    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, recompute: Any
+) -> tuple[float, float]:
+    """(tokens/s, peak GB)"""
+    from mcore_adapter.bare_loop import BareLoop
+    from mcore_adapter.hf_config import read_config
+    from mcore_adapter.packing import PackingLayout, pack_microbatch
+
+    per_mb = tokens_per_mb // int(batch.seq_lens[0])
+    parts = [list(range(i, i + per_mb)) for i in range(0, batch.num_sequences, per_mb)]
+    packed = [pack_microbatch(batch, part, PackingLayout(), device=device.torch_device) for part in parts]
+    device.forget_peak()
+    loop = BareLoop(read_config(scene.model), parallel=parallel, device=device, recompute=recompute)
+    seconds = median_seconds(device, lambda: loop.step(packed))
+    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
+
+
+def _ours(scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int) -> tuple[float, float]:
+    from core.losses import ppo_loss
+
+    device.forget_peak()
+    engine = make_engine(scene, parallel, device, recompute="selective")
+    loss = partial(
+        ppo_loss, eps_clip=0.2, behave_imp_weight_cap=5.0, kl_coeff=0.0, kl_estimator="k3", entropy_coeff=1e-3
+    )
+    seconds = median_seconds(
+        device, lambda: engine.train_step(batch, loss, max_tokens_per_mb=tokens_per_mb, with_entropy=True)
+    )
+    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
+
+
+def free(device: Any) -> None:
+    import gc
+
+    gc.collect()
+    device.empty_cache()

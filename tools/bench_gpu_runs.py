@@ -1,0 +1,154 @@
+"""The measurements of `python -m tools.bench gpu` that are whole runs of the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from rollout.sglang_gpus import query_gpus
+from tools.bench_gpu import NVLINK_BYTES_PER_SECOND, Figure, Scene
+from tools.demo_data import write_jsonl
+
+WARM_UP_STEPS = 2
+
+
+def asynchronous(scene: Scene) -> Iterator[Figure]:
+    """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. Two GPUs (or four: two and two)."""
+    rates: dict[int, float] = {}
+    for staleness, steps in ((4, 9), (0, 5)):
+        config = {**_config(scene), "staleness.max_staleness": staleness, "exp_ctrl.benchmark_steps": steps}
+        with busy_share() as shares:
+            rows = run(scene, f"staleness-{staleness}", config)
+        rates[staleness] = _tokens_per_second(rows)
+        if staleness and shares:
+            num_generators = len(shares) // 2
+            busy = float(np.mean([np.mean(share) for share in list(shares.values())[:num_generators]]))
+            yield Figure(name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 90")
+        for name in ("push/seconds", "push/pause_seconds", "push/gather_seconds", "push/send_seconds"):
+            label = name.partition("/")[2].removesuffix("_seconds").replace("seconds", "whole")
+            value = 1e3 * float(np.median([row[name] for row in rows[WARM_UP_STEPS:]]))
+            yield Figure(
+                name=f"push.run_staleness_{staleness}_{label}", value=value, unit="ms", baseline=None, target=""
+            )
+        for phase in ("wait_for_rollout", "update", "push"):
+            seconds = float(np.median([row[f"time/{phase}"] for row in rows[WARM_UP_STEPS:]]))
+            yield Figure(name=f"async.staleness_{staleness}_{phase}", value=seconds, unit="s", baseline=None, target="")
+    yield Figure(
+        name=f"async.{scene.shape}_trained_tokens_per_second", value=rates[4], unit="tokens/s", baseline=rates[0],
+        target=">= 1.8x",
+    )  # fmt: skip
+
+
+def scale(scene: Scene) -> Iterator[Figure]:
+    """Pushes of a whole run from two tensor-parallel trainer ranks to two servers. Four GPUs; give --shape 7B."""
+    config = {**_config(scene), "staleness.max_staleness": 4, "exp_ctrl.benchmark_steps": 6, "push.verify": "first"}
+    config |= {"allocation_mode": "sglang.d2m1p1+d1m2p1", "n_gpus_per_node": 4, "push.bucket_mib": 4096}
+    config["dataset.train_bs_n_seqs"] = 32
+    rows = run(scene, "scale", config)[WARM_UP_STEPS:]
+    floor = 1e3 * rows[0]["push/gigabytes"] * 1e9 / NVLINK_BYTES_PER_SECOND
+    for name in ("pause", "gather", "send"):
+        value = 1e3 * float(np.median([row[f"push/{name}_seconds"] for row in rows]))
+        target = "<= 150" if name == "pause" else ""
+        yield Figure(
+            name=f"push.{scene.shape}_tp2_to_2_servers_{name}", value=value, unit="ms", baseline=floor, target=target
+        )
+    yield Figure(
+        name=f"update.{scene.shape}_tp2_run_tokens_per_second", value=_tokens_per_second(rows, skip=0),
+        unit="tokens/s", baseline=None, target="",
+    )  # fmt: skip
+
+
+def _config(scene: Scene) -> dict[str, object]:
+    """64 prompts x 8 answers a step; generators on the first half of the GPUs, the trainer on the other."""
+    half = max(1, len(query_gpus()) // 2)
+    small = not query_gpus()
+    path = scene.folder / "prompts.jsonl"
+    sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
+    write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
+    config: dict[str, object] = {
+        "experiment_name": "bench",
+        "allocation_mode": f"sglang.d{half}m1p1+d{half}m1p1",
+        "n_gpus_per_node": 2 * half,
+        "external_configs.cluster_config.fileroot": scene.folder / "runs",
+        "actor.path": scene.model,
+        "actor.init_from_scratch": True,
+        "actor.optimizer.lr": 1e-6,
+        "actor_train.mb_spec.max_tokens_per_mb": 16384,
+        "dataset.path": path,
+        "dataset.train_bs_n_seqs": 4 if small else 64,
+        "dataset.max_prompt_len": 32,
+        "group_size": 8,
+        "group_adv_norm": True,
+        "ppo.gen.max_new_tokens": 64 if small else 2048,
+        "ppo.ppo_n_minibatches": 1,
+        "ppo.kl_ctl": 0.0,
+        "ppo.disable_value": True,
+        "generator.max_running": 32 if small else 512,
+        "generator.interrupt": "in_place",
+        "workflow.type": "tools.bench_workflow:LognormalLengths",
+        "reward.function": "tools.bench_reward:no_reward",
+        "push.bucket_mib": 1024,
+        "monitor.tensorboard": False,
+        "launch.startup_timeout_seconds": 400,
+    }
+    if small:
+        config |= {"actor.sglang": "{device: cpu, max_total_tokens: 8192, sleep_on_idle: true}"}
+        config |= {"generator.sglang_python": scene.sglang_python}
+    return config
+
+
+def _tokens_per_second(rows: list[dict[str, float]], *, skip: int = WARM_UP_STEPS) -> float:
+    """Trained tokens over the steps after the warm-up."""
+    measured = rows[skip:]
+    return sum(r["n_valid_tokens"] for r in measured) / sum(r["time/step"] for r in measured)
+
+
+def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str, float]]:
+    """The real command; the metrics of its steps. Raises RuntimeError with the end of its output."""
+    base = scene.folder / "empty.yaml"
+    base.write_text("{}\n")
+    words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
+    command = [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(base), *words]
+    log = scene.folder / f"{trial}.log"
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RuntimeError(f"{trial} ended with {code}:\n{log.read_text()[-6000:]}")
+    (path,) = Path(str(config["external_configs.cluster_config.fileroot"])).glob(f"logs/*/bench/{trial}/metrics.jsonl")
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    return [row for row in rows if "task_reward" in row]
+
+
+@contextmanager
+def busy_share() -> Iterator[dict[int, list[float]]]:
+    """GPU -> per cent of the time in which a kernel ran, five samples a second, of the second half of what is inside:
+    by then the run has started."""
+    samples: dict[int, list[float]] = {gpu.index: [] for gpu in query_gpus()}
+    stop = threading.Event()
+
+    def sample() -> None:
+        query = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits"]
+        while not stop.wait(0.2):
+            for text in subprocess.run(query, capture_output=True, text=True).stdout.splitlines():
+                index, share = text.split(", ")
+                samples[int(index)].append(float(share))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    if samples:
+        thread.start()
+    yield samples
+    stop.set()
+    if samples:
+        thread.join()
+    for share in samples.values():
+        # From the first to the last moment at which it was at work after the middle; the end is shut-down.
+        del share[: len(share) // 2]
+        while share and share[-1] == 0:
+            share.pop()

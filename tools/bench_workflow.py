@@ -1,0 +1,32 @@
+"""Answers of random lengths with a long tail, for measurements with weights that would never stop by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rollout.types import GenerateRequest, Prompt
+from rollout.workflow import SingleTurnMathWorkflow
+
+MEDIAN_TOKENS = 192
+SIGMA = 0.95
+"""Of the logarithm: the 99th percentile is 9.1 times the median."""
+
+
+class LognormalLengths(SingleTurnMathWorkflow):
+    """Each sample's length is drawn from its seed, and cut at ppo.gen.max_new_tokens."""
+
+    def _requests(self, prompt: Prompt) -> list[GenerateRequest]:
+        return [
+            replace(request, sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()))
+            for request, length in (
+                (request, length_of(request.seed, request.sampling.max_new_tokens))
+                for request in super()._requests(prompt)
+            )
+        ]
+
+
+def length_of(seed: int, most: int) -> int:
+    """Tokens of the answer with this seed."""
+    return int(np.clip(np.random.default_rng(seed).lognormal(np.log(MEDIAN_TOKENS), SIGMA), 1, most))
