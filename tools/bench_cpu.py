@@ -334,6 +334,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
         config = ppo_config(scene, model, new_tokens=new_tokens, **{"ppo.gen.min_new_tokens": new_tokens})
         # Three single-threaded processes on two cores: whoever waits leaves its core to the others.
         config |= {"allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3, "launch.threads_per_process": 1}
+        config |= {"generator.interrupt": "in_place"}
         ours = samples_per_second(scene, f"loop{new_tokens}", config, steps=steps)
         baseline = None
         if scene.trl_python is not None:
