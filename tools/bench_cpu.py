@@ -358,7 +358,7 @@ def memory(scene: Scene) -> Iterator[Figure]:
     model = scene.model("tiny", hidden_size=64, num_layers=1)
     config = ppo_config(scene, model, new_tokens=4, **{"allocation_mode": "mock.d1m1p1+d1m1p1"})
     config |= {"dataset.train_bs_n_seqs": 4, "group_size": 2, "exp_ctrl.total_train_epochs": 10}
-    samples = run_ppo(scene, "null", {**config, "exp_ctrl.benchmark_steps": 2000}, sample_memory=True)
+    samples = run_ppo(scene, "nothing", {**config, "exp_ctrl.benchmark_steps": 2000}, sample_memory=True)
     # Start-up and shut-down are no part of the run: what counts lies between the first and the last quiet second.
     running = samples[int(0.3 * len(samples)) : -3]
     half, end = running[: len(running) // 4 or 1], running[-(len(running) // 4 or 1) :]
