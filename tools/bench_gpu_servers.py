@@ -407,7 +407,6 @@ async def _mismatch(scene: Scene, engine: Any, device: Any, gpu: int | None, *, 
         count = load().in_flight
         batch = await _sampled(scene, served, 1, count, 256 if gpu is not None else 16)
         first, tokens = _difference(engine, batch), int(batch.loss_mask.sum())
-        trainer_off, server_off = _against_fp32(scene, engine, device, batch, count // 4)
         logger.info("at the start: %.5f nats over %d tokens", first, tokens)
         later = []
         for version in range(2, 22):
@@ -417,6 +416,7 @@ async def _mismatch(scene: Scene, engine: Any, device: Any, gpu: int | None, *, 
             later.append(_difference(engine, batch))
             logger.info("version %d: %.5f nats", version, later[-1])
         await asyncio.to_thread(sending.close)
+        trainer_off, server_off = _against_fp32(scene, engine, device, batch, count // 8)
     name = f"mismatch.{scene.shape}"
     return [
         Figure(name=f"{name}_at_start", value=first, unit="nats", baseline=None, target="<= 0.01"),
@@ -474,8 +474,8 @@ def _against_fp32(scene: Scene, engine: Any, device: Any, batch: Any, count: int
 
     part = batch.select(range(count))
     ours, theirs = _trainers(engine, part), part.fields["rollout_logprobs"]
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scene.model), dtype=torch.float32)
-    model = model.to(device.torch_device).eval()
+    with device.torch_device:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scene.model), dtype=torch.float32).eval()
     for bucket in engine.iter_hf_weights(1 << 30):
         model.load_state_dict({name: t.float() for name, t in bucket.items()}, strict=False)
     exact = torch.zeros(part.num_tokens)
