@@ -18,7 +18,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 .PHONY: help demo test lint setup clean
 
 help:
-	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (about 8 minutes)"
+	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (about 6 minutes)"
 	@echo "make test   run the test suite (PYTEST_ARGS='tests/rollout' for a part)"
 	@echo "make lint   ruff and mypy"
 	@echo "make setup  only create $(VENV)"

@@ -35,10 +35,23 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
     yield from _evaluation(config)
     if isinstance(config, PPOMATHConfig):
         yield from _sampling(config)
+        yield from _template(config)
         yield from _ppo_models(config)
     else:
         yield from _trained_model("model", config.model)
     yield from _allocation(config)
+
+
+def cautions(config: ExperimentConfig) -> Iterator[str]:
+    """What is allowed and may not be meant."""
+    if isinstance(config, PPOMATHConfig):
+        gen = config.ppo.gen
+        if gen.top_p < 1.0 or gen.top_k > 0:
+            yield (
+                f"ppo.gen.top_p={gen.top_p}, top_k={gen.top_k}: answers come from a part of the distribution, the "
+                "trainer's log-probabilities are of all of it, so importance weights miss the share that was cut; "
+                "top_p=1, top_k=-1 are exact"
+            )
 
 
 def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:
@@ -81,6 +94,13 @@ def _sampling(config: PPOMATHConfig) -> Iterator[Violation]:
             ("group_adv_norm", "group_size"),
             "group_adv_norm=true compares the answers to one prompt and needs group_size of at least 2, got 1",
         )
+
+
+def _template(config: PPOMATHConfig) -> Iterator[Violation]:
+    template = config.workflow.prompt_template
+    if "{prompt}" not in template:
+        message = f"prompt_template={template!r} has no {{prompt}}; write it where the prompt belongs"
+        yield Violation(("workflow.prompt_template",), message)
 
 
 def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:

@@ -45,6 +45,10 @@ class WorkflowConfig(Section):
     """How a prompt becomes trajectories."""
 
     type: str = key("math", "math (one question, one answer), or your own class as package.module:Class")
+    prompt_template: str = key(
+        "{prompt}",
+        "Text around each prompt, such as a chat template written out; {prompt} is its place",
+    )
 
 
 class RewardConfig(Section):
@@ -95,7 +99,9 @@ class MonitorConfig(Section):
 
     tensorboard: bool = key(True, "Write TensorBoard files into the log folder")
     mlflow_uri: str | None = key(None, "MLflow tracking server or folder. null: none")
-    log_level: Literal["debug", "info", "warning", "error"] = key("info", "Least severe messages that are logged")
+    log_level: Literal["debug", "info", "warning", "error"] = key(
+        "info", "Least severe messages on the terminal; log files hold info and above"
+    )
 
 
 _CLUSTER_FACTS = (

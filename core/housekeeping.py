@@ -61,7 +61,13 @@ class Housekeeping:
             return
         epoch, epoch_step = self.schedule.position(step)
         ends_epoch = epoch_step == self.schedule.steps_per_epoch
-        when: dict[str, Any] = {"step": step, "ends_epoch": ends_epoch, "epoch": epoch, "now": time.monotonic()}
+        when: dict[str, Any] = {
+            "step": step,
+            "ends_epoch": ends_epoch,
+            "epoch": epoch,
+            "now": time.monotonic(),
+            "is_last": step == self.schedule.total_steps,
+        }
         if self.actions.evaluate is not None and self._timers["eval"].due(**when):
             with timer("evaluate"):
                 self.actions.evaluate(step)

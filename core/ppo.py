@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from core.config_allocation import resolve_allocation
 from core.housekeeping import Actions, Housekeeping
 from core.launch import Cluster
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console) -> int:
     """Train; returns the exit code."""
+    # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
+    torch.set_num_threads(1)
     return run_with_retries(config, lambda resume: _attempt(config, paths, console, resume=resume))
 
 

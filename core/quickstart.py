@@ -23,6 +23,7 @@ from core.config import EXPERIMENTS, ExperimentConfig, PPOMATHConfig
 from core.config_allocation import resolve_allocation
 from core.config_base import ConfigError
 from core.config_load import LoadedConfig, load_config
+from core.config_rules import cautions
 from core.config_show import help_text, ignored_lines, listing
 from core.errors import LaunchError
 from core.logs import log_to_terminal
@@ -96,6 +97,8 @@ def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: 
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:
         logger.warning(ignored_lines(loaded.ignored))
+    for caution in cautions(config):
+        logger.warning(caution)
     logger.info("Logs will be dumped to %s", paths.logs)
     logger.info("Model checkpoints will be saved to %s", paths.checkpoints)
     console.print(allocation_table(config))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class RolloutService:
         eval_sampling: SamplingParams | None,
         max_in_flight: int,
         workflow: str,
+        prompt_template: str,
         reward: str,
         reward_workers: int,
         reward_timeout_seconds: float,
@@ -53,13 +55,11 @@ class RolloutService:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         stop = stop_token_ids(self._tokenizer)
         self._eval_sampling = eval_sampling and replace(eval_sampling, stop_token_ids=stop)
-        self._dataset = PromptDataset.load(
-            dataset_path, self._tokenizer, max_prompt_len=max_prompt_len, seed=seed, shuffle=shuffle
-        )
+        load = partial(PromptDataset.load, max_prompt_len=max_prompt_len, seed=seed, template=prompt_template)
+        self._dataset = load(dataset_path, self._tokenizer, shuffle=shuffle)
         self._eval_prompts: list[Prompt] = []
         if eval_path is not None:
-            held_out = PromptDataset.load(eval_path, self._tokenizer, max_prompt_len=max_prompt_len, seed=seed)
-            self._eval_prompts = list(held_out.prompts)[:num_eval_prompts]
+            self._eval_prompts = list(load(eval_path, self._tokenizer).prompts)[:num_eval_prompts]
         self._rewards = RewardPool(reward, num_workers=reward_workers, timeout_seconds=reward_timeout_seconds)
         self._router = Router(list(generators))
         made = make_workflow(

@@ -63,8 +63,9 @@ class DueTimer:
         self._last_seconds = now
         self._steps = 0
 
-    def due(self, *, step: int, ends_epoch: bool, epoch: int, now: float) -> bool:
-        """Ask once after every step (counting from 1); a true answer starts the count anew."""
+    def due(self, *, step: int, ends_epoch: bool, epoch: int, now: float, is_last: bool = False) -> bool:
+        """Ask once after every step (counting from 1); a true answer starts the count anew. The last step of a run is
+        due whenever any is."""
         self._steps += 1
         freq = self._frequency
         if self._first_step is not None and step < self._first_step:
@@ -74,6 +75,7 @@ class DueTimer:
             or (freq.steps is not None and self._steps >= freq.steps)
             or (freq.seconds is not None and now - self._last_seconds >= freq.seconds)
             or (freq.epochs is not None and ends_epoch and epoch % freq.epochs == 0)
+            or (is_last and freq != Frequency(epochs=None, steps=None, seconds=None))
         )
         if is_due:
             self._steps = 0

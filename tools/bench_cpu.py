@@ -219,7 +219,7 @@ def producer(scene: Scene) -> Iterator[Figure]:
     dataset = PromptDataset.load(scene.prompts(), tokenizer, max_prompt_len=16, seed=1)
 
     async def measure() -> float:
-        async with RewardPool("tools.bench_reward:no_reward", num_workers=2) as rewards:
+        async with RewardPool("tools.bench_reward:coin_reward", num_workers=2) as rewards:
             sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(1,))
             workflow = make_workflow(
                 "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
@@ -261,7 +261,7 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
         "staleness.max_staleness": 2,
         "generator.max_running": 256,
         "monitor.tensorboard": False,
-        "reward.function": "tools.bench_reward:no_reward",
+        "reward.function": "tools.bench_reward:coin_reward",
         **changes,
     }
 
@@ -332,6 +332,9 @@ def loop(scene: Scene) -> Iterator[Figure]:
     model = scene.model("0.8M", hidden_size=128, num_layers=4)
     for new_tokens, steps in ((16, 40), (128, 15)):
         config = ppo_config(scene, model, new_tokens=new_tokens, **{"ppo.gen.min_new_tokens": new_tokens})
+        # Three single-threaded processes on two cores: whoever waits leaves its core to the others.
+        config |= {"allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3, "launch.threads_per_process": 1}
+        config |= {"generator.interrupt": "in_place"}
         ours = samples_per_second(scene, f"loop{new_tokens}", config, steps=steps)
         baseline = None
         if scene.trl_python is not None:
@@ -355,7 +358,7 @@ def memory(scene: Scene) -> Iterator[Figure]:
     model = scene.model("tiny", hidden_size=64, num_layers=1)
     config = ppo_config(scene, model, new_tokens=4, **{"allocation_mode": "mock.d1m1p1+d1m1p1"})
     config |= {"dataset.train_bs_n_seqs": 4, "group_size": 2, "exp_ctrl.total_train_epochs": 10}
-    samples = run_ppo(scene, "null", {**config, "exp_ctrl.benchmark_steps": 2000}, sample_memory=True)
+    samples = run_ppo(scene, "nothing", {**config, "exp_ctrl.benchmark_steps": 2000}, sample_memory=True)
     # Start-up and shut-down are no part of the run: what counts lies between the first and the last quiet second.
     running = samples[int(0.3 * len(samples)) : -3]
     half, end = running[: len(running) // 4 or 1], running[-(len(running) // 4 or 1) :]

@@ -5,6 +5,6 @@ from __future__ import annotations
 from rollout.types import Prompt
 
 
-def no_reward(prompt: Prompt, text: str) -> float:
-    """0 whatever the answer."""
-    return 0.0
+def coin_reward(prompt: Prompt, text: str) -> float:
+    """0 or 1 by the answer's characters: groups with both, so that no gradient is zero."""
+    return float(sum(map(ord, text)) % 2)

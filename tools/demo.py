@@ -22,7 +22,7 @@ from tools.demo_data import Ingredients, answer_of, make_ingredients
 from tools.demo_plot import draw_reward_curve
 from tools.demo_run import DemoError, accuracy, answers, first_at_least, read_metrics, run_quickstart, saved_models
 
-WARM_UP_TARGET = 0.35
+WARM_UP_TARGET = 0.4
 """The warm-up ends at the first saved model that answers this share of the held-out problems."""
 LEAST_GAIN = 0.30
 NUM_QUESTIONS = 5

@@ -107,6 +107,8 @@ def save_model(folder: Path, *, seed: int) -> None:
         # Ten positions at most: a base of 10,000 would leave most of the rotations unused.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
+        # At the usual 0.02 so small a model spends most of a short warm-up leaving its starting point.
+        initializer_range=0.05,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 REWARD, ACCURACY, GREY = "#2a78d6", "#eb6834", "#666666"
 _SMOOTHED_STEPS = 10
+_LABEL_HEIGHT = 0.12
+"""What a label of two lines takes up of the vertical axis, which ends at 1.08."""
 
 
 def draw_reward_curve(
@@ -30,12 +32,15 @@ def draw_reward_curve(
     axes.plot(steps, moving_mean(rewards), color=REWARD, linewidth=2)
     axes.plot(eval_steps, accuracies, color=ACCURACY, linewidth=2, marker="o", markersize=5)
     last = max(*steps, *eval_steps)
-    label(axes, last, accuracies[-1], "held-out accuracy\n(greedy)", ACCURACY)
-    label(axes, last, moving_mean(rewards)[-1], "training reward\n(sampled)", REWARD)
+    reward = moving_mean(rewards)[-1]
+    middle, apart = (accuracies[-1] + reward) / 2, max(abs(accuracies[-1] - reward), _LABEL_HEIGHT) / 2
+    apart = apart if accuracies[-1] >= reward else -apart
+    label(axes, last, middle + apart, "held-out accuracy\n(greedy)", ACCURACY)
+    label(axes, last, middle - apart, "training reward\n(sampled)", REWARD)
     for step, value, side in ((eval_steps[0], accuracies[0], "left"), (eval_steps[-1], accuracies[-1], "right")):
         axes.annotate(
-            f"{value:.0%}", (step, value), xytext=(4 if side == "left" else -4, 9), textcoords="offset points",
-            ha=side, color=ACCURACY, fontweight="bold",
+            f"{value:.0%}", (step, value), xytext=(0, 9), textcoords="offset points", ha=side, color=ACCURACY,
+            fontweight="bold",
         )  # fmt: skip
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.08)

@@ -177,8 +177,8 @@ class KVCache:
         self._order = None
 
     def trim(self) -> None:
-        """Give back memory that was not needed since the last call. Not at once, nor when nothing runs: the next batch of
-        requests comes soon, and fetching memory costs more than attending to it."""
+        """Give back memory that was not needed since the last call. Not at once, nor when nothing runs: the next batch
+        comes soon, and fetching memory costs more than attending to it."""
         for pool in self._pools.values():
             pool.trim()
 

@@ -56,6 +56,20 @@ def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) ->
     assert re.search(rf"^{LINE}INFO: Dry run: every check passed", lines[-1])
 
 
+def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    done = run("ppo-math", "--config", str(path), "--dry-run", "ppo.gen.top_p=0.9")
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: ppo.gen.top_p=0.9, top_k=-1: answers come from a part" in done.stdout
+    assert "WARNING" not in run("ppo-math", "--config", str(path), "--dry-run").stdout
+
+
+def test_a_prompt_template_without_a_place_for_the_prompt_is_an_error(tmp_path: Path) -> None:
+    done = run("ppo-math", "--config", str(write_run(tmp_path)), "--dry-run", "workflow.prompt_template=Solve")
+    assert done.returncode == 2
+    assert "workflow.prompt_template" in done.stderr and "write it where the prompt belongs" in done.stderr
+
+
 def test_a_dry_run_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     script = (

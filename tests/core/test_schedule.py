@@ -38,3 +38,9 @@ def test_steps_and_epochs_are_counted_separately() -> None:
     by_epoch = DueTimer(Frequency(epochs=2, steps=None, seconds=None), now=0.0)
     assert due_steps(by_epoch, 13, seconds_per_step=1, steps_per_epoch=3) == [6, 12]
     assert due_steps(DueTimer(NEVER, now=0.0), 10, seconds_per_step=1e9) == []
+
+
+def test_the_last_step_is_due_whenever_any_is() -> None:
+    last = {"step": 7, "ends_epoch": False, "epoch": 1, "now": 7.0, "is_last": True}
+    assert DueTimer(Frequency(epochs=1, steps=None, seconds=None), now=0.0).due(**last)
+    assert not DueTimer(NEVER, now=0.0).due(**last)
