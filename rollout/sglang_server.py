@@ -112,8 +112,8 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "grammar_backend": "none",
-        # FlashInfer's kernel for top-k, which runs wherever greedy requests (a health check is one) and sampled ones meet
-        # in a batch, may loop for ever on equal logits. Batches that are all greedy or all untruncated never come there.
+        # With FlashInfer's kernels, which run where greedy requests (a health check is one) and sampled ones meet in a
+        # batch, servers of small models stopped answering for ever. Other batches do not depend on this.
         "sampling_backend": "pytorch",
         "log_level_http": "warning",
     }
