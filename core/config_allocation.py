@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from allocation import Allocation, AllocationError, Backend, DeviceMapping, parse, parse_device_mappings
 from core.config import ExperimentConfig, PPOMATHConfig
@@ -22,10 +23,14 @@ def placed_roles(config: ExperimentConfig) -> dict[str, GenerationRoleConfig]:
 def resolve_allocation(config: ExperimentConfig) -> Allocation:
     """Where every role runs. A layout that names no generator means SGLang where this machine has GPUs, else the
     embedded generator. Raises AllocationError."""
-    size = {"n_nodes": config.n_nodes, "n_gpus_per_node": config.n_gpus_per_node}
+    where: dict[str, Any] = {
+        "n_nodes": config.n_nodes,
+        "n_gpus_per_node": config.n_gpus_per_node,
+        "default_backend": _default_backend(),
+    }
     mapped = {role: s for role, s in placed_roles(config).items() if s.device_mapping is not None}
     if not mapped:
-        return parse(config.allocation_mode, **size, default_backend=_default_backend())
+        return parse(config.allocation_mode, **where)
     if config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
             f"and {next(iter(mapped))}.device_mapping both say where roles run; keep one of them",
@@ -33,7 +38,7 @@ def resolve_allocation(config: ExperimentConfig) -> Allocation:
             nearest="manual",
         )
     mappings: dict[str, DeviceMapping] = {role: (s.device_mapping or "", s.layout) for role, s in mapped.items()}
-    return parse_device_mappings(mappings, **size, default_backend=_default_backend())
+    return parse_device_mappings(mappings, **where)
 
 
 @cache

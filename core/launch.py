@@ -26,8 +26,11 @@ from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
 from core.launch_guard import start_guard
+from core.push_buckets import PushError
 from core.push_servers import beside_trainer
 from rollout.router import NoGeneratorError
+from rollout.sglang_server import ServerStartError
+from rollout.sglang_weights import ServerError, ServerGone
 
 if TYPE_CHECKING:
     from core.batch import RolloutBatch
@@ -160,6 +163,8 @@ def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float 
             cause = e.cause if isinstance(e.cause, Exception) else e
             if isinstance(cause, NoGeneratorError):
                 raise LaunchError(f"{by_ref[ready[0]]} lost every generator: {cause}") from e
+            if isinstance(cause, (ServerStartError, ServerError, ServerGone, PushError)):
+                raise LaunchError(str(cause)) from e
             cause.add_note(f"in {by_ref[ready[0]]}:\n{e}")
             raise cause from None
         except (RayActorError, GetTimeoutError) as e:

@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class SelectiveMLP(MLP):
-    """The product of the two halves is not kept for the backward pass: it is made again from the halves, which are. A
-    quarter of a layer's memory for two hundredths of its time."""
+    """The product of the two halves, input of the second linear layer, is not kept for the backward pass but made again
+    from the halves. Next to them it is the largest activation of a layer."""
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any

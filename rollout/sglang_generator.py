@@ -215,6 +215,10 @@ class SGLangGenerator:
 
     async def _check_answers(self) -> None:
         if not await self._client.is_healthy(timeout_seconds=self._timeout):
+            for _ in range(10):  # a process that was killed takes a moment to be gone
+                if self._server.explain():
+                    break
+                await asyncio.sleep(0.1)
             raise ServerGone(f"{self._client.name} ({self._client.url}) is not healthy. {self._server.explain()}")
 
     async def close(self) -> None:

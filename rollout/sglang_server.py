@@ -112,6 +112,9 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "grammar_backend": "none",
+        # With FlashInfer's kernels, which run where greedy requests (a health check is one) and sampled ones meet in a
+        # batch, servers of small models stopped answering for ever. Other batches do not depend on this.
+        "sampling_backend": "pytorch",
         "log_level_http": "warning",
     }
     if settings.gpus:
@@ -132,7 +135,7 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
             )  # fmt: skip
             flags["attention_backend"] = "triton"
     else:
-        flags |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+        flags |= {"device": "cpu", "attention_backend": "torch_native"}
         flags |= {"disable_cuda_graph": True}
     return flags | dict(settings.flags)
 

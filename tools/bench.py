@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.sglang_gpus import query_gpus
-from tools import bench_cpu, bench_gpu, bench_gpu_runs, bench_gpu_servers
+from tools import bench_cpu, bench_gpu, bench_gpu_mismatch, bench_gpu_runs, bench_gpu_servers
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
 GPU_PACKAGES = ("sglang", "transformer-engine")
@@ -58,7 +58,7 @@ GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[bench_gpu.Figure]]] = {
     "update": bench_gpu.update,
     "rollout": bench_gpu_servers.rollout,
     "push": bench_gpu_servers.push,
-    "mismatch": bench_gpu_servers.mismatch,
+    "mismatch": bench_gpu_mismatch.mismatch,
     "async": bench_gpu_runs.asynchronous,
     "scale": bench_gpu_runs.scale,
 }

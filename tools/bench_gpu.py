@@ -7,6 +7,7 @@ same call.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,7 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as in a run's trainer ranks
     device = get_device("auto")
     with device.activate(), tempfile.TemporaryDirectory() as folder:
         init = f"file://{folder}/rendezvous"

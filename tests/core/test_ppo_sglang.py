@@ -73,6 +73,23 @@ def test_a_run_trains_on_what_servers_sample(
     assert all(m["push/gigabytes"] > 0 for m in rows)
 
 
+def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
+    assets: Any, run_command: Any, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no such kernel on this machine'\nexit 3\n")
+    broken.chmod(0o755)
+    actor = {"path": str(assets.model), "sglang": {"device": "cpu"}}
+    generator = {"sglang_python": str(broken)}
+    command = run_command(
+        "ppo-math", ppo(assets, allocation_mode="sglang.d1m1p1+d1m1p1", actor=actor, generator=generator)
+    )
+    assert command.finish() == 1
+    last = command.output()[-1500:]
+    assert "generator-0: the SGLang server died at start (exit code 3)" in last
+    assert "no such kernel on this machine" in last and "Traceback" not in last
+
+
 @pytest.fixture(scope="module")
 def wide_heads(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `assets` with heads that GPU kernels have."""

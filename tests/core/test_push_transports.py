@@ -20,6 +20,8 @@ from torch import Tensor
 
 from allocation import parse
 from core.push_buckets import Buckets, Deadline, PushError, SenderSettings, SendReport, in_background
+from core.push_colocated import ColocatedPush
+from core.push_config import choose_transport
 from core.push_disk import DiskSender
 from core.push_ipc import IpcSender
 from core.push_nccl import NcclSender
@@ -243,3 +245,63 @@ def test_nothing_resumes_on_weights_that_did_not_arrive() -> None:
     with pytest.raises(PushError):
         ServerPush(sides, sides, bucket_bytes=8, verify="first", timeout_seconds=1.0).push(4)
     assert [call[0] for call in sides.calls] == ["push_prepare", "pause", "push_send"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "transport"),
+    [
+        ("embedded.d1m1p1+d1m1p1", 2, "local"),
+        ("mock.d1m1p1", 1, "local"),
+        ("sglang.d1m1p1+d1m1p1", 2, "nccl"),
+        ("sglang.d2m1p1+d1m2p1", 4, "nccl"),
+        ("sglang.d1m1p1", 1, "ipc"),
+        ("sglang.d1m2p1|d2m1p1", 2, "ipc"),
+        ("sglang.d1m1p2+d2m1p1", 4, "disk"),
+    ],
+)
+def test_the_allocation_chooses_the_transport(text: str, size: int, transport: str) -> None:
+    assert choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)) == transport
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "size", "way_out"),
+    [
+        ("nccl", "embedded.d1m1p1+d1m1p1", 2, "embedded generators take local, or auto"),
+        ("nccl", "sglang.d1m1p1", 1, "write ipc, or auto"),
+        ("ipc", "sglang.d1m1p1+d1m1p1", 2, "write nccl, or auto"),
+        ("nccl", "sglang.d1m1p2+d2m1p1", 4, "write disk, or auto"),
+    ],
+)
+def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
+    asked: str, text: str, size: int, way_out: str
+) -> None:
+    with pytest.raises(ValueError, match=way_out):
+        choose_transport(asked, parse(text, n_nodes=1, n_gpus_per_node=size))
+
+
+class TurnRecorder(Recorder):
+    """The two sides of shared GPUs."""
+
+    def release_memory(self, tags: list[str], timeout_seconds: float) -> None:
+        self._record("release", *tags)
+
+    def resume_memory(self, tags: list[str], timeout_seconds: float) -> None:
+        self._record("resume memory", *tags)
+
+
+def test_sides_that_share_gpus_take_turns() -> None:
+    sides = TurnRecorder()
+    push = ColocatedPush(sides, sides, bucket_bytes=8, verify="first", timeout_seconds=1.0)
+    push.make_room()
+    push.push(4)
+    assert sides.calls == [
+        ("pause",),
+        ("release", "kv_cache", "weights"),
+        ("reload",),
+        ("push_prepare", "actor", 8, True),
+        ("resume memory", "weights"),
+        ("push_send",),
+        ("offload",),
+        ("resume memory", "kv_cache"),
+        ("resume", 4),
+    ]
