@@ -70,10 +70,11 @@ class CpuCoreAttention(MegatronModule):
     ) -> Tensor:
         """query [t, h, d], key and value [t, g, d] -> [t, h * d]; t is this context-parallel rank's share."""
         assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "the engine packs every batch"
+        assert packed_seq_params.cu_seqlens_q is not None, "a packing has its sequences' lengths"
         lens = packed_seq_params.cu_seqlens_q.diff().tolist()
         if isinstance(packed_seq_params, SharedPromptParams):
-            whole = (packed_seq_params.to_sequences(x) for x in (query, key, value))
-            out = packed_causal_attention(*whole, lens, scale=self.scale)
+            query, key, value = (packed_seq_params.to_sequences(x) for x in (query, key, value))
+            out = packed_causal_attention(query, key, value, lens, scale=self.scale)
             return packed_seq_params.to_packed(out.flatten(1))
         cp = self.cp_group.size()
         if cp == 1:
