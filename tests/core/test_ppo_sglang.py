@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -71,6 +72,20 @@ def test_a_run_trains_on_what_servers_sample(
     # Later ones are sampled by the weights that were pushed: at most as many updates apart as they are old.
     assert all(abs(m["behave_approx_kl"]) < 0.5 for m in rows)
     assert all(m["push/gigabytes"] > 0 for m in rows)
+
+
+def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(assets: Any, run_command: Any) -> None:
+    """This interpreter has no SGLang."""
+    if importlib.util.find_spec("sglang") is not None:
+        pytest.skip("SGLang is installed beside the tests")
+    actor = {"path": str(assets.model), "sglang": {"device": "cpu"}}
+    changes = {"allocation_mode": "sglang.d1m1p1+d1m1p1", "actor": actor, "recover_mode": "disabled"}
+    command = run_command("ppo-math", ppo(assets, **changes))
+    assert command.finish() == 1
+    output = command.output()
+    assert "ERROR: generator-0: the SGLang server died at start (exit code 1); its last lines in" in output
+    assert "No module named 'sglang'" in output
+    assert "core/quickstart.py" not in output, "no traceback of our own"
 
 
 @pytest.fixture(scope="module")
