@@ -21,6 +21,8 @@ DEPENDENCIES = [
     "rich>=13,<16",
     "tensorboard>=2.19,<3",
     "matplotlib>=3.9,<4",
+    "aiohttp>=3.10,<4",
+    "orjson>=3.10,<4",
 ]
 
 EXTRAS = {
@@ -28,8 +30,6 @@ EXTRAS = {
         "torch==2.11.0",
         "triton>=3.6,<4",
         "sglang==0.5.17",
-        "aiohttp>=3.10,<4",
-        "orjson>=3.10,<4",
         "transformer-engine[core_cu13,pytorch]==2.10.0",
     ],
     "dev": [

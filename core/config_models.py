@@ -101,7 +101,8 @@ class MicroBatchSpec(Section):
 
     max_tokens_per_mb: int | None = key(
         None,
-        "Most tokens of one forward/backward pass, prompts included; lower it when memory runs out. "
+        "Most tokens of one forward/backward pass, prompts included (once for all answers that share one where the "
+        "trainer runs it once, on CPU); lower it when memory runs out. "
         "null: actor_train's value; for actor_train 16384, or the longest possible sequence if that is more",
         ge=1,
     )

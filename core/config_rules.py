@@ -15,6 +15,9 @@ from core.config_allocation import resolve_allocation
 from core.config_models import ModelTrainEvalConfig
 from core.push_config import choose_transport
 
+_MORE_THAN_ALL_TOKENS = 1_000_000
+"""No vocabulary is so large: as a top_k it cuts nothing off."""
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -46,11 +49,16 @@ def cautions(config: ExperimentConfig) -> Iterator[str]:
     """What is allowed and may not be meant."""
     if isinstance(config, PPOMATHConfig):
         gen = config.ppo.gen
-        if gen.top_p < 1.0 or gen.top_k > 0:
+        if gen.top_p < 1.0 or 0 < gen.top_k < _MORE_THAN_ALL_TOKENS:
             yield (
                 f"ppo.gen.top_p={gen.top_p}, top_k={gen.top_k}: answers come from a part of the distribution, the "
                 "trainer's log-probabilities are of all of it, so importance weights miss the share that was cut; "
                 "top_p=1, top_k=-1 are exact"
+            )
+        if gen.min_new_tokens:
+            yield (
+                f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then answers are sampled without the tokens that "
+                "would end them, the trainer's log-probabilities count those in; min_new_tokens=0 is exact"
             )
 
 

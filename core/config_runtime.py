@@ -8,7 +8,8 @@ from core.config_base import Section, key, section
 
 
 class ExperimentSaveEvalControl(Section):
-    """Length of the run, and how often it saves, checkpoints and evaluates (whichever frequency is due first)."""
+    """Length of the run, and how often it saves, checkpoints and evaluates: whichever frequency is due first, and after
+    the last step what has any."""
 
     FIXED = {"benchmark_n_seqs": (("null",), "use exp_ctrl.benchmark_steps")}
 

@@ -146,8 +146,8 @@ def _check_reachable(address: str) -> None:
 def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float | None = None) -> list[Any]:
     """Results of `refs` in order; the first failure ends the wait.
 
-    Raises LaunchError when a worker died or none answered in time; otherwise the worker's own exception, with a note
-    that names the worker and holds its traceback."""
+    Raises LaunchError when a worker, or a server of its, died or did not answer in time; otherwise the worker's own
+    exception, with a note that names the worker and holds its traceback."""
     by_ref = dict(zip(refs, names, strict=True))
     pending = list(refs)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -160,16 +160,24 @@ def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float 
         try:
             results[ready[0]] = ray.get(ready[0])
         except RayTaskError as e:
-            cause = e.cause if isinstance(e.cause, Exception) else e
-            if isinstance(cause, NoGeneratorError):
-                raise LaunchError(f"{by_ref[ready[0]]} lost every generator: {cause}") from e
-            if isinstance(cause, (ServerStartError, ServerError, ServerGone, PushError)):
-                raise LaunchError(str(cause)) from e
-            cause.add_note(f"in {by_ref[ready[0]]}:\n{e}")
-            raise cause from None
+            failure = as_driver_sees(e, worker=by_ref[ready[0]])
+            raise failure from (e if isinstance(failure, LaunchError) else None)
         except (RayActorError, GetTimeoutError) as e:
             raise LaunchError(f"{by_ref[ready[0]]} died: {e}") from e
     return [results[r] for r in refs]
+
+
+def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
+    """What a call on `worker` raised: LaunchError where new processes may do better, else its own exception."""
+    cause = error.cause if isinstance(error.cause, Exception) else error
+    if isinstance(cause, NoGeneratorError):
+        return LaunchError(f"{worker} lost every generator: {cause}")
+    # A server that is gone, or weights that did not arrive: the servers may hold old and new ones mixed. The messages
+    # name the server.
+    if isinstance(cause, PushError | ServerError | ServerGone | ServerStartError):
+        return LaunchError(str(cause))
+    cause.add_note(f"in {worker}:\n{error}")
+    return cause
 
 
 class TrainerGroup:

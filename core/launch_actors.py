@@ -173,9 +173,6 @@ class TrainerRank:
         for engine in self._engines.values():
             engine.reload()
 
-    def memory_stats(self) -> dict[str, float]:
-        return self._device.memory_stats()
-
     def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
         self._engines[engine].save_hf(path, tokenizer_from=tokenizer_from)
 

@@ -37,7 +37,7 @@ class _TerminalHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), soft_wrap=True, markup=False, highlight=False)
+        self._console.print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 def log_to_file(name: str, path: str) -> None:

@@ -20,8 +20,8 @@ class PushConfig(Section):
     type: Literal["auto", "local", "nccl", "ipc", "disk"] = key(
         "auto",
         "How weights travel. nccl: broadcast to servers on GPUs of their own. ipc: memory shared with servers on the "
-        "trainer's GPUs. disk: files that servers anywhere read. local: through the object store, for generators "
-        "without a GPU. auto: whichever of them the allocation asks for",
+        "trainer's GPUs. disk: files that servers anywhere read. local: through the object store, for "
+        "embedded generators. auto: whichever of them the allocation asks for",
     )
     verify: Verify = key(
         "first", "Compare checksums of all tensors on the SGLang servers with what was sent: after which pushes"
@@ -37,6 +37,8 @@ def choose_transport(asked: str, allocation: Allocation) -> PushType:
         if asked in ("auto", "local"):
             return "local"
         raise ValueError(f"{asked} is a way into SGLang servers; {generator.backend} generators take local, or auto")
+    if asked == "local":
+        raise ValueError("local is for generators inside this program; SGLang servers take nccl, ipc or disk, or auto")
     shared = set(generator.slots) & set(allocation.trainer.slots)
     if asked == "auto":
         if generator.layout.pp > 1 or (shared and len(shared) < len(generator.slots)):

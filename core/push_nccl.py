@@ -133,8 +133,12 @@ class NcclSender:
         deadline = Deadline(min(10.0, self._settings.timeout_seconds))
         left = post_all([(server, leave_group(self._name)) for server in self._servers], deadline)
         for name, future in left.items():
-            if future.exception(timeout=deadline.left()) is not None:
-                logger.warning("%s did not leave the group of the weight push: %s", name, future.exception())
+            try:
+                failure: BaseException | None = future.exception(timeout=deadline.left())
+            except TimeoutError:
+                failure = TimeoutError("no answer in time")
+            if failure is not None:
+                logger.warning("%s did not leave the group of the weight push: %s", name, failure)
         dist.destroy_process_group(self._group)
         self._group = None
 

@@ -179,12 +179,15 @@ class MegatronEngine:
         layout = self._parallel.layout
         padded = self._packing.padded_lens(lens).tolist()
         min_microbatches = 2 * layout.pp if layout.pp > 1 else 1  # half of a pipeline's bubble is gone at 2 a stage
+        multiple_of = layout.pp if layout.vpp > 1 else 1
         units, sizes = [[i] for i in range(len(padded))], padded
         if self._packing.share_prompts:
             check_longest(padded, max_tokens_per_mb)
             # A fourth of a microbatch that everybody gets: small enough to balance, large enough to share.
             fair = batch.num_tokens // (4 * layout.dp * min_microbatches)
-            units, sizes = prompt_units(batch, max_tokens=min(max_tokens_per_mb, fair))
+            # No rank runs a filler beside one that holds several completions of a prompt.
+            everywhere = layout.dp * multiple_of
+            units, sizes = prompt_units(batch, max_tokens=min(max_tokens_per_mb, fair), at_least=everywhere)
         attention = _attention_cost(self.model_config)
         plan = plan_microbatches(
             sizes,
@@ -194,7 +197,7 @@ class MegatronEngine:
                 size + attention * sum(padded[i] ** 2 for i in unit) for unit, size in zip(units, sizes, strict=True)
             ],
             min_microbatches=min_microbatches,
-            multiple_of=layout.pp if layout.vpp > 1 else 1,
+            multiple_of=multiple_of,
         )
         return [[[i for unit in microbatch for i in units[unit]] for microbatch in rank] for rank in plan]
 

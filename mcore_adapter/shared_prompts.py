@@ -48,9 +48,11 @@ class _ToSequences(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         source, first, copies = ctx.saved_tensors
-        total = grad.index_select(0, first)
-        total.index_add_(0, source.index_select(0, copies), grad.index_select(0, copies))
-        return total, None, None, None
+        # In bfloat16 a sum stops growing at 256 times what is added.
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.index_select(0, first).to(dtype)
+        total.index_add_(0, source.index_select(0, copies), grad.index_select(0, copies).to(dtype))
+        return total.to(grad.dtype), None, None, None
 
 
 class _ToPacked(torch.autograd.Function):
@@ -108,10 +110,11 @@ def share_prompts(batch: PackedBatch) -> SharedRows:
     )
 
 
-def prompt_units(batch: PackedBatch, *, max_tokens: int) -> tuple[list[list[int]], list[int]]:
+def prompt_units(batch: PackedBatch, *, max_tokens: int, at_least: int = 1) -> tuple[list[list[int]], list[int]]:
     """Sequences that should stay together because they share a prompt: (units, tokens of each unit).
 
-    A unit of several sequences has at most `max_tokens` tokens, the shared prompt counted once.
+    A unit of several sequences has at most `max_tokens` tokens, the shared prompt counted once. There are `at_least` so
+    many units, or as many as sequences.
     """
     lens, prompt_lens = batch.seq_lens.tolist(), leading_prompt_lens(batch)
     units: list[list[int]] = []
@@ -127,6 +130,14 @@ def prompt_units(batch: PackedBatch, *, max_tokens: int) -> tuple[list[list[int]
             unit_of[prompt] = len(units)
             units.append([i])
             sizes.append(lens[i])
+    while len(units) < min(at_least, len(lens)):
+        largest = max((u for u, unit in enumerate(units) if len(unit) > 1), key=lambda u: sizes[u])
+        half = units[largest][::2]
+        del units[largest][::2]
+        own = sum(lens[i] - int(prompt_lens[i]) for i in half)
+        sizes[largest] -= own
+        sizes.append(int(prompt_lens[half[0]]) + own)
+        units.append(half)
     return units, sizes
 
 

@@ -34,14 +34,19 @@ PLACES: dict[int, tuple[list[str], list[str]]] = {
 """GPUs -> what the warm-up's configuration changes, and PPO's."""
 
 
-def main() -> int:
-    """Returns the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Without arguments the demo is what examples/configs say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sampling")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to; emptied first")
     parser.add_argument("--gpus", type=int, choices=sorted(PLACES), default=0, help="GPUs to use; 0: the processor")
-    parser.add_argument("--steps", type=int, default=200, help="PPO steps")
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, help="PPO steps; else those of its configuration")
+    return parser
+
+
+def main() -> int:
+    """Returns the exit code."""
+    arguments = make_parser().parse_args()
     try:
         return run_demo(arguments.output.absolute(), seed=arguments.seed, gpus=arguments.gpus, steps=arguments.steps)
     except DemoError as error:
@@ -49,7 +54,7 @@ def main() -> int:
         return 1
 
 
-def run_demo(output: Path, *, seed: int, gpus: int, steps: int) -> int:
+def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
     """All of it; returns the exit code."""
     began = time.monotonic()
     hide_progress_bars()
@@ -59,15 +64,13 @@ def run_demo(output: Path, *, seed: int, gpus: int, steps: int) -> int:
     run = partial(run_quickstart, environment={"SLIPSTREAM_DEMO": str(output)})
 
     say("2. Supervised warm-up, until it is right sometimes")
-    for_sft, for_ppo = PLACES[gpus]
-    run("sft", f"seed={seed}", *for_sft, log=output / "sft.log")
+    run("sft", f"seed={seed}", *PLACES[gpus][0], log=output / "sft.log")
     measure = partial(accuracy, data=files.held_out)
     warm, before = first_at_least(saved_models(output, "demo-sft"), WARM_UP_TARGET, measure)
     print(f"  {warm.name.partition('globalstep')[2]} steps: {before:.1%} of the held-out problems right")
 
     say("3. Asynchronous PPO: the generator may be two steps ahead of the trainer")
-    length = f"exp_ctrl.total_train_steps={steps}"
-    run("ppo-math", f"seed={seed}", f"actor.path={warm}", length, *for_ppo, log=output / "ppo.log")
+    run("ppo-math", *ppo_changes(warm, seed=seed, gpus=gpus, steps=steps), log=output / "ppo.log")
     trained = saved_models(output, "demo-ppo")[-1]
     after = measure(trained)
 
@@ -85,6 +88,12 @@ def run_demo(output: Path, *, seed: int, gpus: int, steps: int) -> int:
         print(f"Accuracy rose by less than {LEAST_GAIN * 100:.0f} points: something is wrong.", file=sys.stderr)
         return 1
     return 0
+
+
+def ppo_changes(model: Path, *, seed: int, gpus: int, steps: int | None) -> list[str]:
+    """What this demo changes in examples/configs/demo-ppo.yaml."""
+    length = [] if steps is None else [f"exp_ctrl.total_train_steps={steps}"]
+    return [f"seed={seed}", f"actor.path={model}", *length, *PLACES[gpus][1]]
 
 
 def say(text: str) -> None:

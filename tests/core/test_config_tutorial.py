@@ -8,6 +8,7 @@ from config_inputs import ASYNC_PPO_EVERY_KEY, PPO_1_5B_8_GPUS, PPO_7B_128_GPUS,
 from core.config_allocation import resolve_allocation
 from core.config_base import ConfigError
 from core.config_load import LoadedConfig, load_config
+from core.config_rules import cautions
 from core.config_show import ignored_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -25,6 +26,14 @@ def test_a_tutorial_file_loads_unchanged(tmp_path: Path, name: str) -> None:
     loaded = load(tmp_path, text, experiment=experiment)
     allocation = resolve_allocation(loaded.config)
     assert allocation.n_nodes * allocation.n_gpus_per_node == loaded.config.n_nodes * loaded.config.n_gpus_per_node
+
+
+def test_a_top_k_of_all_tokens_is_no_reason_for_a_warning(tmp_path: Path) -> None:
+    texts = [text for experiment, text in TUTORIAL_FILES.values() if experiment == "ppo-math"]
+    assert any("top_k: 1000000" in text for text in texts)
+    for text in texts:
+        assert list(cautions(load(tmp_path, text, "ppo.gen.top_p=1").config)) == []
+    assert len(list(cautions(load(tmp_path, texts[0], "ppo.gen.top_p=1", "ppo.gen.top_k=50").config))) == 1
 
 
 def test_its_values_arrive(tmp_path: Path) -> None:

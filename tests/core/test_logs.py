@@ -28,7 +28,7 @@ def test_a_long_line_stays_one_line_on_a_narrow_terminal_above_a_progress_bar(ro
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=40, color_system=None)
     log_to_terminal(tmp_path / "log", level="info", console=console)
-    text = "RPC name actor_train returns {" + ", ".join(f"'metric_{i}': [0.{i}]" for i in range(20)) + "}"
+    text = "RPC name actor_train returns {" + ", ".join(f"'metric_{i}': [0.{i}]" for i in range(20)) + "} of a:100:b"
     with Progress(console=console) as progress:
         progress.add_task("step", total=2)
         logging.getLogger("core.monitor").info(text)

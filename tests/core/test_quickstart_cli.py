@@ -58,9 +58,10 @@ def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) ->
 
 def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(tmp_path: Path) -> None:
     path = write_run(tmp_path)
-    done = run("ppo-math", "--config", str(path), "--dry-run", "ppo.gen.top_p=0.9")
+    done = run("ppo-math", "--config", str(path), "--dry-run", "ppo.gen.top_p=0.9", "ppo.gen.min_new_tokens=2")
     assert done.returncode == 0, done.stderr
     assert "WARNING: ppo.gen.top_p=0.9, top_k=-1: answers come from a part" in done.stdout
+    assert "WARNING: ppo.gen.min_new_tokens=2: until then answers are sampled without" in done.stdout
     assert "WARNING" not in run("ppo-math", "--config", str(path), "--dry-run").stdout
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import VOCAB, make_engine, per_token, policy_loss
+from engine_cases import VOCAB, make_engine, per_token, policy_loss, value_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mcore_ranks import Rank
+from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
 from mcore_adapter.batch import PackedBatch
 from mcore_adapter.packing import PackingLayout, pack_microbatch
-from mcore_adapter.shared_prompts import SharedPromptParams, prompt_units
+from mcore_adapter.shared_prompts import SharedPromptParams, leading_prompt_lens, prompt_units
 
 CPU = torch.device("cpu")
 
@@ -92,10 +92,27 @@ def test_gradients_of_shared_rows_are_the_sum_over_what_they_stand_for() -> None
     assert torch.autograd.gradcheck(params.to_packed, y)
 
 
+def test_a_prompt_of_very_many_completions_gets_all_of_their_gradients_in_bfloat16() -> None:
+    batch = grouped_batch([[1]], [(0, [2, 3])] * 400)
+    batch = replace(batch, loss_mask=batch.token_ids > 1)
+    params = pack_microbatch(batch, range(400), PackingLayout(share_prompts=True), device=CPU).packed_seq_params
+    x = torch.zeros(401, 1, dtype=torch.bfloat16, requires_grad=True)
+    params.to_sequences(x).sum().backward()
+    assert x.grad[0].item() == 400
+
+
 @settings(max_examples=100, deadline=None)
-@given(batches, st.integers(1, 12))
-def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, limit: int) -> None:
-    units, sizes = prompt_units(batch, max_tokens=limit)
+@given(batches, st.integers(1, 12), st.integers(1, 12))
+def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, limit: int, at_least: int) -> None:
+    units, sizes = prompt_units(batch, max_tokens=limit, at_least=at_least)
+    assert len(units) >= min(at_least, batch.num_sequences)
+    prompt_lens = leading_prompt_lens(batch)
+    for unit, size in zip(units, sizes, strict=True):
+        one = batch.select(unit)
+        ends = one.cu_seqlens[:-1] + prompt_lens[unit]
+        prompts = [one.token_ids[a:b].tolist() for a, b in zip(one.cu_seqlens[:-1], ends, strict=True)]
+        assert all(prompt == prompts[0] for prompt in prompts)
+        assert size == one.num_tokens - sum(map(len, prompts[1:]))
     assert sorted(i for unit in units for i in unit) == list(range(batch.num_sequences))
     lens = batch.seq_lens.tolist()
     for unit, size in zip(units, sizes, strict=True):
@@ -103,33 +120,83 @@ def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, li
         assert size <= sum(lens[i] for i in unit)
 
 
-def shared_run(rank: Rank, layout: ParallelLayout, model: str, share: bool) -> dict[str, Any]:
-    """Log-probabilities and two updates of groups of eight, prompts shared or not."""
+def mixed_batch() -> PackedBatch:
+    """Four groups of eight, and what groups are not made of: sequences of one token, without trained tokens, twice the
+    same, beginning as another's prompt does, and trained later than another of the same prompt."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+    prompts = [draw(3, 12) for _ in range(4)]
+    prompts += [prompts[0][:1], prompts[0] + [5]]
+    completions = [(i % 4, draw(2, 9)) for i in range(32)]
+    completions += [(4, []), (4, []), (0, []), completions[3], (5, [7, 8]), (4, prompts[0][1:] + [9])]
+    return grouped_batch(prompts, completions)
+
+
+def shared_run(rank: Rank, layout: ParallelLayout, model: str, share: bool, recompute: str = "none") -> dict[str, Any]:
+    """Log-probabilities, values and two updates of actor and critic, prompts shared or not."""
     with rank.joined(layout) as (parallel, device):
         device.shares_prompts = share
-        engine = make_engine(parallel, device, model)
-        generator = torch.Generator().manual_seed(3)
+        batch = mixed_batch()
+        batch = batch.with_fields(returns=batch.fields["advantages"].flip(0))
+        actor = make_engine(parallel, device, model, recompute=recompute)
+        critic = make_engine(parallel, device, model, recompute=recompute, is_critic=True, init_critic_from_actor=True)
+        shards = (
+            actor.logprobs(batch, max_tokens_per_mb=128, temperature=0.8),
+            critic.values(batch, max_tokens_per_mb=128),
+        )
+        steps = [actor.train_step(batch, policy_loss, max_tokens_per_mb=128, with_entropy=True) for _ in range(2)]
+        steps += [critic.train_step(batch, value_loss, max_tokens_per_mb=128) for _ in range(2)]
+        return {"steps": steps, "per_token": [None if shard is None else per_token(batch, shard) for shard in shards]}
 
-        def draw(low: int, high: int) -> list[int]:
-            length = int(torch.randint(low, high, (), generator=generator))
-            return torch.randint(VOCAB, (length,), generator=generator).tolist()
 
-        prompts = [draw(3, 12) for _ in range(4)]
-        batch = grouped_batch(prompts, [(i % 4, draw(2, 9)) for i in range(32)])
-        shard = engine.logprobs(batch, max_tokens_per_mb=128, temperature=0.8)
-        steps = [engine.train_step(batch, policy_loss, max_tokens_per_mb=128, with_entropy=True) for _ in range(2)]
-        return {"steps": steps, "shard": None if shard is None else per_token(batch, shard)}
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A model's folder, and what one rank computes with it when nothing is shared."""
+    folder = tmp_path_factory.mktemp("shared") / "model"
+    write_model("qwen3", folder)
+    return str(folder), ranks.run(shared_run, 1, ParallelLayout(), str(folder), False)[0]
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)], ids=str
+    ("layout", "recompute"),
+    [
+        (ParallelLayout(), "full"),
+        (ParallelLayout(), "selective"),
+        (ParallelLayout(tp=2), "full"),
+        (ParallelLayout(pp=2), "none"),
+        (ParallelLayout(pp=2, vpp=2), "selective"),
+        (ParallelLayout(dp=2), "none"),
+    ],
+    ids=str,
 )
-def test_sharing_prompts_changes_no_number(ranks, tmp_path, layout):
-    write_model("qwen3", tmp_path / "model")
-    shared = ranks.run(shared_run, layout.world_size, layout, str(tmp_path / "model"), True)
-    alone = ranks.run(shared_run, 1, ParallelLayout(), str(tmp_path / "model"), False)[0]
-    found = torch.stack([r["shard"] for r in shared if r["shard"] is not None]).nan_to_num().sum(0)
-    torch.testing.assert_close(found, alone["shard"], rtol=1e-5, atol=1e-5)
-    for step, reference in zip(shared[0]["steps"], alone["steps"], strict=True):
+def test_sharing_prompts_changes_no_number(ranks, alone, layout, recompute):
+    folder, expected = alone
+    shared = ranks.run(shared_run, layout.world_size, layout, folder, True, recompute)
+    for kind in range(2):
+        parts = [r["per_token"][kind] for r in shared if r["per_token"][kind] is not None]
+        assert torch.equal((~torch.stack(parts).isnan()).sum(0), torch.ones(len(parts[0]), dtype=torch.int64))
+        found = torch.stack(parts).nan_to_num().sum(0)
+        torch.testing.assert_close(found, expected["per_token"][kind], rtol=1e-5, atol=1e-5)
+    for step, reference in zip(shared[0]["steps"], expected["steps"], strict=True):
         for key in step.keys() - {"num_microbatches"}:
             assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
+
+
+def one_prompt_run(rank: Rank, layout: ParallelLayout, model: str) -> Any:
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, train=False)
+        batch = grouped_batch([list(range(60))], [(0, [i % 7, 1]) for i in range(32)])
+        batch = replace(batch, loss_mask=torch.arange(batch.num_tokens) % 62 >= 60)
+        plan = engine._plan(batch, 4096)
+        return [[len(microbatch) for microbatch in rank_plan] for rank_plan in plan]
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2, vpp=2)], ids=str)
+def test_completions_of_one_prompt_leave_no_rank_without_work(ranks, alone, layout):
+    plan = ranks.run(one_prompt_run, layout.world_size, layout, alone[0])[0]
+    assert sum(map(sum, plan)) == 32
+    assert min(map(min, plan)) >= 8

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.dataset import PromptDataset
 from rollout.math_reward import RIGHT, WRONG, math_reward
+from tools.demo import make_parser, ppo_changes
 from tools.demo_data import NUM_HELD_OUT, Ingredients, answer_of, make_ingredients, save_model
 from tools.demo_plot import draw_reward_curve, moving_mean
 from tools.demo_run import ROOT, answers, first_at_least
@@ -65,6 +66,13 @@ def test_the_model_is_small_and_a_function_of_the_seed(files: Ingredients, tmp_p
 
 def test_transformers_answers_from_the_folder(files: Ingredients) -> None:
     assert len(answers(files.model, ["47+58=", "10+10="])) == 2
+
+
+def test_the_demo_as_it_comes_runs_its_configuration_and_not_a_part_of_it() -> None:
+    given = make_parser().parse_args([])
+    changes = ppo_changes(Path("model"), seed=given.seed, gpus=given.gpus, steps=given.steps)
+    assert [change.partition("=")[0] for change in changes] == ["seed", "actor.path"]
+    assert "exp_ctrl.total_train_steps=7" in ppo_changes(Path("model"), seed=1, gpus=1, steps=7)
 
 
 @pytest.mark.parametrize(("experiment", "name"), [("sft", "demo-sft"), ("ppo-math", "demo-ppo")])

@@ -1,0 +1,29 @@
+"""What the driver makes of a worker's failure: another attempt, or the end with the worker's own words."""
+
+from __future__ import annotations
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from core.errors import LaunchError
+from core.launch import as_driver_sees
+from core.push_buckets import PushError
+from rollout.router import NoGeneratorError
+from rollout.sglang_server import ServerStartError
+from rollout.sglang_weights import ServerError, ServerGone
+
+NEW_PROCESSES_MAY_HELP = [NoGeneratorError, PushError, ServerError, ServerGone, ServerStartError]
+
+
+@pytest.mark.parametrize("kind", NEW_PROCESSES_MAY_HELP)
+def test_a_lost_server_or_push_costs_an_attempt_as_a_lost_worker_does(kind: type[Exception]) -> None:
+    seen = as_driver_sees(RayTaskError("push_send", "", kind("generator-1: no answer")), worker="trainer-rank0")
+    assert isinstance(seen, LaunchError)
+    assert str(seen).endswith("generator-1: no answer")
+
+
+def test_bad_input_stays_what_it_is_with_the_name_of_the_worker() -> None:
+    bad = ValueError("max_tokens_per_mb=8")
+    seen = as_driver_sees(RayTaskError("train_step", "line 7", bad), worker="trainer-rank3")
+    assert isinstance(seen, ValueError) and str(seen) == "max_tokens_per_mb=8"
+    assert any("in trainer-rank3" in note for note in seen.__notes__)
