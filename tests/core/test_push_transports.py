@@ -270,6 +270,7 @@ def test_the_allocation_chooses_the_transport(text: str, size: int, transport: s
         ("nccl", "sglang.d1m1p1", 1, "write ipc, or auto"),
         ("ipc", "sglang.d1m1p1+d1m1p1", 2, "write nccl, or auto"),
         ("nccl", "sglang.d1m1p2+d2m1p1", 4, "write disk, or auto"),
+        ("local", "sglang.d1m1p1+d1m1p1", 2, "SGLang servers take nccl, ipc or disk"),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
