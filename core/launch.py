@@ -7,8 +7,8 @@ With core/launch_actors.py this is the only place that knows Ray. What the loop 
 from __future__ import annotations
 
 import logging
+import math
 import os
-import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
 from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
 from core.launch_guard import start_guard
+from core.launch_signals import Interrupts, raise_if_interrupted
 from core.push_buckets import PushError
 from core.push_servers import beside_trainer
 from rollout.router import NoGeneratorError
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from rollout.sglang_weights import ServerAddress
 
 logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_SECONDS = 1.0  # for a signal, while workers are waited for
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -83,12 +86,13 @@ class Cluster(AbstractContextManager["Cluster"]):
                 if self._address
                 else f"Ray could not be started on this machine: {type(e).__name__}: {e}"
             ) from e
-        # After ray.init, which puts a handler of its own there: SIGTERM ends a run in order, as Ctrl-C does.
-        self._sigterm = signal.signal(signal.SIGTERM, _interrupt)
+        # After ray.init, which puts a handler of its own there.
+        self._interrupts = Interrupts()
+        self._interrupts.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        signal.signal(signal.SIGTERM, self._sigterm)
+        self._interrupts.__exit__(*exc_info)
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         for group in self._groups:
@@ -132,10 +136,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         return actor
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt(f"signal {signum}")
-
-
 def _check_reachable(address: str) -> None:
     """Fail at once on a dead cluster; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -150,11 +150,14 @@ def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float 
     exception, with a note that names the worker and holds its traceback."""
     by_ref = dict(zip(refs, names, strict=True))
     pending = list(refs)
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
     results: dict[Any, Any] = {}
     while pending:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+        raise_if_interrupted()
+        left = max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, _LOOK_EVERY_SECONDS))
+        if not ready and left > 0:
+            continue
         if not ready:
             raise LaunchError(f"no answer within {timeout_seconds:g} s from {', '.join(by_ref[r] for r in pending)}")
         try:
