@@ -5,7 +5,9 @@ that does the work a process, a log file and a way to be called.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import random
 import socket
 import sys
 import time
@@ -72,6 +74,15 @@ def bucket_from_wire(wire: dict[str, Any]) -> WeightBucket:
     return WeightBucket(tensors=tensors)
 
 
+def _free_port(host: str) -> int:
+    """A free port below those that the system hands out: nobody is given it before the ranks listen there."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind((host, port))
+            return port
+    raise OSError("none of 100 ports between 20000 and 32000 is free; set launch.master_port")
+
+
 @ray.remote
 class TrainerRank:
     """One process of the trainer's world. Every method is called on all ranks at once, in the same order."""
@@ -86,11 +97,7 @@ class TrainerRank:
     def rendezvous(self, port: int) -> str:
         """Where the ranks meet: this node's address and a free port of it (or `port`, when it is not 0)."""
         host = ray.util.get_node_ip_address()
-        if port == 0:
-            with socket.socket() as s:
-                s.bind((host, 0))
-                port = s.getsockname()[1]
-        return f"tcp://{host}:{port}"
+        return f"tcp://{host}:{port or _free_port(host)}"
 
     def start(self, layout: ParallelLayout, init_method: str) -> None:
         """Join the process group."""

@@ -33,6 +33,10 @@ the time for which running requests, and pause(), wait for it."""
 TRIM_STEPS = 512
 """How often cache memory that was not needed lately is given back."""
 
+LARGE_BYTES, LARGE_TRIM_STEPS = 2**30, 64
+"""A cache of more than this is looked after so often: requests that grow leave memory at every length they passed, in
+512 steps five times what they need."""
+
 
 def padded_length(length: int) -> int:
     """How far a prompt is filled up. A function of its own length alone, because the length of a batch changes the
@@ -101,7 +105,7 @@ class Engine:
         if len(done) or len(full):
             self._cache.rearrange(done, full)
         self._num_steps += 1
-        if self._num_steps % TRIM_STEPS == 0:
+        if self._num_steps % (LARGE_TRIM_STEPS if self._cache.num_bytes > LARGE_BYTES else TRIM_STEPS) == 0:
             self._cache.trim()
         return finished
 
