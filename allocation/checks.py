@@ -58,8 +58,8 @@ def model_errors(
 ) -> list[AllocationError]:
     """Every way in which the model at `path` cannot be split as `layout` says.
 
-    A generator pads its vocabulary, may give its stages unequal numbers of layers, and copies a KV head to several
-    ranks; a role that Megatron runs does not. `intermediate_size` 0: not checked; `num_experts` 0: a dense model.
+    A generator pads its vocabulary and copies a KV head to several ranks; a role that Megatron runs does not.
+    `intermediate_size` 0: not checked; `num_experts` 0: a dense model.
     """
     megatron = role != GENERATOR_ROLE
     tensor_rules = [
@@ -78,13 +78,13 @@ def model_errors(
         rule = f"m{layout.tp} must divide num_key_value_heads={num_kv_heads}"
         broken.append((rule if megatron else f"{rule}, or be a multiple of it", nearest_tp))
     chunks = layout.pp * layout.vpp
-    if megatron and num_layers % chunks:
-        pipelines = [p for p in divisors(num_layers) if p > 1 or layout.vpp == 1]
-        stages = nearest_of(layout.pp, [p for p in pipelines if num_layers % (p * layout.vpp) == 0])
-        virtual = nearest_of(layout.vpp, [v for v in divisors(num_layers) if num_layers % (v * layout.pp) == 0])
-        nearest = f"p = {stages}" if stages else f"v = {virtual}" if virtual else "p1 without v"
+    if megatron and num_layers < chunks:
+        virtual = min(layout.vpp, num_layers // layout.pp)
+        nearest = f"v = {virtual}" if virtual > 1 else f"p = {min(layout.pp, num_layers)} without v"
         text = f"p{layout.pp}" + (f" x v{layout.vpp} = {chunks} chunks" if layout.vpp > 1 else "")
-        broken.append((f"{text} must divide num_hidden_layers={num_layers}", nearest))
+        broken.append((f"{text}: each needs a layer, and num_hidden_layers={num_layers}", nearest))
+    if megatron and layout.etp > 1:
+        broken.append((f"m{layout.etp} of ffn: single experts are not split", "m1 for ffn"))
     if num_experts == 0 and (layout.ep, layout.etp) != (1, 1):
         broken.append((f"e{layout.ep}: the model has no experts to spread", "e1"))
     elif num_experts % layout.ep:

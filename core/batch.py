@@ -29,6 +29,8 @@ class RolloutBatch:
     group_ids: np.ndarray  # [N] int64, 0 .. number of groups - 1
     prompt_lens: np.ndarray  # [N] int64
     no_eos: np.ndarray  # [N] bool
+    positions: np.ndarray
+    """[number of groups] int64: which prompt of the stream each group answers."""
 
     @property
     def num_sequences(self) -> int:
@@ -49,8 +51,9 @@ class RolloutBatch:
         return version - np.minimum.reduceat(trained, self.cu_seqlens[:-1]).astype(np.int64)
 
 
-def pack_trajectories(groups: Sequence[Sequence[Trajectory]]) -> RolloutBatch:
-    """Lay groups of trajectories end to end. Every trajectory has at least one prompt token and one sampled token."""
+def pack_trajectories(groups: Sequence[Sequence[Trajectory]], positions: Sequence[int]) -> RolloutBatch:
+    """Lay groups of trajectories end to end; `positions` are those of their prompts in the stream. Every
+    trajectory has at least one prompt token and one sampled token."""
     flat = [t for group in groups for t in group]
     lens = np.fromiter((len(t.token_ids) for t in flat), np.int64, len(flat))
     return RolloutBatch(
@@ -63,4 +66,5 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]]) -> RolloutBatch:
         group_ids=np.repeat(np.arange(len(groups)), [len(g) for g in groups]),
         prompt_lens=np.fromiter((int(np.argmax(t.versions >= 0)) for t in flat), np.int64, len(flat)),
         no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
+        positions=np.asarray(positions, np.int64),
     )

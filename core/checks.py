@@ -120,9 +120,13 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
     seen: set[str] = set()
     for role in use.roles:
         placed = allocation.roles[role]
+        if placed.backend == "embedded" and (model.moe or model.mla):
+            message = f"the embedded generator samples dense models, and {use.path} is of type {model.model_type!r}"
+            yield Problem(key="allocation_mode", message=f"{message}; use sglang")
         for error in model_errors(
             placed.layout, role, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
             num_layers=model.num_layers, vocab_size=model.vocab_size, intermediate_size=model.intermediate_size,
+            num_experts=model.moe.num_experts if model.moe else 0,
             path=use.path,
         ):  # fmt: skip
             message = str(error).removeprefix(f"{error.key}: ")
@@ -135,12 +139,15 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 def _datasets(config: ExperimentConfig) -> Iterator[Problem]:
     scan: Callable[[str], object]
     if isinstance(config, PPOMATHConfig):
-        paths = {"dataset.path": config.dataset.path, "evaluation.path": config.evaluation.path}
+        paths = [("dataset.path", config.dataset.path), *(("evaluation.path", p) for p in config.evaluation.paths)]
         scan = _scan_solved_rows if config.reward.function == "math" else scan_rows
     else:
-        paths = {"dataset.train_path": config.dataset.train_path, "dataset.valid_path": config.dataset.valid_path}
+        paths = [
+            ("dataset.train_path", config.dataset.train_path),
+            ("dataset.valid_path", config.dataset.valid_path or ""),
+        ]
         scan = read_pairs
-    for key, path in paths.items():
+    for key, path in paths:
         if not path:
             continue
         try:

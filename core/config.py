@@ -19,6 +19,7 @@ from core.config_ppo import (
     StalenessConfig,
 )
 from core.config_runtime import (
+    DeadlineConfig,
     EvaluationConfig,
     ExperimentSaveEvalControl,
     ExternalConfigs,
@@ -84,7 +85,16 @@ class CommonExperimentConfig(Section):
         "disabled", "auto: continue from the last recover checkpoint if there is one. resume: there must be one"
     )
     recover_retries: int = key(
-        1, "With recover_mode=auto: restarts from the last recover checkpoint after a worker was lost", ge=0
+        1,
+        "With recover_mode=auto: restarts in a row without progress between them, after any process was lost, or "
+        "memory or time ran out",
+        ge=0,
+    )
+    recover_keep: int = key(2, "Recover checkpoints that stay; older ones are removed", ge=1)
+    recover_ignore_changes: bool = key(
+        False,
+        "Recover although batch size, group size or data changed: keep model and optimizer, sample again what does "
+        "not fit",
     )
     seed: int = key(1, "Seed of everything random", ge=0, le=2**32 - 1)
     shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")
@@ -92,6 +102,7 @@ class CommonExperimentConfig(Section):
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases")
     monitor: MonitorConfig = section(MonitorConfig, "Metrics and logs")
     launch: LaunchConfig = section(LaunchConfig, "Processes")
+    deadlines: DeadlineConfig = section(DeadlineConfig, "Longest times; nothing waits for ever")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
 

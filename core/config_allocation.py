@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,11 @@ def resolve_allocation(config: ExperimentConfig) -> Allocation:
         )
     mappings: dict[str, DeviceMapping] = {role: (s.device_mapping or "", s.layout) for role, s in mapped.items()}
     return parse_device_mappings(mappings, **where)
+
+
+def uses_gpus(allocation: Allocation, server_flags: Mapping[str, object] = {}) -> bool:
+    """Servers need GPUs, unless their flags say device: cpu; the embedded and the mock generator do not."""
+    return allocation.generator.backend == "sglang" and server_flags.get("device") != "cpu"
 
 
 @cache

@@ -31,7 +31,6 @@ class OptimizerConfig(Section):
     """Adam and its learning-rate schedule."""
 
     IGNORED = {
-        "offload": "optimizer state stays with the parameters",
         "initial_loss_scale": "training runs in bfloat16 or float32, which need no loss scaling",
         "min_loss_scale": "training runs in bfloat16 or float32, which need no loss scaling",
         "loss_scale_window": "training runs in bfloat16 or float32, which need no loss scaling",
@@ -48,6 +47,10 @@ class OptimizerConfig(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up")
     warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
     gradient_clipping: float = key(1.0, "Largest global gradient norm; 0 switches clipping off", ge=0)
+    offload: bool = key(
+        False,
+        "Keep fp32 masters and moments in memory of the host; each update brings them to the GPU and back. GPUs only",
+    )
 
 
 class ModelTrainEvalConfig(Section):
@@ -57,7 +60,7 @@ class ModelTrainEvalConfig(Section):
         "vllm": "generators are embedded or SGLang; see generator.* and actor.sglang.*",
         "megatron": "Megatron's switches follow from the device and the layout",
         "parallel": "the layout is part of allocation_mode",
-        "offload": "models stay on their device",
+        "offload": "weights stay on their device; for the optimizer's state there is optimizer.offload",
         "zero_stage": "the distributed optimizer is always on",
         "enable_fp16": "half precision is bfloat16 here: see bf16",
         "enable_bf16": "the key is bf16",
@@ -77,7 +80,21 @@ class ModelTrainEvalConfig(Section):
     bf16: bool | None = key(
         None, "True: bfloat16, False: float32. null: bfloat16 with GPUs, float32 on the embedded default"
     )
+    fp8: bool = key(
+        False,
+        "Matrix products of the layers in 8-bit floating point, each tensor scaled by its maximum; the weights stay in "
+        "bfloat16. GPUs only",
+    )
+    grad_reduce_in_fp32: bool = key(
+        True, "False: gradients are added up, and reduced over data-parallel ranks, in bfloat16. Needs bf16"
+    )
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule")
+    moe_aux_loss_coeff: float = key(
+        0.0, "Models with experts: weight of the loss that balances their load (mean over sequences; 1 at best)", ge=0
+    )
+    moe_bias_update_rate: float = key(
+        0.0, "DeepSeek-V3: step of each expert's correction bias after an update, towards an even load", ge=0
+    )
     sglang: dict[str, FlagValue] = key(
         {}, "actor only: flags of the SGLang servers by name, as in mem_fraction_static: 0.8"
     )

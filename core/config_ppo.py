@@ -91,6 +91,9 @@ class StalenessConfig(Section):
         "wait",
         "wait: the trainer waits for the oldest answers. mask: tokens over age are not trained on",
     )
+    in_order: bool = key(
+        False, "Train prompts in the order of the data set, not as they finish: every run has the same batches"
+    )
 
 
 class AlgorithmConfig(Section):

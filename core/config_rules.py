@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from allocation import TRAINER_ROLE, AllocationError, batch_errors
+from allocation import TRAINER_ROLE, Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from core.config import ExperimentConfig, PPOMATHConfig
-from core.config_allocation import resolve_allocation
+from core.config_allocation import resolve_allocation, uses_gpus
 from core.config_models import ModelTrainEvalConfig
 from core.push_config import choose_transport
 
@@ -80,11 +80,11 @@ def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:
 
 def _evaluation(config: ExperimentConfig) -> Iterator[Violation]:
     if isinstance(config, PPOMATHConfig):
-        key, path = "evaluation.path", config.evaluation.path
+        key, given = "evaluation.path", bool(config.evaluation.paths)
     else:
-        key, path = "dataset.valid_path", config.dataset.valid_path
+        key, given = "dataset.valid_path", bool(config.dataset.valid_path)
     control = config.exp_ctrl
-    if not path and (control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs):
+    if not given and (control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs):
         yield Violation((key, "exp_ctrl"), "exp_ctrl.eval_freq_* asks for evaluation; set this to a jsonl file")
 
 
@@ -143,6 +143,7 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
     except AllocationError as impossible:
         yield _violation(impossible, *size)
         return
+    yield from _numerics(config, allocation)
     if not isinstance(config, PPOMATHConfig):
         batch = {"train_bs_n_seqs": config.dataset.train_bs_n_seqs}
         for error in batch_errors(allocation.trainer.layout, TRAINER_ROLE, **batch):
@@ -168,6 +169,29 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
             if error.key not in seen:  # roles of one layout break the same rule
                 seen.add(error.key)
                 yield _violation(error, *size, "group_size", "dataset.train_bs_n_seqs", "ppo.ppo_n_minibatches")
+
+
+def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
+    """What only some devices and formats have."""
+    if isinstance(config, PPOMATHConfig):
+        gpus = uses_gpus(allocation, config.actor.sglang)
+        models = {"actor": config.actor}
+        models |= {"critic": config.critic} if config.uses_critic else {}
+        models |= {"ref": config.ref} if config.uses_reference else {}
+    else:
+        gpus, models = uses_gpus(allocation), {"model": config.model}
+    for name, model in models.items():
+        dtype = model.dtype(embedded=not gpus)
+        if not gpus:
+            for key, asked in ((f"{name}.fp8", model.fp8), (f"{name}.optimizer.offload", model.optimizer.offload)):
+                if asked:
+                    message = f"{key.rpartition('.')[2]}=true needs GPUs, this run trains on the CPU; write false"
+                    yield Violation((key, "allocation_mode"), message)
+        elif model.fp8 and dtype != "bfloat16":
+            yield Violation((f"{name}.fp8", f"{name}.bf16"), "fp8=true computes beside bfloat16; write bf16=true")
+        if not model.grad_reduce_in_fp32 and dtype != "bfloat16":
+            message = f"grad_reduce_in_fp32=false is for bfloat16, {name} is {dtype}; write {name}.bf16=true, or true"
+            yield Violation((f"{name}.grad_reduce_in_fp32", f"{name}.bf16"), message)
 
 
 def _minibatches(config: PPOMATHConfig) -> Violation | None:

@@ -37,8 +37,19 @@ class GeneratorConfig(Section):
         "retract: continue after recomputing the key/value cache. in_place: continue on the old cache",
     )
     dtype: Literal["float32", "bfloat16"] | None = key(None, "Format of its weights. null: the actor's")
+    mock_seconds_per_token: float = key(0.0, "mock generators: time that a token takes; 0: answers at once", ge=0)
     sglang_python: str | None = key(
         None, "Interpreter that has SGLang, where that is installed in an environment of its own. null: the run's"
+    )
+    health_interval_seconds: float = key(5.0, "Time between two health checks of a replica", gt=0)
+    health_timeout_seconds: float = key(
+        120.0,
+        "A replica that does not answer a health check within this time is lost: its requests go to the others, and it "
+        "is started again on its own GPUs. After half of it the replica is reported as slow",
+        gt=0,
+    )
+    patience_seconds: float = key(
+        600.0, "With no replica left: time for one to come back before the attempt ends", ge=0
     )
 
 
@@ -63,10 +74,15 @@ class RewardConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training; exp_ctrl.eval_freq_* says when."""
 
-    path: str | None = key(None, "jsonl file of held-out prompts")
+    path: str | list[str] | None = key(None, "jsonl file of held-out prompts, or a list of such files")
     max_new_tokens: int | None = key(None, "Longest answer in tokens. null: ppo.gen.max_new_tokens", ge=1)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy", ge=0)
-    num_prompts: int | None = key(None, "Use only the first so many prompts. null: all", ge=1)
+    num_prompts: int | None = key(None, "Use only the first so many prompts of each. null: all", ge=1)
+
+    @property
+    def paths(self) -> list[str]:
+        """All the files."""
+        return [self.path] if isinstance(self.path, str) else list(self.path or ())
 
 
 class LaunchConfig(Section):
@@ -76,6 +92,17 @@ class LaunchConfig(Section):
     master_port: int = key(0, "Port where the trainer's ranks meet; 0: a free one", ge=0, le=65535)
     threads_per_process: int = key(0, "Threads of each trainer and generator process; 0: divide the cores", ge=0)
     startup_timeout_seconds: float = key(300.0, "Processes that are not ready within this time fail the run", gt=0)
+
+
+class DeadlineConfig(Section):
+    """How long anything may take. What takes longer ends the attempt with an error that names the process and its
+    phase, and the Python stacks of all processes in the log folder."""
+
+    collective_seconds: float = key(600.0, "One collective of the trainer's ranks", gt=0)
+    call_seconds: float = key(
+        3600.0, "One call of the driver: a minibatch's update, log-probabilities of a batch, a saved model", gt=0
+    )
+    batch_seconds: float = key(3600.0, "Waiting for the generators: the next batch, or an evaluation", gt=0)
 
 
 class WandBConfig(Section):

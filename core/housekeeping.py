@@ -1,4 +1,8 @@
-"""What is due after a step: evaluation, saved model, recover checkpoint."""
+"""What is due after a step: evaluation, saved model, recover checkpoint.
+
+Invariant: a recover checkpoint is begun when everything that is to be said about its step has been written, so that a
+run that continues from it neither repeats nor misses a row.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from core.monitor import StepTimer
-from core.recover import RecoverStore, RunState
+from core.recover import RecoverStore, RunState, WaitWritten
 from core.schedule import DueTimer, Frequency, Schedule
 
 if TYPE_CHECKING:
@@ -20,11 +24,14 @@ if TYPE_CHECKING:
 class Actions:
     """What can be due, as calls into the run."""
 
+    tell_step: Callable[[int], None]
+    """(finished steps); always due: whoever watches over the run hears how far it is"""
     evaluate: Callable[[int], None] | None
     """(finished steps); None: there is nothing to evaluate on."""
     save_model: Callable[[str], None]
     """(name of the saved model's folder)"""
-    save_engines: Callable[[Path], None]
+    begin_save: Callable[[Path], WaitWritten]
+    """(folder of the recover checkpoint)"""
     rollout_state: Callable[[], object]
     driver_state: Callable[[], tuple[float, dict[str, object]]]
     """() -> (seconds of training so far, what else a recover checkpoint must hold)"""
@@ -56,26 +63,36 @@ class Housekeeping:
         self._timers = _timers(self.control, time.monotonic())
 
     def after_step(self, step: int, timer: StepTimer) -> None:
-        """`step` steps are finished and the generators have its weights."""
+        """`step` steps are finished and the generators have its weights: evaluate and save the model."""
+        self.actions.tell_step(step)
         if self.control.benchmark_steps is not None:
             return
         epoch, epoch_step = self.schedule.position(step)
-        ends_epoch = epoch_step == self.schedule.steps_per_epoch
-        when: dict[str, Any] = {
-            "step": step,
-            "ends_epoch": ends_epoch,
-            "epoch": epoch,
-            "now": time.monotonic(),
-            "is_last": step == self.schedule.total_steps,
-        }
-        if self.actions.evaluate is not None and self._timers["eval"].due(**when):
+        if self.actions.evaluate is not None and self._is_due("eval", step):
             with timer("evaluate"):
                 self.actions.evaluate(step)
-        if self._timers["save"].due(**when):
+        if self._is_due("save", step):
             with timer("save"):
                 self.actions.save_model(f"epoch{epoch}epochstep{epoch_step}globalstep{step}")
-        if self.recover is not None and self._timers["ckpt"].due(**when):
+
+    def after_report(self, step: int, timer: StepTimer) -> None:
+        """The step's figures are written: begin a recover checkpoint. Raises OSError when the last one failed."""
+        if self.control.benchmark_steps is not None or self.recover is None:
+            return
+        self.recover.raise_if_failed()
+        if self._is_due("ckpt", step):
             with timer("recover checkpoint"):
+                began = time.perf_counter()
                 elapsed, extra = self.actions.driver_state()
                 state = RunState(step=step, version=step, elapsed_seconds=elapsed, extra=extra)
-                self.recover.dump(state, self.actions.rollout_state(), self.actions.save_engines)
+                self.recover.begin(state, self.actions.rollout_state, self.actions.begin_save, began=began)
+
+    def _is_due(self, what: str, step: int) -> bool:
+        epoch, epoch_step = self.schedule.position(step)
+        return self._timers[what].due(
+            step=step,
+            ends_epoch=epoch_step == self.schedule.steps_per_epoch,
+            epoch=epoch,
+            now=time.monotonic(),
+            is_last=step == self.schedule.total_steps,
+        )

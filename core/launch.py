@@ -1,47 +1,47 @@
 """Ray: starts or joins a cluster, places one actor per rank of the device map, and takes them all away again.
 
-With core/launch_actors.py this is the only place that knows Ray. What the loop sees are the three clients below
-(`TrainerGroup`, `GeneratorPool`, `RolloutClient`): plain objects with blocking calls.
+With its neighbours core/launch_*.py this is the only place that knows Ray. What the loop sees are the clients
+(`TrainerGroup` and `RolloutClient` here, `GeneratorPool`): plain objects with blocking calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import os
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from allocation import Allocation, RoleAllocation
 from core.errors import LaunchError
-from core.launch_actors import GeneratorActor, RolloutActor, TrainerRank, batch_to_wire
+from core.launch_actors import RolloutActor, TrainerRank
 from core.launch_guard import start_guard
-from core.launch_signals import Interrupts, raise_if_interrupted
-from core.push_buckets import PushError
-from core.push_servers import beside_trainer
-from rollout.router import NoGeneratorError
-from rollout.sglang_server import ServerStartError
-from rollout.sglang_weights import ServerError, ServerGone
+from core.launch_signals import Interrupts
+from core.launch_wait import Waiter
+from core.processes import ask_for_stacks
+from core.push_config import SHARED_MEMORY_NAMES
+from core.wire import batch_to_wire
 
 if TYPE_CHECKING:
     from core.batch import RolloutBatch
+    from core.config_runtime import DeadlineConfig
+    from core.launch_generators import GeneratorPool
     from core.losses import LossFn
     from mcore_adapter.batch import PackedBatch
-    from rollout.sglang_weights import ServerAddress
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_SECONDS = 1.0  # for a signal, while workers are waited for
+_NODES_SECONDS = 10.0
+"""For other machines to have the stacks of their processes written."""
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -50,11 +50,21 @@ class Cluster(AbstractContextManager["Cluster"]):
     Leaving the context kills the run's actors and, if the cluster is ours, the cluster: by process id, never by name.
     """
 
-    def __init__(self, *, ray_address: str | None, num_actors: int, startup_timeout_seconds: float, log_folder: Path):
+    def __init__(
+        self,
+        *,
+        ray_address: str | None,
+        num_actors: int,
+        startup_timeout_seconds: float,
+        deadlines: DeadlineConfig,
+        log_folder: Path,
+    ):
         self._address = ray_address or os.environ.get("RAY_ADDRESS")
         self._num_actors = num_actors
-        self._timeout = startup_timeout_seconds
+        self.startup_seconds = startup_timeout_seconds
+        self.deadlines = deadlines
         self.log_folder = log_folder
+        self.waiter = Waiter(log_folder)
         self._actors: list[Any] = []
         self._groups: list[PlacementGroup] = []
 
@@ -63,6 +73,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray would run its workers, which here do all the work, at the lowest priority of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Workers that Ray starts before it knows for what have not our environment, and are never used.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        # Ray would keep a record of each of the last 100,000 calls: memory that grows for 10,000 steps.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         common: dict[str, Any] = {
             "namespace": f"slipstream-{os.getpid()}",
             "log_to_driver": False,
@@ -71,14 +85,14 @@ class Cluster(AbstractContextManager["Cluster"]):
                 "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
             },
         }
-        self._guard = start_guard()
+        self._guard = start_guard(SHARED_MEMORY_NAMES)
         try:
             if self._address is None:
                 ray.init(address="local", num_cpus=self._num_actors, include_dashboard=False, **common)
             else:
                 _check_reachable(self._address)
                 ray.init(address=self._address, **common)
-        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as e:
+        except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
             self._end()
             raise LaunchError(
                 f"launch.ray_address={self._address}: Ray does not answer there ({type(e).__name__}: {e}); start it "
@@ -116,18 +130,40 @@ class Cluster(AbstractContextManager["Cluster"]):
         ]
         group = placement_group(bundles, strategy="STRICT_SPREAD" if gpus else "PACK")
         self._groups.append(group)
-        if not group.wait(self._timeout):
+        if not group.wait(self.startup_seconds):
             raise LaunchError(
-                f"Ray did not grant {bundles} within launch.startup_timeout_seconds={self._timeout:g}; "
+                f"Ray did not grant {bundles} within launch.startup_timeout_seconds={self.startup_seconds:g}; "
                 f"the cluster has {ray.cluster_resources()}"
             )
+        if allocation.n_nodes > 1:
+            self.waiter.ask_also(self._ask_nodes)
+
+    def _ask_nodes(self, why: str) -> dict[str, str]:
+        """As ask_for_stacks, on every node; one that does not answer at once is passed over."""
+        ask: Any = ray.remote(num_cpus=0)(ask_for_stacks)  # type: ignore[arg-type]
+        refs = [
+            ask.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node)
+            ).remote(self.log_folder, why=why)
+            for node in range(self._groups[0].bundle_count)
+        ]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_NODES_SECONDS)
+        states: dict[str, str] = {}
+        for ref in ready:
+            with contextlib.suppress(RayError):
+                states |= ray.get(ref)
+        return states
+
+    def gather_started(self, refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float) -> list[Any]:
+        """Results of the calls that make workers ready."""
+        key = "launch.startup_timeout_seconds"
+        return self.waiter.gather(refs, names=names, phase="initialisation", timeout_seconds=timeout_seconds, key=key)
 
     def start_actor(
         self, actor_class: Any, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
     ) -> Any:
         """Create one actor on the bundle of `node`, writing to {log_folder}/{name}.log."""
         actor = actor_class.options(
-            name=name,
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node),
             runtime_env={"env_vars": dict(env)},
@@ -141,46 +177,6 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=5).close()
-
-
-def gather(refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float | None = None) -> list[Any]:
-    """Results of `refs` in order; the first failure ends the wait.
-
-    Raises LaunchError when a worker, or a server of its, died or did not answer in time; otherwise the worker's own
-    exception, with a note that names the worker and holds its traceback."""
-    by_ref = dict(zip(refs, names, strict=True))
-    pending = list(refs)
-    deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-    results: dict[Any, Any] = {}
-    while pending:
-        raise_if_interrupted()
-        left = max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, _LOOK_EVERY_SECONDS))
-        if not ready and left > 0:
-            continue
-        if not ready:
-            raise LaunchError(f"no answer within {timeout_seconds:g} s from {', '.join(by_ref[r] for r in pending)}")
-        try:
-            results[ready[0]] = ray.get(ready[0])
-        except RayTaskError as e:
-            failure = as_driver_sees(e, worker=by_ref[ready[0]])
-            raise failure from (e if isinstance(failure, LaunchError) else None)
-        except (RayActorError, GetTimeoutError) as e:
-            raise LaunchError(f"{by_ref[ready[0]]} died: {e}") from e
-    return [results[r] for r in refs]
-
-
-def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
-    """What a call on `worker` raised: LaunchError where new processes may do better, else its own exception."""
-    cause = error.cause if isinstance(error.cause, Exception) else error
-    if isinstance(cause, NoGeneratorError):
-        return LaunchError(f"{worker} lost every generator: {cause}")
-    # A server that is gone, or weights that did not arrive: the servers may hold old and new ones mixed. The messages
-    # name the server.
-    if isinstance(cause, PushError | ServerError | ServerGone | ServerStartError):
-        return LaunchError(str(cause))
-    cause.add_note(f"in {worker}:\n{error}")
-    return cause
 
 
 class TrainerGroup:
@@ -201,26 +197,48 @@ class TrainerGroup:
             )
             for rank, slot in enumerate(placed.slots)
         ]  # fmt: skip
-        address = gather([self._ranks[0].rendezvous.remote(port)], names=self._names[:1])[0]
-        self._starting = [rank.start.remote(self.layout, address) for rank in self._ranks]
+        self._cluster = cluster
+        meeting = [self._ranks[0].rendezvous.remote(port)]
+        (address,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
+        limit = cluster.deadlines.collective_seconds
+        self._starting = [rank.start.remote(self.layout, address, limit) for rank in self._ranks]
+        self._pulse: list[Any] = []
 
     def wait_started(self, timeout_seconds: float) -> None:
         """Return when every rank has joined the process group."""
-        gather(self._starting, names=self._names, timeout_seconds=timeout_seconds)
+        self._cluster.gather_started(self._starting, names=self._names, timeout_seconds=timeout_seconds)
 
-    def call(self, method: str, *args: object, **kwargs: object) -> list[Any]:
-        """The same call on every rank; results in rank order."""
-        return gather([getattr(r, method).remote(*args, **kwargs) for r in self._ranks], names=self._names)
+    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
+        """The same call on every rank; results in rank order. `timeout_seconds`: of a push, which has its own."""
+        return self._cluster.waiter.gather(
+            [getattr(r, method).remote(*args, **kwargs) for r in self._ranks],
+            names=self._names,
+            phase=f"{method} of {args[0]}" if args and isinstance(args[0], str) else method,
+            timeout_seconds=timeout_seconds or self._cluster.deadlines.call_seconds,
+            key="push.timeout_seconds" if timeout_seconds else "deadlines.call_seconds",
+        )
+
+    def raise_if_dead(self) -> None:
+        """Raises LaunchError when a rank is gone. Does not wait for those that are busy."""
+        answered, self._pulse = (
+            ray.wait(self._pulse, num_returns=len(self._pulse), timeout=0) if self._pulse else ([], [])
+        )
+        try:
+            ray.get(answered)
+        except RayActorError as e:
+            raise LaunchError(f"a trainer rank died while it wrote a checkpoint: {e}") from e
+        if not self._pulse:
+            self._pulse = [rank.pulse.remote() for rank in self._ranks]
 
     def put(self, batch: PackedBatch) -> Any:
         """Place a batch in the object store; every other method takes the handle."""
         return ray.put(batch_to_wire(batch))
 
-    def train_step(self, engine: str, batch: Any, sequences: Sequence[int], loss_fn: LossFn, **kwargs: object) -> dict:
+    def train_step(self, engine: str, batch: Any, sequences: Sequence[int], loss_fn: LossFn, **kwargs: Any) -> dict:
         """One optimizer update on these sequences of the batch; metrics as every rank sees them."""
         return self.call("train_step", engine, batch, list(sequences), loss_fn, **kwargs)[0]
 
-    def per_token(self, method: str, engine: str, batch: PackedBatch, handle: Any, **kwargs: object) -> torch.Tensor:
+    def per_token(self, method: str, engine: str, batch: PackedBatch, handle: Any, **kwargs: Any) -> torch.Tensor:
         """`method` ("logprobs" or "values") of an engine for every token of the batch: [T] float32."""
         out = torch.zeros(batch.num_tokens)
         for shard in self.call(method, engine, handle, **kwargs):
@@ -229,98 +247,72 @@ class TrainerGroup:
                 out[batch.token_index(sequences)] = torch.from_numpy(values.copy())
         return out
 
-    def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Any], int]:
+    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Any], int]:
         """The engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and bytes."""
-        return self.call("export_weights", engine, bucket_bytes)[0]
-
-
-class GeneratorPool:
-    """All generator replicas: where weights go. Requests reach them from the rollout actor."""
-
-    def __init__(self, cluster: Cluster, placed: RoleAllocation, *, gpus: bool, threads: int, **settings: object):
-        """`settings`: what the actor's backend is made from, the same for every replica."""
-        self._placed = placed
-        settings |= {"tp": placed.layout.tp, "pp": placed.layout.pp}
-        self._names = [f"generator-{i}" for i in range(len(placed.replicas))]
-        self.actors = [
-            cluster.start_actor(
-                GeneratorActor, name, placed.backend, threads,
-                {**settings, "gpus": tuple(s.gpu for s in slots) if gpus else ()},
-                node=slots[0].node, env={"OMP_NUM_THREADS": str(threads)},
-            )
-            for name, slots in zip(self._names, placed.replicas, strict=True)
-        ]  # fmt: skip
-        self._starting = [actor.start.remote() for actor in self.actors]
-
-    def wait_started(self, timeout_seconds: float) -> None:
-        """Return when every replica is ready for weights."""
-        gather(self._starting, names=self._names, timeout_seconds=timeout_seconds)
-
-    def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
-        """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
-        return self._everywhere("receive", timeout_seconds, list(buckets), version)
-
-    def addresses(self, trainer: RoleAllocation) -> list[ServerAddress]:
-        """The servers, each with the trainer's ranks on its GPUs."""
-        return beside_trainer(self._everywhere("address", None), self._placed, trainer)
-
-    def pause(self, timeout_seconds: float) -> None:
-        """Return when no replica samples."""
-        self._everywhere("pause", timeout_seconds)
-
-    def resume(self, version: int, timeout_seconds: float) -> list[float]:
-        """Go on with this version; returns how long each replica stopped sampling, in seconds."""
-        return self._everywhere("resume", timeout_seconds, version)
-
-    def release_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
-        """Give device memory back, while paused; see SGLangGenerator."""
-        self._everywhere("release_memory", timeout_seconds, list(tags))
-
-    def resume_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
-        """Take it again."""
-        self._everywhere("resume_memory", timeout_seconds, list(tags))
-
-    def close(self) -> None:
-        """End every replica."""
-        self._everywhere("close", None)
-
-    def _everywhere(self, method: str, timeout_seconds: float | None, *args: object) -> list[Any]:
-        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        return gather(refs, names=self._names, timeout_seconds=timeout_seconds)
+        return self.call("export_weights", engine, bucket_bytes, timeout_seconds=timeout_seconds)[0]
 
 
 class RolloutClient:
     """The rollout actor (data set, producer, buffer, rewards) as the loop sees it."""
 
     def __init__(self, cluster: Cluster, generators: GeneratorPool, settings: Mapping[str, object]):
+        self._cluster = cluster
         self._actor = cluster.start_actor(RolloutActor, "rollout", generators.actors, dict(settings))
         self._starting = self._actor.start.remote()
+        self._announced: list[Any] = []
 
     def wait_started(self, timeout_seconds: float) -> dict[str, Any]:
         """Facts about the data set: num_prompts, mean_prompt_tokens."""
-        return gather([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
+        return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
 
     def _call(self, method: str, *args: object) -> Any:
-        return gather([getattr(self._actor, method).remote(*args)], names=["rollout"])[0]
+        return self._wait(method, *args, timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
 
-    def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """The next batch, oldest first, and the producer's figures; waits until the staleness bound can be kept."""
-        return self._call("take", version)
+    def _sampling(self, method: str, *args: object, meanwhile: Callable[[], None]) -> Any:
+        """A call that waits for generators."""
+        limit = self._cluster.deadlines.batch_seconds
+        return self._wait(method, *args, timeout_seconds=limit, key="batch_seconds", meanwhile=meanwhile)
 
-    def begin(self, version: int, state: object | None) -> None:
+    def _wait(self, method: str, *args: object, timeout_seconds: float, key: str, **options: Any) -> Any:
+        calls = [*self._announced, getattr(self._actor, method).remote(*args)]
+        self._announced = []
+        return self._cluster.waiter.gather(
+            calls,
+            names=["rollout"] * len(calls),
+            phase=method,
+            timeout_seconds=timeout_seconds,
+            key=f"deadlines.{key}",
+            **options,
+        )[-1]
+
+    def take(self, version: int, meanwhile: Callable[[], None]) -> tuple[RolloutBatch, dict[str, float]]:
+        """The next batch, oldest first, and the producer's figures; waits until the staleness bound can be kept, and
+        calls `meanwhile` about once a second."""
+        return self._sampling("take", version, meanwhile=meanwhile)
+
+    def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:
         """Start sampling, from the beginning or from a recover checkpoint's state."""
-        self._call("begin", version, state)
+        self._call("begin", version, state, ignore_changes)
 
     def set_version(self, version: int) -> None:
-        """The generators now sample with this version: admit what it allows."""
-        self._call("set_version", version)
+        """The generators now sample with this version: admit what it allows. The next call waits for it, and has its
+        error: the trainer need not."""
+        self._announced.append(self._actor.set_version.remote(version))
 
     def state_dict(self) -> object:
         return self._call("state_dict")
 
-    def evaluate(self) -> dict[str, float]:
-        """Accuracy and completion length over the evaluation set."""
-        return self._call("evaluate")
+    def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
+        """Accuracy and completion length over the evaluation set. `meanwhile`: see take()."""
+        return self._sampling("evaluate", meanwhile=meanwhile)
+
+    def lost_generators(self) -> dict[int, str]:
+        """Those that the rollout side has given up, by index, with the reason."""
+        return self._call("lost_generators")
+
+    def replace_generator(self, index: int, actor: Any) -> None:
+        """Requests may go to this one from now on, in place of one that is dead."""
+        self._call("replace_generator", index, actor)
 
     def close(self) -> None:
         self._call("close")

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
+import shutil
 import socket
 import sys
 import time
@@ -20,8 +22,9 @@ import numpy as np
 import ray
 import torch
 
+from allocation.strain import strain
 from core.logs import log_to_file
-from mcore_adapter.batch import PackedBatch
+from core.wire import batch_from_wire, bucket_from_wire, bucket_to_wire
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
 
 if TYPE_CHECKING:
@@ -35,43 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def batch_to_wire(batch: PackedBatch) -> dict[str, Any]:
-    """numpy arrays cross the object store without copies; torch tensors do not."""
-    return {
-        "token_ids": batch.token_ids.numpy(),
-        "cu_seqlens": batch.cu_seqlens.numpy(),
-        "loss_mask": batch.loss_mask.numpy(),
-        "fields": {name: value.numpy() for name, value in batch.fields.items()},
-    }
-
-
-def batch_from_wire(wire: dict[str, Any]) -> PackedBatch:
-    """The inverse of `batch_to_wire`; the tensors own their memory (the store's pages are read-only)."""
-    return PackedBatch(
-        token_ids=torch.from_numpy(wire["token_ids"].copy()),
-        cu_seqlens=torch.from_numpy(wire["cu_seqlens"].copy()),
-        loss_mask=torch.from_numpy(wire["loss_mask"].copy()),
-        fields={name: torch.from_numpy(value.copy()) for name, value in wire["fields"].items()},
-    )
-
-
-def bucket_to_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """One flat byte array and where each tensor lies in it."""
-    layout = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
-    return {"layout": layout, "bytes": torch.cat(flat).numpy() if flat else np.empty(0, np.uint8)}
-
-
-def bucket_from_wire(wire: dict[str, Any]) -> WeightBucket:
-    """The inverse of `bucket_to_wire`."""
-    flat = torch.from_numpy(wire["bytes"].copy())
-    tensors, start = {}, 0
-    for name, dtype_name, shape in wire["layout"]:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        end = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        tensors[name] = flat[start:end].view(dtype).view(shape)
-        start = end
-    return WeightBucket(tensors=tensors)
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or "no host memory"
 
 
 def _free_port(host: str) -> int:
@@ -99,8 +67,11 @@ class TrainerRank:
         host = ray.util.get_node_ip_address()
         return f"tcp://{host}:{port or _free_port(host)}"
 
-    def start(self, layout: ParallelLayout, init_method: str) -> None:
-        """Join the process group."""
+    def start(self, layout: ParallelLayout, init_method: str, collective_seconds: float) -> None:
+        """Join the process group; a collective of it that takes longer than so many seconds fails."""
+        from mcore_adapter.quick_import import import_megatron
+
+        import_megatron()
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import initialize_parallel
 
@@ -113,15 +84,24 @@ class TrainerRank:
             init_method=init_method,
             device=self._device,
             seed=self._seed,
+            timeout_seconds=collective_seconds,
         )
 
     def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> None:
-        """Make an engine under a name."""
+        """Make an engine under a name. Raises MemoryError, which names who holds the memory."""
         from mcore_adapter.engine import MegatronEngine
+        from mcore_adapter.out_of_memory import is_out_of_memory
 
-        self._engines[engine] = MegatronEngine(
-            parallel=self._parallel, device=self._device, settings=settings, optimizer=optimizer
-        )
+        try:
+            strain("init", rank=self._rank)
+            self._engines[engine] = MegatronEngine(
+                parallel=self._parallel, device=self._device, settings=settings, optimizer=optimizer
+            )
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
+            holders = self._device.memory_holders()
+            raise MemoryError(f"out of memory in the initialisation of {engine}: {_first_line(e)}. {holders}") from None
 
     def train_step(
         self, engine: str, wire: dict[str, Any], sequences: list[int], loss_fn: LossFn, **kwargs: Any
@@ -183,8 +163,28 @@ class TrainerRank:
     def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
         self._engines[engine].save_hf(path, tokenizer_from=tokenizer_from)
 
-    def save(self, engine: str, path: str) -> None:
-        self._engines[engine].save(path)
+    def pulse(self) -> None:
+        """Answers."""
+
+    def begin_save(self, engine: str, path: str) -> None:
+        """Raises MemoryError. A single rank first tries again without what it can do without."""
+        from mcore_adapter.out_of_memory import is_out_of_memory
+
+        for last in (self._world > 1, True):
+            try:
+                strain("save", rank=self._rank)
+                self._engines[engine].begin_save(path)
+                return
+            except (RuntimeError, MemoryError) as e:
+                if not is_out_of_memory(e):
+                    raise
+                failure = f"out of memory in saving {engine}: {_first_line(e)}"
+            if last:
+                raise MemoryError(failure)
+            logger.warning("%s; trying again with caches given back", failure)
+            gc.collect()
+            self._device.empty_cache()
+            shutil.rmtree(path, ignore_errors=True)
 
     def load(self, engine: str, path: str) -> None:
         self._engines[engine].load(path)
@@ -198,12 +198,15 @@ class GeneratorActor:
         log_to_file(name, log_file)
         torch.set_num_threads(threads)
         self._name, self._log_file, self._backend, self._settings = name, log_file, backend, settings
+        self._receiving = asyncio.Lock()
 
     async def start(self) -> None:
         if self._backend == "mock":
             from rollout.mock import MockGenerator
 
-            self._generator: Any = MockGenerator(self._settings["model_path"])
+            self._generator: Any = MockGenerator(
+                self._settings["model_path"], seconds_per_token=self._settings["mock_seconds_per_token"]
+            )
         elif self._backend == "sglang":
             self._generator = await self._start_server()
         else:
@@ -248,12 +251,13 @@ class GeneratorActor:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
         wires = await asyncio.gather(*handles)
         buckets = [bucket_from_wire(wire) for wire in wires]
-        start = time.perf_counter()
-        await self._generator.pause()
-        for bucket in buckets:
-            await self._generator.update_weights(bucket)
-        await self._generator.resume(version)
-        return time.perf_counter() - start
+        async with self._receiving:  # a push is repeated when another generator has died in it
+            start = time.perf_counter()
+            await self._generator.pause()
+            for bucket in buckets:
+                await self._generator.update_weights(bucket)
+            await self._generator.resume(version)
+            return time.perf_counter() - start
 
     def address(self) -> ServerAddress:
         """Of the SGLang server."""
@@ -283,6 +287,9 @@ class GeneratorActor:
 
     async def health(self) -> Health:
         return await self._generator.health()
+
+    async def partial(self) -> dict[str, Completion]:
+        return dict(await self._generator.partial())
 
 
 class ActorGenerator(Generator):
@@ -343,6 +350,9 @@ class ActorGenerator(Generator):
     async def health(self) -> Health:
         return await self._actor.health.remote()
 
+    async def partial(self) -> dict[str, Completion]:
+        return await self._actor.partial.remote()
+
     async def close(self) -> None:
         if self._pump is not None:
             self._pump.cancel()
@@ -364,8 +374,8 @@ class RolloutActor:
         await self._service.start()
         return self._service.describe()
 
-    async def begin(self, version: int, state: Any) -> None:
-        await self._service.begin(version, state)
+    async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
+        await self._service.begin(version, state, ignore_changes=ignore_changes)
 
     async def take(self, version: int) -> Any:
         return await self._service.take(version)
@@ -373,11 +383,19 @@ class RolloutActor:
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)
 
+    async def lost_generators(self) -> dict[int, str]:
+        """Those that do not answer here, with the reason."""
+        return self._service.router.lost()
+
+    async def replace_generator(self, index: int, actor: Any) -> None:
+        """A generator came back as another process, with the weights of the current version."""
+        self._service.router.replace(index, ActorGenerator(actor))
+
     async def evaluate(self) -> dict[str, float]:
         return await self._service.evaluate()
 
     async def state_dict(self) -> Any:
-        return self._service.state_dict()
+        return await self._service.state_dict()
 
     async def close(self) -> None:
         await self._service.close()

@@ -4,6 +4,9 @@ Started with the read end of a pipe as standard input, whose other end the drive
 driver is gone. Until then it remembers the driver's descendants, by process id and start time; then it kills those that
 are left, and theirs. No name is ever matched.
 
+Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The guard removes what came there
+during the run, is this user's, bears a name as the run's libraries give it, and is used by no living process.
+
 A driver that did not say goodbye cannot say what happened either: Ray ends the process that it runs in without a word
 when its own processes die. The guard then says it.
 """
@@ -11,14 +14,22 @@ when its own processes die. The guard then says it.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+_SHARED_MEMORY = Path("/dev/shm")
+
 _LOOK_EVERY_SECONDS = 1.0
+_GONE_SECONDS = 10.0
+"""For what was killed to be gone."""
 _GOODBYE = b"done"
 _WITHOUT_GOODBYE = (
     "error: the run ended without a word of its own: its process was killed, or its Ray cluster died. Nothing of it is "
@@ -37,10 +48,12 @@ class Guard:
         self.process.communicate(_GOODBYE)
 
 
-def start_guard() -> Guard:
-    """The guard of this process."""
+def start_guard(names: Sequence[str]) -> Guard:
+    """The guard of this process. `names`: how names in /dev/shm begin that the run's libraries give."""
     pid = str(psutil.Process().pid)
-    return Guard(subprocess.Popen([sys.executable, __file__, pid], stdin=subprocess.PIPE, start_new_session=True))
+    return Guard(
+        subprocess.Popen([sys.executable, __file__, pid, *names], stdin=subprocess.PIPE, start_new_session=True)
+    )
 
 
 def descendants(process: psutil.Process) -> set[psutil.Process]:
@@ -50,9 +63,39 @@ def descendants(process: psutil.Process) -> set[psutil.Process]:
     return set()
 
 
-def guard(driver: psutil.Process) -> bool:
-    """Return when the driver and everything it started are gone: whether it said goodbye."""
+def _wait_gone(processes: set[psutil.Process]) -> None:
+    """Return when they hold nothing any more; that their parent has not taken note yet does not matter."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while time.monotonic() < deadline and any(map(_holds_something, processes)):
+        time.sleep(0.02)
+
+
+def _holds_something(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def unused_shared_memory() -> set[Path]:
+    """This user's files in /dev/shm that no living process has open or mapped, as far as this process may see."""
+    mine = set()
+    for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                mine.add(path)
+    for process in psutil.process_iter() if mine else ():
+        with contextlib.suppress(OSError, psutil.Error):
+            mapped = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+            opened = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+            mine -= {path for path in mine if str(path) in mapped or str(path) in opened}
+    return mine
+
+
+def guard(driver: psutil.Process, names: Sequence[str]) -> bool:
+    """Return when the driver and everything it started are gone: whether it said goodbye. `names`: see start_guard."""
     me = psutil.Process()
+    before = set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
     family: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_SECONDS)[0]:
         family |= descendants(driver)
@@ -63,10 +106,15 @@ def guard(driver: psutil.Process) -> bool:
     for process in family - {me}:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    _wait_gone(family - {me})
+    for path in unused_shared_memory() - before:
+        if path.name.startswith(tuple(names)):
+            with contextlib.suppress(OSError):
+                path.unlink()
     return sys.stdin.buffer.read() == _GOODBYE
 
 
 if __name__ == "__main__":
     with contextlib.suppress(psutil.NoSuchProcess, KeyboardInterrupt):
-        if not guard(psutil.Process(int(sys.argv[1]))):
+        if not guard(psutil.Process(int(sys.argv[1])), sys.argv[2:]):
             sys.stderr.write(_WITHOUT_GOODBYE)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from core.processes import register_process
+
 
 class LineFormatter(logging.Formatter):
     """`{date}-{time}.{milliseconds} {speaker} {level}: {message}`. The command line speaks as quickstart, every other
@@ -41,8 +43,10 @@ class _TerminalHandler(logging.Handler):
 
 
 def log_to_file(name: str, path: str) -> None:
-    """Everything this process says goes to `path`: log records, and whatever libraries write to stdout and stderr."""
+    """Everything this process says goes to `path`: log records, and whatever libraries write to stdout and stderr. And
+    it can be asked for its stacks from now on."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    register_process(name, Path(path).parent)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -6,7 +6,6 @@ Log lines and metric names are those of the tutorial our users know; the same fi
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from core.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,11 @@ class MetricSink(Protocol):
 class TensorBoardSink:
     """Event files under {logs}/tensorboard."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, continue_after: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), max_queue=50)
+        purge = None if continue_after is None else continue_after + 1
+        self._writer = SummaryWriter(str(folder), max_queue=50, purge_step=purge)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -66,20 +68,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class JsonLinesSink:
-    """One JSON object a step in {logs}/metrics.jsonl, for plots and scripts."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open for the whole run)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class WandbSink:
@@ -118,8 +106,18 @@ class MLflowSink:
 class Monitor:
     """Progress bar, log lines and metric sinks of one run."""
 
-    def __init__(self, *, console: Console, sinks: list[MetricSink], total_steps: int, done_steps: int, elapsed: float):
+    def __init__(
+        self,
+        *,
+        console: Console,
+        sinks: list[MetricSink],
+        consumed: Journal | None,
+        total_steps: int,
+        done_steps: int,
+        elapsed: float,
+    ) -> None:
         self._sinks = sinks
+        self._consumed = consumed
         self._elapsed = elapsed
         self._finished_here = 0
         self._spent_here = 0.0
@@ -138,6 +136,8 @@ class Monitor:
         self._progress.stop()
         for sink in self._sinks:
             sink.close()
+        if self._consumed is not None:
+            self._consumed.close()
 
     @property
     def elapsed_seconds(self) -> float:
@@ -147,6 +147,11 @@ class Monitor:
     def rpc(self, name: str, metrics: Mapping[str, float]) -> None:
         """`RPC name actor_train returns {...}`"""
         logger.info("RPC name %s returns %s", name, {k: float(v) for k, v in metrics.items()})
+
+    def consumed(self, step: int, positions: np.ndarray) -> None:
+        """Which prompts of the stream step `step` (counting from 1) trained on."""
+        if self._consumed is not None:
+            self._consumed.write(step, {"prompts": positions.tolist()})
 
     def staleness(self, ages: np.ndarray) -> None:
         """How old the batch was: trajectories by age in steps."""

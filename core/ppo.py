@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.config_allocation import resolve_allocation
+from core.config_allocation import resolve_allocation, uses_gpus
 from core.housekeeping import Actions, Housekeeping
+from core.journal import Journal
 from core.launch import Cluster
+from core.memory import MemoryLimits
 from core.monitor import Monitor
 from core.recover import RecoverStore, RunIdentity
-from core.run import Start, find_start, metric_sinks, run_with_retries, save_model
+from core.run import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.schedule import Schedule
 from core.trainer import PPOTrainer, settings_from_config
 from core.workers import (
@@ -21,7 +23,6 @@ from core.workers import (
     connect_senders,
     make_push,
     start_ppo_workers,
-    uses_gpus,
 )
 
 if TYPE_CHECKING:
@@ -29,60 +30,65 @@ if TYPE_CHECKING:
 
     from core.config import PPOMATHConfig
     from core.paths import RunPaths
-    from core.push import WeightPush
+    from core.push import RunPush
+    from core.supervise import Attempt
 
 logger = logging.getLogger(__name__)
 
 
-def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console) -> int:
-    """Train; returns the exit code."""
+def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
+    """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
     # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
     torch.set_num_threads(1)
-    return run_with_retries(config, lambda resume: _attempt(config, paths, console, resume=resume))
-
-
-def _attempt(config: PPOMATHConfig, paths: RunPaths, console: Console, *, resume: bool) -> None:
-    """One life of all processes, from the beginning or from the newest recover checkpoint."""
     allocation = resolve_allocation(config)
     recover = RecoverStore(
         paths.recover,
         RunIdentity(
             train_bs_n_seqs=config.dataset.train_bs_n_seqs, group_size=config.group_size, n_nodes=config.n_nodes
         ),
+        keep=config.recover_keep,
     )
-    start = find_start(recover, config.recover_mode, paths.recover, resume=resume)
+    start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
+    attempt.tell(began=start.state.step, step=start.state.step)
     patience = config.launch.startup_timeout_seconds
     with Cluster(
         ray_address=config.launch.ray_address,
         num_actors=sum(len(role.slots) for role in allocation.roles.values()) + 1,
         startup_timeout_seconds=patience,
+        deadlines=config.deadlines,
         log_folder=paths.logs,
     ) as cluster:
         cluster.reserve(allocation, gpus=uses_gpus(allocation, config.actor.sglang))
-        workers = start_ppo_workers(config, allocation, cluster)
+        memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
+        memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
+        workers = start_ppo_workers(config, allocation, cluster, memory)
         workers.groups.wait_started(patience)
         facts = workers.rollout.wait_started(patience)
         schedule = Schedule.from_control(
             config.exp_ctrl, num_prompts=facts["num_prompts"], batch_size=config.dataset.train_bs_n_seqs
         )
-        weights = make_push(config, workers)
+        start = fit_to_schedule(start, schedule)
+        attempt.tell(began=start.state.step, step=start.state.step)
+        push_folder = paths.checkpoints / "push"
+        weights = make_push(config, allocation, workers, push_folder)
         if workers.colocated:  # the servers size their cache first, then the engines find room
             workers.generators.wait_started(patience)
             weights.make_room()
         build_ppo_engines(config, workers, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
         workers.generators.wait_started(patience)
-        connect_senders(config, allocation, workers, paths.checkpoints / "push")
+        connect_senders(config, allocation, workers, push_folder)
         if start.checkpoint is not None:
             workers.trained.load(start.checkpoint)
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
         with Monitor(
             console=console,
-            sinks=metric_sinks(config, paths),
+            sinks=metric_sinks(config, paths, continue_after=rows_that_stay(config, start)),
+            consumed=Journal(paths.logs / "consumed.jsonl", continue_after=rows_that_stay(config, start)),
             total_steps=schedule.total_steps,
             done_steps=start.state.step,
             elapsed=start.state.elapsed_seconds,
         ) as monitor:
-            _train(config, paths, workers, weights, schedule, monitor, recover, start, facts)
+            _train(config, paths, workers, weights, memory, schedule, monitor, recover, start, facts, attempt)
         workers.rollout.close()
         workers.close_senders()
         workers.generators.close()
@@ -92,12 +98,14 @@ def _train(
     config: PPOMATHConfig,
     paths: RunPaths,
     workers: PPOWorkers,
-    weights: WeightPush,
+    weights: RunPush,
+    memory: MemoryLimits,
     schedule: Schedule,
     monitor: Monitor,
     recover: RecoverStore,
     start: Start,
     facts: dict[str, Any],
+    attempt: Attempt,
 ) -> None:
     """Wire loop and housekeeping, give the generators their first weights, and go."""
     trainer = PPOTrainer(
@@ -106,6 +114,7 @@ def _train(
         reference=workers.reference,
         rollout=workers.rollout,
         weights=weights,
+        memory=memory,
         settings=settings_from_config(config),
         schedule=schedule,
         monitor=monitor,
@@ -113,18 +122,19 @@ def _train(
     )
 
     def evaluate(step: int) -> None:
-        result = {f"eval/{name}": value for name, value in workers.rollout.evaluate().items()}
+        result = {f"eval/{name}": value for name, value in workers.rollout.evaluate(weights.catch_up).items()}
         monitor.rpc("evaluate", result)
         monitor.write(step, result)
 
-    evaluates = config.evaluation.path is not None
+    evaluates = bool(config.evaluation.paths)
     housekeeping = Housekeeping(
         schedule=schedule,
         control=config.exp_ctrl,
         actions=Actions(
+            tell_step=lambda step: attempt.tell(step=step),
             evaluate=evaluate if evaluates else None,
             save_model=lambda name: save_model(workers.trained, paths.checkpoints, name, config.actor.path),
-            save_engines=workers.trained.save,
+            begin_save=workers.trained.begin_save,
             rollout_state=workers.rollout.state_dict,
             driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
         ),
@@ -133,5 +143,6 @@ def _train(
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None:
         evaluate(0)
-    workers.rollout.begin(start.state.version, start.rollout_state)
-    trainer.run(start.state, housekeeping.after_step)
+    workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
+    with recover:
+        trainer.run(start.state, housekeeping)

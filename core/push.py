@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from core.launch import GeneratorPool, TrainerGroup
+    from core.launch import TrainerGroup
+    from core.launch_generators import GeneratorPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,14 @@ class WeightPush(Protocol):
         ...
 
 
+class RunPush(WeightPush, Protocol):
+    """What the loop drives: a push that looks after the generators."""
+
+    def catch_up(self) -> None:
+        """The loop waits for the generators; called about once a second meanwhile."""
+        ...
+
+
 class LocalPush:
     """Through the object store: gathered on the trainer's first rank, fetched by every generator before it pauses."""
 
@@ -63,7 +72,7 @@ class LocalPush:
 
     def push(self, version: int) -> PushReport:
         start = time.perf_counter()
-        buckets, num_bytes = self._trainer.export_weights("actor", self._bucket_bytes)
+        buckets, num_bytes = self._trainer.export_weights("actor", self._bucket_bytes, self._timeout)
         exported = time.perf_counter()
         pauses = self._generators.receive(buckets, version, self._timeout)
         end = time.perf_counter()

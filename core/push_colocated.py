@@ -13,8 +13,7 @@ import time
 from typing import Protocol
 
 from core.push import PushReport
-from core.push_config import Verify
-from core.push_servers import GeneratorSide, TrainerSide, due, push_report
+from core.push_servers import SENDER_GRACE_SECONDS, GeneratorSide, ServerPush, due, push_report
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +28,9 @@ class ReleasingGenerators(GeneratorSide, Protocol):
     def resume_memory(self, tags: list[str], timeout_seconds: float) -> None: ...
 
 
-class ColocatedPush:
+class ColocatedPush(ServerPush[ReleasingGenerators]):
     """`WeightPush` for shared devices. It begins with the servers running and the trainer's engines not yet made:
     call make_room() before they are."""
-
-    def __init__(
-        self,
-        trainer: TrainerSide,
-        generators: ReleasingGenerators,
-        *,
-        bucket_bytes: int,
-        verify: Verify,
-        timeout_seconds: float,
-    ) -> None:
-        self._trainer, self._generators = trainer, generators
-        self._bucket_bytes, self._verify, self._timeout = bucket_bytes, verify, timeout_seconds
-        self._num_pushes = 0
 
     def make_room(self) -> None:
         start = time.perf_counter()
@@ -61,11 +47,12 @@ class ColocatedPush:
         """Raises PushError, ServerError or ServerGone; generation stays paused then, and the run must end."""
         verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
-        self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify)
+        limit = self._timeout + SENDER_GRACE_SECONDS
+        self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
         prepared = time.perf_counter()
         self._generators.resume_memory(_WEIGHTS, self._timeout)
         resumed = time.perf_counter()
-        sent = self._trainer.call("push_send")[0]
+        sent = self._trainer.call("push_send", timeout_seconds=limit)[0]
         offload = time.perf_counter()
         self._trainer.call("offload")
         cache = time.perf_counter()

@@ -14,6 +14,10 @@ PushType = Literal["local", "nccl", "ipc", "disk"]
 Verify = Literal["never", "first", "always"]
 
 
+SHARED_MEMORY_NAMES = ("sem.mp-", "psm_", "torch_", "nccl-", "plasma", "sglang")
+"""How names in /dev/shm begin that Python's multiprocessing, torch, NCCL, Ray and SGLang give."""
+
+
 class PushConfig(Section):
     """Weight push from the trainer to the generators."""
 
@@ -26,7 +30,7 @@ class PushConfig(Section):
     verify: Verify = key(
         "first", "Compare checksums of all tensors on the SGLang servers with what was sent: after which pushes"
     )
-    bucket_mib: int = key(256, "Size of the pieces that weights travel in, MiB", ge=1)
+    bucket_mib: int = key(1024, "Size of the pieces that weights travel in, MiB", ge=1)
     timeout_seconds: float = key(120.0, "A push that takes longer fails the run", gt=0)
 
 

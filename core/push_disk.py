@@ -24,8 +24,8 @@ class DiskSender:
     """See core.push_buckets.Sender."""
 
     def __init__(self, settings: SenderSettings, device: torch.device, *, folder: Path, model_path: str) -> None:
-        """`folder`: where pushes are written, on a file system that the servers share. `model_path`: a Hugging Face
-        folder whose config.json the pushed ones get."""
+        """`folder`: where pushes of this run alone are written, on a file system that the servers share. `model_path`:
+        a Hugging Face folder whose config.json the pushed ones get."""
         self._settings = settings
         self._folder, self._model_path = folder, model_path
         self._servers: Sequence[ServerAddress] = ()
@@ -33,7 +33,11 @@ class DiskSender:
         self._written: tuple[Path, Buckets] | None = None
 
     def connect(self, servers: Sequence[ServerAddress]) -> None:
+        """Remove what an attempt that was killed in the middle of a push left."""
         self._servers = servers
+        if self._settings.rank == 0:
+            for left in self._folder.glob("push-*"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""

@@ -139,8 +139,12 @@ class NcclSender:
                 failure = TimeoutError("no answer in time")
             if failure is not None:
                 logger.warning("%s did not leave the group of the weight push: %s", name, failure)
-        dist.destroy_process_group(self._group)
-        self._group = None
+        # With a server that died it may wait for ever; then it is aborted.
+        try:
+            in_background(dist.destroy_process_group, self._group).result(timeout=10)
+            self._group = None
+        except (TimeoutError, RuntimeError):
+            self._abort()
 
     def _make_group(self, backend: str, store: dist.Store, world: int, timeout_seconds: float) -> dist.ProcessGroup:
         """A group beside the trainer's own world, as SGLang makes it on its side: same store prefixes, same helper."""

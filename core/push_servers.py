@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from allocation import RoleAllocation
+from allocation import RoleAllocation, Slot
 from core.push import PushReport
 from core.push_buckets import SenderSettings
 from core.push_config import PushType, Verify
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from core.push_buckets import Sender, SendReport
 
 logger = logging.getLogger(__name__)
+
+
+SENDER_GRACE_SECONDS = 60.0
+"""The sender's own deadline is push.timeout_seconds, and it knows who did not answer: it gets to say so, and to abort
+its communicator, before the driver gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.d
 class TrainerSide(Protocol):
     """The ranks of the trainer. Every call reaches all of them; results in rank order."""
 
-    def call(self, method: str, *args: object, **kwargs: object) -> list[Any]: ...
+    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: object) -> list[Any]: ...
 
 
 class GeneratorSide(Protocol):
@@ -84,13 +89,16 @@ class GeneratorSide(Protocol):
         ...
 
 
-class ServerPush:
+G = TypeVar("G", bound=GeneratorSide)
+
+
+class ServerPush(Generic[G]):
     """Through the senders that the trainer's ranks hold: they answer to `push_prepare` and `push_send`."""
 
     def __init__(
         self,
         trainer: TrainerSide,
-        generators: GeneratorSide,
+        generators: G,
         *,
         bucket_bytes: int,
         verify: Verify,
@@ -107,10 +115,11 @@ class ServerPush:
         """Raises PushError, ServerError or ServerGone; generation stays paused then, and the run must end."""
         verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
-        self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify)
+        limit = self._timeout + SENDER_GRACE_SECONDS
+        self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
         prepared = time.perf_counter()
         self._generators.pause(self._timeout)
-        sent = self._trainer.call("push_send")[0]
+        sent = self._trainer.call("push_send", timeout_seconds=limit)[0]
         pauses = self._generators.resume(version, self._timeout)
         self._num_pushes += 1
         return push_report(version, sent, pauses, start=start, prepared=prepared, verified=verify)
@@ -142,12 +151,12 @@ def push_report(
 
 
 def beside_trainer(
-    servers: Sequence[ServerAddress], generator: RoleAllocation, trainer: RoleAllocation
+    servers: Sequence[ServerAddress], replicas: Sequence[Sequence[Slot]], trainer: RoleAllocation
 ) -> list[ServerAddress]:
-    """The addresses, in the order of the replicas, with the trainer's rank on each of a server's GPUs filled in (empty
-    where there is none)."""
+    """The addresses, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled in
+    (empty where there is none)."""
     rank_at = {slot: rank for rank, slot in enumerate(trainer.slots)}
     return [
         replace(server, trainer_ranks=tuple(rank_at[slot] for slot in slots[: server.tp] if slot in rank_at))
-        for server, slots in zip(servers, generator.replicas, strict=True)
+        for server, slots in zip(servers, replicas, strict=True)
     ]

@@ -25,15 +25,11 @@ from core.config_base import ConfigError
 from core.config_load import LoadedConfig, load_config
 from core.config_rules import cautions
 from core.config_show import help_text, ignored_lines, listing
-from core.errors import LaunchError
 from core.logs import log_to_terminal
 from core.paths import RunPaths
+from core.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 
 logger = logging.getLogger("quickstart")
-
-BAD_INPUT = 2
-FAILED = 1
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.help:
         model = EXPERIMENTS.get(arguments.experiment)
         console.print(_parser().format_help() if model is None else help_text(arguments.experiment, model))
+        console.print("\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items()))
         return 0
     if arguments.experiment not in EXPERIMENTS:
         return _refuse(_which_experiment(arguments.experiment))
@@ -110,28 +107,44 @@ def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: 
         os.environ.pop("RAY_ADDRESS", None)
     for name, value in config.external_configs.envs.items():
         os.environ.setdefault(name, value)
+    retries = config.recover_retries if config.recover_mode == "auto" else 0
+    return run_attempts(lambda attempt: _attempt(config, paths, console, attempt), retries=retries)
+
+
+def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> int:
+    """One attempt; returns the exit code. Unless it is told as final, another one may do better."""
     try:
-        code = _run(config, paths, console)
+        _run(config, paths, console, attempt)
         logger.info("Training is complete.")
-        return code
+        return DONE
     except KeyboardInterrupt:
         logger.error("Interrupted.")
+        attempt.tell(final=True, cause="interrupted")
         return INTERRUPTED
-    except (ValueError, OSError, LaunchError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # What a user can act on: the message says it all. The log file has the traceback, of a worker's too.
-        logger.error("%s", error, exc_info=error)
+        logger.error("%s", error or type(error).__name__, exc_info=error)
+        attempt.tell(final=isinstance(error, ValueError | OSError), cause=_first_line(error))
         return FAILED
+    except BaseException as error:
+        attempt.tell(final=True, cause=f"{type(error).__name__}: {_first_line(error)}")
+        raise
 
 
-def _run(config: ExperimentConfig, paths: RunPaths, console: Console) -> int:
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:500] or type(error).__name__
+
+
+def _run(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
     # Not before the checks have passed: these modules import torch and Ray, which takes seconds.
     if isinstance(config, PPOMATHConfig):
         from core.ppo import run_ppo
 
-        return run_ppo(config, paths, console)
-    from core.sft import run_sft
+        run_ppo(config, paths, console, attempt)
+    else:
+        from core.sft import run_sft
 
-    return run_sft(config, paths, console)
+        run_sft(config, paths, console, attempt)
 
 
 def allocation_table(config: ExperimentConfig) -> Table:

@@ -1,11 +1,14 @@
-"""Recover checkpoints: the whole run in one folder, visible only when complete.
+"""Recover checkpoints: the whole run in one folder, written beside the training, visible only when complete.
 
     {fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/
-                                          {engine}/   the trainer's distributed checkpoint, one folder an engine
-                                          rollout.pkl data cursor, buffer, prompts in flight
-                                          run.json    step, version, and the settings that must not change
+                                          {engine}/      the trainer's distributed checkpoint, one folder an engine
+                                          rollout.pkl    data cursor, buffer, prompts in flight with their tokens
+                                          run.json       step, version, and the settings that must not change
+                                          manifest.json  size and checksum of each of these files
+                                          COMMITTED      seals the manifest (core/manifest.py)
 
-A checkpoint is written into a temporary folder beside its place and committed by one rename; the two newest are kept.
+`begin` returns when everything is copied to host memory; a thread writes it into a temporary folder and commits that by
+one rename. Invariant: what `newest` answers was verified byte for byte; a failed write is raised by the next call.
 """
 
 from __future__ import annotations
@@ -16,14 +19,24 @@ import os
 import pickle
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from core.errors import LaunchError
+from core.manifest import DamagedError, move_into_place, seal, verify
+
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"globalstep(\d+)")
-_KEEP = 2
+_WRITING = ".writing-"
+_REMOVING = ".removing-"
+
+WaitWritten = Callable[[threading.Event], None]
+"""Returns when what was begun is on disk, or when the event is set. Raises OSError when it could not be written,
+LaunchError when whoever writes it is gone."""
 
 
 class RecoverError(ValueError):
@@ -49,17 +62,38 @@ class RunState:
     extra: dict[str, object]
 
 
-class RecoverStore:
-    """Writes and finds the recover checkpoints of one trial."""
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """A checkpoint's content beside the engines'. `changes` says what differs from the configuration."""
 
-    def __init__(self, folder: Path, identity: RunIdentity) -> None:
+    state: RunState
+    rollout_state: object
+    identity: RunIdentity
+    changes: tuple[str, ...] = ()
+
+
+class RecoverStore:
+    """Writes and finds the recover checkpoints of one trial, and keeps the newest `keep`."""
+
+    def __init__(self, folder: Path, identity: RunIdentity, *, keep: int = 2) -> None:
         self._folder = folder
         self._identity = identity
+        self._keep = keep
+        self._invalid: set[Path] = set()
+        self._writer: threading.Thread | None = None
+        self._error: OSError | LaunchError | None = None
+        self._stop = threading.Event()
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        found = self._checkpoints()
-        return found[-1] if found else None
+    def newest(self) -> Path | None:
+        """The newest valid checkpoint; those that are not are passed over with a line that says why."""
+        for path in reversed(self._checkpoints()):
+            try:
+                verify(path)
+                return path
+            except DamagedError as error:
+                self._invalid.add(path)
+                logger.warning("Recover checkpoint %s is not used: %s. Trying the one before.", path.name, error)
+        return None
 
     def _checkpoints(self) -> list[Path]:
         if not self._folder.is_dir():
@@ -67,58 +101,145 @@ class RecoverStore:
         named = [(int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))]
         return [p for _, p in sorted(named)]
 
-    def dump(self, state: RunState, rollout_state: object, save_engines: Callable[[Path], None]) -> Path:
-        """Write one checkpoint and drop all but the two newest. `save_engines(folder)` writes the trainer's part.
-
-        Raises OSError, with the space left, when that fails: nothing half-written stays, older checkpoints are as they
-        were."""
-        target = self._folder / f"globalstep{state.step}"
-        temporary = self._folder / f".writing-globalstep{state.step}"
-        shutil.rmtree(temporary, ignore_errors=True)
+    def begin(
+        self,
+        state: RunState,
+        rollout_state: Callable[[], object],
+        begin_save: Callable[[Path], WaitWritten],
+        *,
+        began: float,
+    ) -> None:
+        """Start one checkpoint; waits for the last one first. `begin_save(folder)` copies the trainer's part and starts
+        writing it. `began` is when the trainer stopped for this (time.perf_counter). Raises as `wait`."""
+        self.wait()
+        waited = time.perf_counter() - began
+        self._clear_leftovers()
+        temporary = self._folder / f"{_WRITING}globalstep{state.step}-{os.getpid()}"
         try:
             temporary.mkdir(parents=True)
-            save_engines(temporary)
+            wait_engines = begin_save(temporary)
+            rollout = rollout_state()
+        except (LaunchError, MemoryError):  # no fault of the disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._failure(state.step, error) from error
+        stall = time.perf_counter() - began
+        note = f", {waited:.3f} s of it for the one before" if waited > 0.001 else ""
+        logger.info("Recover checkpoint of step %d: the trainer stopped for %.3f s%s.", state.step, stall, note)
+        self._stop.clear()
+        self._writer = threading.Thread(
+            target=self._write, args=(temporary, state, rollout, wait_engines), name="recover", daemon=True
+        )
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises OSError, with the space left on the disk, when the last write
+        failed, LaunchError when its writers died: nothing half-written stays, older checkpoints are as they were."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of a write that failed meanwhile."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> RecoverStore:
+        return self
+
+    def __exit__(self, error_type: object, *error: object) -> None:
+        """The run is over: wait for the last write. A run that failed takes its writers along: end what they write."""
+        if error_type is None:
+            self.wait()
+            return
+        self._stop.set()
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _write(self, temporary: Path, state: RunState, rollout_state: object, wait_engines: WaitWritten) -> None:
+        """In a thread of its own."""
+        began = time.perf_counter()
+        try:
             with open(temporary / "rollout.pkl", "wb") as f:
                 pickle.dump(rollout_state, f, protocol=pickle.HIGHEST_PROTOCOL)
-                _sync(f)
             with open(temporary / "run.json", "w") as f:
                 json.dump({"identity": asdict(self._identity), "state": asdict(state)}, f)
-                _sync(f)
-            if target.exists():
-                shutil.rmtree(target)
-            os.rename(temporary, target)
+            wait_engines(self._stop)
+            if self._stop.is_set():
+                return
+            num_bytes = seal(temporary)
+            self._commit(temporary, self._folder / f"globalstep{state.step}")
+        except LaunchError as error:
+            self._error = error
+            return
         except (OSError, RuntimeError) as error:
-            # A writer inside a library may hide a full disk behind an error of its own: say what is left.
-            free_mib = shutil.disk_usage(self._folder).free / 2**20
-            raise OSError(
-                f"the recover checkpoint of step {state.step} could not be written to {self._folder} "
-                f"({free_mib:.1f} MiB left on its disk): {error}. Older checkpoints are as they were; make room or set "
-                "external_configs.cluster_config.fileroot to a larger disk"
-            ) from error
+            if not self._stop.is_set():
+                self._error = self._failure(state.step, error)
+                logger.error("%s", self._error)
+            return
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        for old in self._checkpoints()[:-_KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
         logger.info("Dumped recover info to file.")
-        return target
+        seconds = time.perf_counter() - began
+        logger.info("Recover checkpoint of step %d: %.1f MiB written in %.3f s beside the training.",
+                    state.step, num_bytes / 2**20, seconds)  # fmt: skip
 
-    def load(self, checkpoint: Path) -> tuple[RunState, object]:
+    def _commit(self, temporary: Path, target: Path) -> None:
+        self._remove(target)  # one of the same step, which could not be used
+        move_into_place(temporary, target)
+        self._invalid.discard(target)
+        valid = [path for path in self._checkpoints() if path not in self._invalid]
+        for old in [*self._invalid, *valid[: -self._keep]]:
+            self._remove(old)
+        self._invalid.clear()
+
+    def _remove(self, checkpoint: Path) -> None:
+        """By one rename, so that nobody finds half of it."""
+        aside = self._folder / f"{_REMOVING}{checkpoint.name}"
+        if checkpoint.exists():
+            os.rename(checkpoint, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _clear_leftovers(self) -> None:
+        """What runs that were killed while they wrote have left."""
+        for prefix in (_WRITING, _REMOVING):
+            for path in self._folder.glob(f"{prefix}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _failure(self, step: int, error: Exception) -> OSError:
+        """A writer inside a library may hide a full disk behind an error of its own: say what is left."""
+        left = ""
+        if self._folder.exists():
+            left = f" ({shutil.disk_usage(self._folder).free / 2**20:.1f} MiB left on its disk)"
+        return OSError(
+            f"the recover checkpoint of step {step} could not be written to {self._folder}{left}: {error}. Older "
+            "checkpoints are as they were; make room or set external_configs.cluster_config.fileroot to a larger disk"
+        )
+
+    def load(self, checkpoint: Path, *, ignore_changes: bool = False) -> Recovered:
         """The driver's and the rollout's state. Raises RecoverError if the configuration changed in a way that the
-        checkpoint cannot follow."""
+        checkpoint cannot follow, unless told to ignore that."""
         with open(checkpoint / "run.json") as f:
             saved = json.load(f)
-        for key, now in asdict(self._identity).items():
-            before = saved["identity"][key]
-            if before != now:
-                raise RecoverError(
-                    f"{key}={now}: the checkpoint {checkpoint} was written with {key}={before}, which must not change; "
-                    f"set {key}={before} again, or start anew with another trial_name or recover_mode=disabled"
-                )
+        identity = RunIdentity(**saved["identity"])
+        changes = [
+            f"{key}={now} (the checkpoint has {before})"
+            for key, now in asdict(self._identity).items()
+            if (before := getattr(identity, key)) != now
+        ]
+        if changes and not ignore_changes:
+            raise RecoverError(
+                f"{', '.join(changes)}: {checkpoint} cannot be continued exactly with other values. Set them back; or "
+                "set recover_ignore_changes=true to keep model and optimizer and drop what does not fit; or start anew "
+                "with another trial_name or recover_mode=disabled"
+            )
         with open(checkpoint / "rollout.pkl", "rb") as f:
             rollout_state = pickle.load(f)
-        return RunState(**saved["state"]), rollout_state
-
-
-def _sync(f) -> None:
-    f.flush()
-    os.fsync(f.fileno())
+        return Recovered(
+            state=RunState(**saved["state"]), rollout_state=rollout_state, identity=identity, changes=tuple(changes)
+        )

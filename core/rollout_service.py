@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,16 +34,17 @@ class RolloutService:
         *,
         tokenizer_path: str,
         dataset_path: str,
-        eval_path: str | None,
+        eval_paths: Sequence[str],
         num_eval_prompts: int | None,
         max_prompt_len: int,
         batch_size: int,
         group_size: int,
         max_staleness: int,
         over_age: OverAge,
+        in_order: bool,
         num_epochs: int,
         sampling: SamplingParams,
-        eval_sampling: SamplingParams | None,
+        eval_sampling: SamplingParams,
         max_in_flight: int,
         workflow: str,
         prompt_template: str,
@@ -51,17 +53,25 @@ class RolloutService:
         reward_timeout_seconds: float,
         seed: int,
         shuffle: bool,
+        health_interval_seconds: float,
+        health_timeout_seconds: float,
+        generator_patience_seconds: float,
     ) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         stop = stop_token_ids(self._tokenizer)
-        self._eval_sampling = eval_sampling and replace(eval_sampling, stop_token_ids=stop)
+        self._eval_sampling = replace(eval_sampling, stop_token_ids=stop)
         load = partial(PromptDataset.load, max_prompt_len=max_prompt_len, seed=seed, template=prompt_template)
         self._dataset = load(dataset_path, self._tokenizer, shuffle=shuffle)
-        self._eval_prompts: list[Prompt] = []
-        if eval_path is not None:
-            self._eval_prompts = list(load(eval_path, self._tokenizer).prompts)[:num_eval_prompts]
+        self._eval_prompts = {
+            name: load(path, self._tokenizer).prompts[:num_eval_prompts] for name, path in named(eval_paths).items()
+        }
         self._rewards = RewardPool(reward, num_workers=reward_workers, timeout_seconds=reward_timeout_seconds)
-        self._router = Router(list(generators))
+        self.router = Router(
+            list(generators),
+            health_interval_seconds=health_interval_seconds,
+            health_timeout_seconds=health_timeout_seconds,
+            patience_seconds=generator_patience_seconds,
+        )
         made = make_workflow(
             workflow,
             tokenizer=self._tokenizer,
@@ -70,16 +80,18 @@ class RolloutService:
             group_size=group_size,
             seed=seed,
         )
+        self._group_size = group_size
         self._producer = RolloutProducer(
             self._dataset,
             made,
-            self._router,
+            self.router,
             batch_size=batch_size,
             max_staleness=max_staleness,
             over_age=over_age,
+            in_order=in_order,
             num_epochs=num_epochs,
             max_in_flight=max_in_flight,
-            stats_sources=(self._rewards.stats,),
+            stats_sources=(self._rewards.stats, self.router.stats),
         )
 
     async def start(self) -> None:
@@ -92,45 +104,60 @@ class RolloutService:
         return {
             "num_prompts": len(prompts),
             "mean_prompt_tokens": float(np.mean([len(p.token_ids) for p in prompts])),
-            "num_eval_prompts": len(self._eval_prompts),
+            "num_eval_prompts": sum(len(prompts) for prompts in self._eval_prompts.values()),
         }
 
-    async def begin(self, version: int, state: Any) -> None:
-        """Start sampling at this version, from the beginning or from a recover checkpoint's state."""
+    async def begin(self, version: int, state: Any, *, ignore_changes: bool) -> None:
+        """Start sampling at this version, from the beginning or from a recover checkpoint's state. Raises ValueError
+        where that does not fit the configuration, unless told to ignore changes: then nothing sampled is kept."""
         if state is not None:
-            self._producer.load_state_dict(state)
+            self._load(version, state, ignore_changes=ignore_changes)
         self._producer.set_version(version)
         await self._producer.__aenter__()
+
+    def _load(self, version: int, state: Any, *, ignore_changes: bool) -> None:
+        same_groups = state["group_size"] == self._group_size  # whether not is allowed was decided before
+        if not same_groups:
+            logger.warning("group_size was %d: prompts whose answers wait are answered anew", state["group_size"])
+        if state["producer"]["version"] != version:
+            self._producer.begin_at(version, reason="Batches are cut in another way")
+        else:
+            self._producer.load_state_dict(state["producer"], keep_sampled=same_groups, ignore_changes=ignore_changes)
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         """The next batch, packed, and the producer's figures."""
         groups = await self._producer.take(version)
-        return pack_trajectories(groups), self._producer.stats()
+        return pack_trajectories(groups, self._producer.taken), self._producer.stats()
 
     def set_version(self, version: int) -> None:
         self._producer.set_version(version)
 
-    def state_dict(self) -> Any:
-        return self._producer.state_dict()
+    async def state_dict(self) -> Any:
+        """What `begin` needs to go on: finished groups, prompts in flight with their tokens, the data set's cursor."""
+        return {"group_size": self._group_size, "producer": await self._producer.state_dict()}
 
     async def evaluate(self) -> dict[str, float]:
         """One completion for each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean length in
-        tokens, share of completions cut off by the limit."""
-        assert self._eval_sampling is not None, "evaluation.path is set"
+        tokens, share of completions cut off by the limit. Of several sets, each figure is {set}/{figure}."""
+        results = await asyncio.gather(*(self._evaluate(name, of) for name, of in self._eval_prompts.items()))
+        if len(results) == 1:
+            return results[0]
+        by_set = zip(self._eval_prompts, results, strict=True)
+        return {f"{name}/{figure}": value for name, result in by_set for figure, value in result.items()}
+
+    async def _evaluate(self, name: str, prompts: Sequence[Prompt]) -> dict[str, float]:
         requests = [
             GenerateRequest(
-                request_id=f"eval-{p.index}",
+                request_id=f"eval-{name}-{p.index}",
                 prompt_ids=p.token_ids.tolist(),
                 sampling=self._eval_sampling,
                 seed=p.index,
             )
-            for p in self._eval_prompts
+            for p in prompts
         ]
-        completions = await asyncio.gather(*(self._router.generate(r) for r in requests))
+        completions = await asyncio.gather(*(self.router.generate(r) for r in requests))
         texts = [str(self._tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
-        scores = await asyncio.gather(
-            *(self._rewards.score(p, t) for p, t in zip(self._eval_prompts, texts, strict=True))
-        )
+        scores = await asyncio.gather(*(self._rewards.score(p, t) for p, t in zip(prompts, texts, strict=True)))
         return {
             "accuracy": float(np.mean([s > 0 for s in scores])),
             "mean_length_tokens": float(np.mean([len(c.token_ids) for c in completions])),
@@ -140,10 +167,20 @@ class RolloutService:
     async def close(self) -> None:
         """Cancel what runs and end the reward workers."""
         await self._producer.__aexit__(None, None, None)
-        await self._router.close()
+        await self.router.close()
         await self._rewards.close()
 
 
 def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
     """What ends a completion: the tokenizer's end-of-sequence token, and its pad token where that is another."""
     return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id) if t is not None}))
+
+
+def named(paths: Sequence[str]) -> dict[str, str]:
+    """Evaluation files under the names of their figures: the file's, or its folder's where the file is called after a
+    split (aime24/test.jsonl); numbered where two are the same."""
+    by_name: dict[str, str] = {}
+    for path in map(Path, paths):
+        name = path.parent.name if path.stem in ("train", "test", "valid", "validation") else path.stem
+        by_name[name if name not in by_name else f"{name}-{len(by_name)}"] = str(path)
+    return by_name

@@ -1,20 +1,20 @@
-"""What both experiments share around their loops: restarts, where to begin, where metrics go, saved models."""
+"""What both experiments share around their loops: where to begin, where metrics go, saved models."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.errors import LaunchError
-from core.monitor import JsonLinesSink, MetricSink, MLflowSink, TensorBoardSink, WandbSink
-from core.recover import RecoverStore, RunState
+from core.journal import Journal
+from core.monitor import MetricSink, MLflowSink, TensorBoardSink, WandbSink
+from core.recover import RecoverStore, RunIdentity, RunState
 
 if TYPE_CHECKING:
     from core.config import ExperimentConfig
     from core.paths import RunPaths
+    from core.schedule import Schedule
     from core.workers import TrainedEngines
 
 logger = logging.getLogger(__name__)
@@ -29,36 +29,40 @@ class Start:
     state: RunState
     rollout_state: object | None
     checkpoint: Path | None
+    identity: RunIdentity | None = None
+    """Of the run that wrote the checkpoint."""
+    changes: tuple[str, ...] = ()
+    """What differs from that run and is let go."""
 
 
-def run_with_retries(config: ExperimentConfig, attempt: Callable[[bool], None]) -> int:
-    """Call `attempt(resume)`; returns the exit code 0. With recover_mode=auto a lost worker costs another attempt from
-    the last recover checkpoint, at most `recover_retries` times; bad input never does. The last failure is raised.
-    """
-    retries = config.recover_retries if config.recover_mode == "auto" else 0
-    for number in range(retries + 1):
-        try:
-            attempt(number > 0 or config.recover_mode != "disabled")
-            break
-        except (LaunchError, MemoryError) as e:
-            if number == retries:
-                raise
-            logger.error("%s. Restarting from the last recover checkpoint (%d of %d).", e, number + 1, retries)
-    return 0
-
-
-def find_start(recover: RecoverStore, recover_mode: str, folder: Path, *, resume: bool) -> Start:
-    """The newest recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds none."""
-    checkpoint = recover.latest() if resume else None
+def find_start(recover: RecoverStore, recover_mode: str, folder: Path, *, ignore_changes: bool = False) -> Start:
+    """The newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds none."""
+    checkpoint = recover.newest() if recover_mode != "disabled" else None
     if checkpoint is None:
         if recover_mode == "resume":
             raise ValueError(
-                f"recover_mode=resume: there is no recover checkpoint in {folder}; check experiment_name and "
+                f"recover_mode=resume: there is no valid recover checkpoint in {folder}; check experiment_name and "
                 "trial_name, or start anew with recover_mode=auto"
             )
         return Start(state=_BEGINNING, rollout_state=None, checkpoint=None)
-    state, rollout_state = recover.load(checkpoint)
-    return Start(state=state, rollout_state=rollout_state, checkpoint=checkpoint)
+    found = recover.load(checkpoint, ignore_changes=ignore_changes)
+    return Start(
+        state=found.state, rollout_state=found.rollout_state, checkpoint=checkpoint, identity=found.identity,
+        changes=found.changes,
+    )  # fmt: skip
+
+
+def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
+    """The same number of prompts done, in steps of another batch size: at most one batch of them is trained again."""
+    if start.identity is None or start.identity.train_bs_n_seqs == schedule.batch_size:
+        return start
+    done = replace(schedule, batch_size=start.identity.train_bs_n_seqs).consumed_before(start.state.step)
+    step = schedule.step_at(done)
+    logger.warning(
+        "%s: %d prompts were trained in %d steps, which is step %d now.", ", ".join(start.changes), done,
+        start.state.step, step,
+    )  # fmt: skip
+    return replace(start, state=replace(start.state, step=step, version=step))
 
 
 def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_from: str) -> None:
@@ -69,11 +73,18 @@ def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_
         logger.info("Saved %s to %s", engine.name, target)
 
 
-def metric_sinks(config: ExperimentConfig, paths: RunPaths) -> list[MetricSink]:
-    """Where the scalars of this run go."""
-    sinks: list[MetricSink] = [JsonLinesSink(paths.logs / "metrics.jsonl")]
+def rows_that_stay(config: ExperimentConfig, start: Start) -> int | None:
+    """The last step whose rows a run that begins at `start` finds in its logs; None: whatever is there is not ours."""
+    if config.recover_mode == "disabled":
+        return None
+    return -1 if start.checkpoint is None else start.state.step
+
+
+def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: int | None) -> list[MetricSink]:
+    """Where the scalars of this run go; see rows_that_stay."""
+    sinks: list[MetricSink] = [Journal(paths.logs / "metrics.jsonl", continue_after=continue_after)]
     if config.monitor.tensorboard:
-        sinks.append(TensorBoardSink(paths.logs / "tensorboard"))
+        sinks.append(TensorBoardSink(paths.logs / "tensorboard", continue_after=continue_after))
     if config.wandb.mode != "disabled":
         sinks.append(
             WandbSink(

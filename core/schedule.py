@@ -38,6 +38,16 @@ class Schedule:
         steps = self.steps_per_epoch * self.total_epochs
         return steps if self.total_steps_limit is None else min(steps, self.total_steps_limit)
 
+    def consumed_before(self, step: int) -> int:
+        """Prompts that the first `step` steps train on."""
+        epochs, within = divmod(step, self.steps_per_epoch)
+        return epochs * self.num_prompts + min(within * self.batch_size, self.num_prompts)
+
+    def step_at(self, num_prompts: int) -> int:
+        """The most steps that train on no more than so many prompts."""
+        epochs, within = divmod(num_prompts, self.num_prompts)
+        return epochs * self.steps_per_epoch + within // self.batch_size
+
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, step of the epoch) of global step `step`; all three count from 1."""
         epoch, epoch_step = divmod(step - 1, self.steps_per_epoch)

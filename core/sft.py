@@ -6,17 +6,18 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from core.config_allocation import resolve_allocation
+from core.config_allocation import resolve_allocation, uses_gpus
 from core.housekeeping import Actions, Housekeeping
 from core.launch import Cluster
 from core.losses import sft_loss
+from core.memory import MemoryLimits
 from core.monitor import Monitor, StepTimer
 from core.recover import RecoverStore, RunIdentity, RunState
-from core.run import find_start, metric_sinks, run_with_retries, save_model
+from core.run import find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.schedule import Schedule
 from core.sft_data import AnswerDataset
 from core.trainer import EngineRef
-from core.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process, uses_gpus
+from core.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from allocation import Allocation
     from core.config import SFTConfig
     from core.paths import RunPaths
+    from core.supervise import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +46,14 @@ class SFTTrainer:
         batch_size: int,
         valid_batch_size: int,
         monitor: Monitor,
+        memory: MemoryLimits,
     ) -> None:
         self._engine, self._train, self._valid = engine, train, valid
-        self._schedule, self._monitor = schedule, monitor
+        self._schedule, self._monitor, self._memory = schedule, monitor, memory
         self._batch_size, self._valid_batch_size = batch_size, valid_batch_size
 
     def run(self, start: RunState, housekeeping: Housekeeping) -> None:
-        """Train from `start` to the end of the schedule."""
+        """Train from `start` to the end of the schedule; housekeeping saves and evaluates when due."""
         timer = StepTimer()
         for step in range(start.step + 1, self._schedule.total_steps + 1):
             epoch, epoch_step = self._schedule.position(step)
@@ -58,10 +61,7 @@ class SFTTrainer:
                 batch = self._train.batch(epoch, epoch_step, self._batch_size)
                 handle = self._engine.group.put(batch)
             with timer("update"):
-                metrics = self._engine.group.train_step(
-                    self._engine.name, handle, range(batch.num_sequences), sft_loss,
-                    max_tokens_per_mb=self._engine.train_tokens_per_mb,
-                )  # fmt: skip
+                metrics = self._engine.train_step(handle, range(batch.num_sequences), sft_loss, self._memory)
             metrics = {"loss": metrics["nll"], "ppl": math.exp(min(metrics["nll"], 700.0)), **metrics}
             housekeeping.after_step(step, timer)
             self._monitor.rpc("trainDefault", metrics)
@@ -73,6 +73,7 @@ class SFTTrainer:
                 metrics={**metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences)},
                 headline=f"loss {metrics['loss']:.3f}",
             )  # fmt: skip
+            housekeeping.after_report(step, timer)
 
     def evaluate(self, step: int) -> None:
         """Loss in nats per answer token over the validation set."""
@@ -80,9 +81,7 @@ class SFTTrainer:
         loss = tokens = 0.0
         for batch in self._valid.in_order(self._valid_batch_size):
             handle = self._engine.group.put(batch)
-            logprobs = self._engine.group.per_token(
-                "logprobs", self._engine.name, batch, handle, max_tokens_per_mb=self._engine.inference_tokens_per_mb
-            )
+            logprobs = self._engine.per_token("logprobs", batch, handle, self._memory)
             loss -= float((logprobs * batch.loss_mask).sum())
             tokens += float(batch.loss_mask.sum())
         result = {"eval/loss": loss / tokens, "eval/ppl": math.exp(min(loss / tokens, 700.0))}
@@ -90,30 +89,32 @@ class SFTTrainer:
         self._monitor.write(step, result)
 
 
-def run_sft(config: SFTConfig, paths: RunPaths, console: Console) -> int:
-    """Train; returns the exit code."""
-    return run_with_retries(config, lambda resume: _attempt(config, paths, console, resume=resume))
-
-
-def _attempt(config: SFTConfig, paths: RunPaths, console: Console, *, resume: bool) -> None:
-    """One life of all processes, from the beginning or from the newest recover checkpoint."""
+def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
+    """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
     from transformers import AutoTokenizer
 
     allocation = resolve_allocation(config)
     data, patience = config.dataset, config.launch.startup_timeout_seconds
     recover = RecoverStore(
-        paths.recover, RunIdentity(train_bs_n_seqs=data.train_bs_n_seqs, group_size=1, n_nodes=config.n_nodes)
+        paths.recover,
+        RunIdentity(train_bs_n_seqs=data.train_bs_n_seqs, group_size=1, n_nodes=config.n_nodes),
+        keep=config.recover_keep,
     )
-    start = find_start(recover, config.recover_mode, paths.recover, resume=resume)
+    start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
+    attempt.tell(began=start.state.step, step=start.state.step)
+    memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
+    memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     options: dict[str, Any] = {"max_seqlen": data.max_seqlen, "seed": config.seed, "shuffle": config.shuffle_dataset}
     train = AnswerDataset(data.train_path, tokenizer, **options)
     valid = AnswerDataset(data.valid_path, tokenizer, **options) if data.valid_path else None
     schedule = Schedule.from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
+    start = fit_to_schedule(start, schedule)
     with Cluster(
         ray_address=config.launch.ray_address,
         num_actors=len(allocation.trainer.slots),
         startup_timeout_seconds=patience,
+        deadlines=config.deadlines,
         log_folder=paths.logs,
     ) as cluster:
         cluster.reserve(allocation, gpus=uses_gpus(allocation))
@@ -124,28 +125,31 @@ def _attempt(config: SFTConfig, paths: RunPaths, console: Console, *, resume: bo
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
         with Monitor(
             console=console,
-            sinks=metric_sinks(config, paths),
+            sinks=metric_sinks(config, paths, continue_after=rows_that_stay(config, start)),
+            consumed=None,
             total_steps=schedule.total_steps,
             done_steps=start.state.step,
             elapsed=start.state.elapsed_seconds,
         ) as monitor:
             trainer = SFTTrainer(
                 engine=engine, train=train, valid=valid, schedule=schedule, batch_size=data.train_bs_n_seqs,
-                valid_batch_size=data.valid_bs_n_seqs, monitor=monitor,
+                valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
             )  # fmt: skip
             housekeeping = Housekeeping(
                 schedule=schedule,
                 control=config.exp_ctrl,
                 actions=Actions(
+                    tell_step=lambda step: attempt.tell(step=step),
                     evaluate=trainer.evaluate if valid is not None else None,
                     save_model=lambda name: save_model(engines, paths.checkpoints, name, config.model.path),
-                    save_engines=engines.save,
+                    begin_save=engines.begin_save,
                     rollout_state=lambda: None,
-                    driver_state=lambda: (monitor.elapsed_seconds, {}),
+                    driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),
                 ),
                 recover=None if config.recover_mode == "disabled" else recover,
             )
-            trainer.run(start.state, housekeeping)
+            with recover:
+                trainer.run(start.state, housekeeping)
 
 
 def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, total_updates: int) -> EngineRef:
@@ -155,7 +159,12 @@ def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, t
     groups = TrainerGroups(cluster, gpus=gpus, port=launch.master_port, threads=threads, seed=config.seed)
     limit = config.max_tokens_per_mb()
     engine = EngineRef(
-        group=groups.group(allocation.trainer), name=ENGINE, train_tokens_per_mb=limit, inference_tokens_per_mb=limit
+        group=groups.group(allocation.trainer),
+        name=ENGINE,
+        train_role="allocation",
+        inference_role="allocation",
+        train_tokens_per_mb=limit,
+        inference_tokens_per_mb=limit,
     )
     groups.wait_started(launch.startup_timeout_seconds)
     build_engine(

@@ -7,7 +7,7 @@ nothing about processes. Invariant: step i (from 0) trains at version i and ends
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,14 +19,17 @@ from torch import Tensor
 from core.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
 from core.batch import RolloutBatch
 from core.losses import KLEstimator, kl_estimate, ppo_loss, value_loss
+from core.memory import MemoryLimits
 from core.monitor import Monitor, StepTimer
 from core.recover import RunState
 from core.schedule import Schedule
 
 if TYPE_CHECKING:
     from core.config import PPOMATHConfig
+    from core.housekeeping import Housekeeping
     from core.launch import RolloutClient, TrainerGroup
-    from core.push import WeightPush
+    from core.losses import LossFn
+    from core.push import RunPush
     from mcore_adapter.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
@@ -74,8 +77,28 @@ class EngineRef:
 
     group: TrainerGroup
     name: str
+    train_role: str
+    inference_role: str
     train_tokens_per_mb: int
     inference_tokens_per_mb: int
+
+    def train_step(
+        self, batch: Any, sequences: Sequence[int], loss: LossFn, memory: MemoryLimits, **kwargs: Any
+    ) -> dict[str, float]:
+        """One update on these sequences of a batch in the store, in microbatches that fit."""
+        return memory.fitting(
+            self.train_role, self.train_tokens_per_mb,
+            lambda limit: self.group.train_step(
+                self.name, batch, sequences, loss, max_tokens_per_mb=limit, **kwargs
+            ),
+        )  # fmt: skip
+
+    def per_token(self, method: str, batch: PackedBatch, handle: Any, memory: MemoryLimits, **kwargs: Any) -> Tensor:
+        """ "logprobs" or "values" of every token of the batch, in microbatches that fit: [T] float32."""
+        return memory.fitting(
+            self.inference_role, self.inference_tokens_per_mb,
+            lambda limit: self.group.per_token(method, self.name, batch, handle, max_tokens_per_mb=limit, **kwargs),
+        )  # fmt: skip
 
 
 class PPOTrainer:
@@ -88,26 +111,27 @@ class PPOTrainer:
         critic: EngineRef | None,
         reference: EngineRef | None,
         rollout: RolloutClient,
-        weights: WeightPush,
+        weights: RunPush,
+        memory: MemoryLimits,
         settings: AlgorithmSettings,
         schedule: Schedule,
         monitor: Monitor,
         mean_batch_tokens: float,
     ) -> None:
         self._actor, self._critic, self._reference = actor, critic, reference
-        self._rollout, self._weights = rollout, weights
+        self._rollout, self._weights, self._memory = rollout, weights, memory
         self._settings, self._schedule, self._monitor = settings, schedule, monitor
         self._mean_batch_tokens = mean_batch_tokens
         self._value_norm = ValueNorm()
         self._timer = StepTimer()
 
-    def run(self, start: RunState, after_step: Callable[[int, StepTimer], None]) -> None:
-        """Train from `start` to the end of the schedule. `after_step(step, timer)` saves and evaluates when due."""
+    def run(self, start: RunState, housekeeping: Housekeeping) -> None:
+        """Train from `start` to the end of the schedule; housekeeping saves and evaluates when due."""
         if start.extra:
             self._value_norm = ValueNorm(**start.extra["value_norm"])  # type: ignore[arg-type]
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
-                rollout, figures = self._rollout.take(step)
+                rollout, figures = self._rollout.take(step, meanwhile=self._weights.catch_up)
             with self._timer("make room"):
                 self._weights.make_room()
             batch, metrics = self._score(rollout)
@@ -115,14 +139,15 @@ class PPOTrainer:
             with self._timer("push"):
                 pushed = self._weights.push(step + 1)
                 self._rollout.set_version(step + 1)
-            after_step(step + 1, self._timer)
+            housekeeping.after_step(step + 1, self._timer)
             figures |= pushed.metrics()
             self._report(step, rollout, metrics, figures)
+            housekeeping.after_report(step + 1, self._timer)
 
     @property
     def state(self) -> dict[str, object]:
         """What of this object a recover checkpoint must hold."""
-        return {"value_norm": asdict(self._value_norm)}
+        return {"value_norm": asdict(self._value_norm), "memory": self._memory.state_dict()}
 
     def _score(self, rollout: RolloutBatch) -> tuple[PackedBatch, dict[str, float]]:
         """Log-probabilities of the other policies, values, rewards and advantages of a batch."""
@@ -140,20 +165,13 @@ class PPOTrainer:
                 fields["ref_logprobs"] = self._logprobs(self._reference, batch, handle)
         if self._critic is not None:
             with self._timer("values"):
-                limit = self._critic.inference_tokens_per_mb
-                values = self._critic.group.per_token(
-                    "values", self._critic.name, batch, handle, max_tokens_per_mb=limit
-                )
-                fields["old_values"] = values
+                fields["old_values"] = self._critic.per_token("values", batch, handle, self._memory)
         with self._timer("advantages"):
             computed, metrics = self._advantages(rollout, batch, fields)
         return batch.with_fields(**fields, **computed), metrics
 
     def _logprobs(self, engine: EngineRef, batch: PackedBatch, handle: Any) -> Tensor:
-        return engine.group.per_token(
-            "logprobs", engine.name, batch, handle,
-            max_tokens_per_mb=engine.inference_tokens_per_mb, temperature=self._settings.temperature,
-        )  # fmt: skip
+        return engine.per_token("logprobs", batch, handle, self._memory, temperature=self._settings.temperature)
 
     def _advantages(
         self, rollout: RolloutBatch, batch: PackedBatch, fields: Mapping[str, Tensor]
@@ -243,12 +261,7 @@ class PPOTrainer:
     ) -> dict[str, float]:
         """Metrics averaged over the minibatches; `loss`, `grad_norm`, `lr` ... get the prefix."""
         handle = engine.group.put(batch)
-        every = [
-            engine.group.train_step(
-                engine.name, handle, sequences, loss, max_tokens_per_mb=engine.train_tokens_per_mb, **kwargs
-            )
-            for sequences in minibatches
-        ]
+        every = [engine.train_step(handle, sequences, loss, self._memory, **kwargs) for sequences in minibatches]
         return {prefix + k: float(np.mean([m[k] for m in every])) for k in every[0]}
 
     def _report(
@@ -265,6 +278,7 @@ class PPOTrainer:
         self._monitor.rpc("actor_train", ordered)
         ages = rollout.ages(step)
         self._monitor.staleness(ages)
+        self._monitor.consumed(step + 1, rollout.positions)
         seconds, phases = self._timer.finish()
         epoch, epoch_step = self._schedule.position(step + 1)
         ages_metrics = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
-from core.launch import Cluster, GeneratorPool, RolloutClient, TrainerGroup
-from core.push import LocalPush, WeightPush
+from core.config_allocation import uses_gpus
+from core.launch import Cluster, RolloutClient, TrainerGroup
+from core.launch_generators import GeneratorPool, HealthSettings
+from core.memory import MemoryLimits
+from core.push import LocalPush, RunPush, WeightPush
 from core.push_colocated import ColocatedPush
 from core.push_config import PushType, choose_transport
+from core.push_fleet import FleetPush
 from core.push_servers import SenderPlan, ServerPush
 from core.trainer import EngineRef
+from mcore_adapter.checkpoint_outcome import wait_for_outcome
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from core.config import ModelTrainEvalConfig, PPOMATHConfig
+    from core.recover import WaitWritten
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +35,6 @@ _ENGINE_ROLES = {
     "critic": ("critic_train", "critic_inf"),
     "ref": ("ref_inf",) * 2,
 }
-
-
-def uses_gpus(allocation: Allocation, server_flags: Mapping[str, object] = {}) -> bool:
-    """Servers need GPUs, unless their flags say device: cpu; the embedded and the mock generator do not."""
-    return allocation.generator.backend == "sglang" and server_flags.get("device") != "cpu"
 
 
 def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int) -> int:
@@ -75,13 +76,19 @@ class TrainerGroups:
 class TrainedEngines(list[EngineRef]):
     """The engines that checkpoints hold; a reference never changes and is not among them."""
 
-    def save(self, folder: Path) -> None:
-        """A distributed checkpoint of every engine under `folder`."""
+    def begin_save(self, folder: Path) -> WaitWritten:
+        """Copy every engine to host memory and start writing distributed checkpoints of them under `folder`."""
         for engine in self:
-            engine.group.call("save", engine.name, str(folder / engine.name))
+            engine.group.call("begin_save", engine.name, str(folder / engine.name))
+
+        def wait(stop: threading.Event) -> None:
+            for engine in self:
+                wait_for_outcome(folder / engine.name, stop, engine.group.raise_if_dead)
+
+        return wait
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`."""
+        """The inverse, complete when it returns."""
         for engine in self:
             engine.group.call("load", engine.name, str(folder / engine.name))
 
@@ -111,7 +118,9 @@ class PPOWorkers:
             self.actor.group.call("push_close")
 
 
-def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cluster) -> PPOWorkers:
+def start_ppo_workers(
+    config: PPOMATHConfig, allocation: Allocation, cluster: Cluster, memory: MemoryLimits
+) -> PPOWorkers:
     """Start every process; they come up side by side, so nothing here waits for another."""
     gpus = uses_gpus(allocation, config.actor.sglang)
     colocated = gpus and allocation.colocated
@@ -124,6 +133,12 @@ def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cl
         allocation.generator,
         gpus=gpus,
         threads=threads,
+        health=HealthSettings(
+            interval_seconds=config.generator.health_interval_seconds,
+            timeout_seconds=config.generator.health_timeout_seconds,
+            restarts=not colocated,
+        ),
+        memory=memory,
         model_path=config.actor.path,
         max_running=config.generator.max_running,
         # Servers that leave their memory to the trainer cannot keep requests meanwhile.
@@ -132,14 +147,17 @@ def start_ppo_workers(config: PPOMATHConfig, allocation: Allocation, cluster: Cl
         sglang=server_flags(config),
         sglang_python=config.generator.sglang_python,
         dtype=generator_dtype(config, gpus=gpus),
+        mock_seconds_per_token=config.generator.mock_seconds_per_token,
         startup_timeout_seconds=config.launch.startup_timeout_seconds,
     )
+    # Before the trainer's ranks, whose first one is waited for.
+    rollout = RolloutClient(cluster, generators, rollout_settings(config, allocation))
     return PPOWorkers(
         actor=_engine_ref("actor", config, allocation, groups),
         critic=_engine_ref("critic", config, allocation, groups) if config.uses_critic else None,
         reference=_engine_ref("ref", config, allocation, groups) if config.uses_reference else None,
         generators=generators,
-        rollout=RolloutClient(cluster, generators, rollout_settings(config, allocation)),
+        rollout=rollout,
         groups=groups,
         embedded=not gpus,
         colocated=colocated,
@@ -157,8 +175,23 @@ def generator_dtype(config: PPOMATHConfig, *, gpus: bool) -> str:
     return config.generator.dtype or config.actor.dtype(embedded=not gpus)
 
 
-def make_push(config: PPOMATHConfig, workers: PPOWorkers) -> WeightPush:
-    """The way of weights that fits the allocation; the senders are not yet made."""
+def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> RunPush:
+    """The way of weights that fits the allocation; the senders are not yet made. `folder`: see connect_senders."""
+
+    def reconnect() -> None:
+        workers.close_senders()
+        connect_senders(config, allocation, workers, folder)
+
+    return FleetPush(
+        _push(config, workers),
+        workers.generators,
+        workers.rollout,
+        reconnect=reconnect,
+        patience_seconds=config.generator.patience_seconds,
+    )
+
+
+def _push(config: PPOMATHConfig, workers: PPOWorkers) -> WeightPush:
     push = config.push
     common: dict[str, Any] = {"bucket_bytes": push.bucket_mib * 2**20, "timeout_seconds": push.timeout_seconds}
     trainer, generators = workers.actor.group, workers.generators
@@ -191,6 +224,8 @@ def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, grou
     return EngineRef(
         group=groups.group(allocation.roles[train]),
         name=engine,
+        train_role=train,
+        inference_role=inference,
         train_tokens_per_mb=config.max_tokens_per_mb(train),
         inference_tokens_per_mb=config.max_tokens_per_mb(inference),
     )
@@ -231,7 +266,11 @@ def build_engine(
         init_critic_from_actor=model.init_critic_from_actor,
         dtype=model.dtype(embedded=embedded),
         recompute=model.recompute(embedded=embedded),
+        fp8=model.fp8,
+        grad_reduce_in_fp32=model.grad_reduce_in_fp32,
         seed=seed,
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_bias_update_rate=model.moe_bias_update_rate,
     )
     optimizer = None
     if total_updates is not None:
@@ -247,6 +286,7 @@ def build_engine(
             beta2=o.beta2,
             eps=o.eps,
             gradient_clipping=o.gradient_clipping,
+            offload=o.offload,
         )
     ref.group.call("build", ref.name, settings, optimizer)
 
@@ -270,16 +310,17 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
     return {
         "tokenizer_path": config.actor.path,
         "dataset_path": config.dataset.path,
-        "eval_path": evaluation.path,
+        "eval_paths": evaluation.paths,
         "num_eval_prompts": evaluation.num_prompts,
         "max_prompt_len": config.dataset.max_prompt_len,
         "batch_size": config.dataset.train_bs_n_seqs,
         "group_size": config.group_size,
         "max_staleness": config.staleness.max_staleness,
         "over_age": config.staleness.over_age,
+        "in_order": config.staleness.in_order,
         "num_epochs": config.exp_ctrl.total_train_epochs,
         "sampling": sampling,
-        "eval_sampling": eval_sampling if evaluation.path else None,
+        "eval_sampling": eval_sampling,
         "max_in_flight": max(2, -(-5 * slots // (4 * config.group_size))),
         "workflow": config.workflow.type,
         "prompt_template": config.workflow.prompt_template,
@@ -288,4 +329,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
         "reward_timeout_seconds": config.reward.timeout_seconds,
         "seed": config.seed,
         "shuffle": config.shuffle_dataset,
+        "health_interval_seconds": config.generator.health_interval_seconds,
+        "health_timeout_seconds": config.generator.health_timeout_seconds,
+        "generator_patience_seconds": config.generator.patience_seconds,
     }

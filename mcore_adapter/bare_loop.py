@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_adapter.device import Device
 from mcore_adapter.hf_config import ModelConfig
-from mcore_adapter.model import Recompute, transformer_config
+from mcore_adapter.megatron_config import Recompute, transformer_config
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.packing import PackedMicrobatch
 from mcore_adapter.parallel import ParallelState

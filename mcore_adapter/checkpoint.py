@@ -5,16 +5,19 @@ tokenizer files of the Hugging Face folder that the engine was built from, so th
 Invariant: metadata.json is written last, so a folder that has it is complete; an error on one rank is raised on all.
 
 Megatron's own writer forks a multi-threaded process and spawns a manager that imports __main__ again; neither is safe
-inside an actor, so the shards are written by torch's writer in the calling thread.
+inside an actor, so the shards are written by torch's writer (mcore_adapter/checkpoint_files.py).
 """
 
 from __future__ import annotations
 
+import gc
 import io
+import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    is_main_replica,
 )
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.tensor_parallel import random as megatron_random
 
+from mcore_adapter.checkpoint_files import CopiedCheckpoint
+from mcore_adapter.host_copy import HostCopy, gathered_by
 from mcore_adapter.model import ModelChunk
 from mcore_adapter.optimizer import TrainOptimizer
 from mcore_adapter.parallel import ParallelState
@@ -51,9 +57,29 @@ def save_checkpoint(
     tokenizer_from: Path,
 ) -> None:
     """Write a new folder; collective. Raises OSError on all ranks when it exists or cannot be written."""
+    copied = copy_checkpoint(path, model, optimizer, HostCopy(), parallel=parallel, tokenizer_from=tokenizer_from)
+    everyone: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(everyone, copied.write())
+    copied.raise_first(everyone)
+    _on_first_rank(lambda: copied.finish(everyone))
+
+
+def copy_checkpoint(
+    path: str | Path,
+    model: Sequence[ModelChunk],
+    optimizer: TrainOptimizer | None,
+    host: HostCopy,
+    *,
+    parallel: ParallelState,
+    tokenizer_from: Path,
+) -> CopiedCheckpoint:
+    """This rank's part of a checkpoint as it is now, in `host`; collective. The training may go on at once.
+
+    Raises OSError on all ranks when the folder exists or cannot be made."""
     path = Path(path)
     _on_first_rank(lambda: _make_folder(path))
-    state = _state(model, optimizer, parallel=parallel, loading=False)
+    with _only_new_garbage(), gathered_by(host, optimizer.megatron.chained_optimizers if optimizer else []):
+        state = _state(model, optimizer, parallel=parallel, loading=False)
     state["rng"] = _rng_object(parallel)
     state["slipstream"] = {
         "layout": str(parallel.layout),
@@ -62,9 +88,37 @@ def save_checkpoint(
         "device": _device_kind(model),
     }
     sharded, common = save_preprocess(state)
-    _on_first_rank(lambda: _write_common(path, common))
-    _write_shards(path, sharded)
-    _on_first_rank(lambda: _finish(path, model[0], tokenizer_from))
+    _copy_weights(sharded, model, host)
+    host.wait()
+    config = hf_config_json(model[0].model_config, dtype=model[0].config.params_dtype, is_critic=model[0].is_critic)
+    small = {"common.pt": _saved(common), "config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    return CopiedCheckpoint(path, sharded, small, tokenizer_from=tokenizer_from)
+
+
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Megatron collects garbage while it gathers the optimizer's state: without this, through all objects of the
+    process, which takes several times as long as everything else."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _copy_weights(sharded: ShardedStateDict, model: Sequence[ModelChunk], host: HostCopy) -> None:
+    """Put copies in place of the parameters; the optimizer's state is copied already."""
+    live = {t.untyped_storage().data_ptr() for chunk in model for t in (*chunk.parameters(), *chunk.buffers())}
+    names = itertools.count()
+
+    def copy(entry: Any) -> Any:
+        if isinstance(entry, ShardedTensor) and entry.data.untyped_storage().data_ptr() in live:
+            name = f"weights.{next(names)}"
+            if is_main_replica(entry.replica_id):
+                entry.data = host.take(name, entry.data)
+        return entry
+
+    dict_list_map_inplace(copy, sharded)
 
 
 def load_checkpoint(
@@ -84,8 +138,10 @@ def load_checkpoint(
         raise OSError(f"{path / 'common.pt'}: cannot be read: {error}") from error
     if optimizer is not None and not saved["has_optimizer"]:
         raise ValueError(f"{path}: this checkpoint has no optimizer state; it was saved by an inference-only engine")
-    state = _state(model, optimizer, parallel=parallel, loading=True)
-    same_place = (saved["layout"], saved["device"]) == (str(parallel.layout), _device_kind(model))
+    with gathered_by(HostCopy(), optimizer.megatron.chained_optimizers if optimizer else []):
+        state = _state(model, optimizer, parallel=parallel, loading=True)
+    saved_on = saved.get("device", "an unnamed device")
+    same_place = (saved["layout"], saved_on) == (str(parallel.layout), _device_kind(model))
     if same_place:
         state["rng"] = _rng_object(parallel)
     try:
@@ -105,7 +161,7 @@ def load_checkpoint(
     else:
         logger.warning(
             "%s was saved under layout %s on %s; under %s on %s random states start from the seed",
-            path, saved["layout"], saved["device"], parallel.layout, _device_kind(model),
+            path, saved["layout"], saved_on, parallel.layout, _device_kind(model),
         )  # fmt: skip
 
 
@@ -133,13 +189,22 @@ def _state(
         "singleton_local_shards": False,
         "dp_cp_group": parallel.dp_cp_group,
     }
+    state = model_state(model, parallel=parallel, metadata=metadata)
+    if optimizer is not None:
+        of_model = dict(state) if len(model) > 1 else state["model"]
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(of_model, is_loading=loading, metadata=metadata)
+    return state
+
+
+def model_state(
+    model: Sequence[ModelChunk], *, parallel: ParallelState, metadata: dict[str, Any] | None = None
+) -> ShardedStateDict:
+    """Where every tensor of the model lies in a checkpoint, by model chunk."""
+    metadata = metadata or {"singleton_local_shards": False, "dp_cp_group": parallel.dp_cp_group}
     state: ShardedStateDict = {}
     for key, chunk in _model_keys(model):
         whole = chunk.sharded_state_dict(metadata=metadata)
         state[key] = {name: value for name, value in whole.items() if not _is_extra_state(name)}
-    if optimizer is not None:
-        of_model = dict(state) if len(model) > 1 else state["model"]
-        state["optimizer"] = optimizer.megatron.sharded_state_dict(of_model, is_loading=loading, metadata=metadata)
     return state
 
 
@@ -163,35 +228,30 @@ def _set_rng(states: dict[str, Any]) -> None:
     megatron_random.get_cuda_rng_tracker().set_states(states["megatron"])
 
 
-def _write_shards(path: Path, sharded: ShardedStateDict) -> None:
-    """Every rank writes the shards of which it holds the main replica. Errors of any rank are raised on all."""
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    try:
-        dcp.save(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=dcp.FileSystemWriter(path),
-            planner=planner,
-        )
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"{path}: rank {rank} could not write its part of the checkpoint: {cause}") from error
-
-
 def _make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise FileExistsError(f"{path}: this folder is not empty; a checkpoint needs a new one")
 
 
-def _write_common(path: Path, common: dict[str, Any]) -> None:
+def converted_common() -> dict[str, Any]:
+    """The common part of a checkpoint that no engine has written."""
+    return {"slipstream": {"layout": "none", "num_updates": 0, "has_optimizer": False, "device": "none"}}
+
+
+def write_common(path: Path, common: dict[str, Any]) -> None:
+    """What is no tensor."""
+    (path / "common.pt").write_bytes(_saved(common))
+
+
+def _saved(common: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()  # torch.save to a file would turn a full disk into a RuntimeError
     torch.save(common, buffer)
-    (path / "common.pt").write_bytes(buffer.getvalue())
+    return buffer.getvalue()
 
 
-def _finish(path: Path, model: ModelChunk, tokenizer_from: Path) -> None:
-    config = hf_config_json(model.model_config, dtype=model.config.params_dtype, is_critic=model.is_critic)
+def finish_folder(path: Path, config: dict[str, Any], tokenizer_from: Path) -> None:
+    """Write the rest of a checkpoint whose tensors are there; metadata.json last."""
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copy_tokenizer(tokenizer_from, path)
     save_config(CheckpointingConfig("torch_dist", 1), str(path))

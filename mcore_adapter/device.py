@@ -26,6 +26,9 @@ class Device(Protocol):
     """Backend of torch.distributed."""
     shares_prompts: bool
     """Whether its core attention understands shared_prompts.SharedPromptParams."""
+    overlaps_communication: bool
+    """Whether collectives run beside the computation; where both want the same cores there is nothing to overlap."""
+    has_fp8: bool
 
     def setup(self) -> None:
         """Make this process ready: idempotent, before the first Megatron object and before process groups."""
@@ -49,6 +52,10 @@ class Device(Protocol):
 
     def memory_stats(self) -> dict[str, float]:
         """allocated_gib, peak_gib: what this process holds now and held at most."""
+        ...
+
+    def memory_holders(self) -> str:
+        """Which processes hold the memory of this device, and how much, in words."""
         ...
 
     def forget_peak(self) -> None:

@@ -14,10 +14,14 @@ from typing import Any
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.transformer.mlp as megatron_mlp
+import megatron.core.transformer.moe.moe_utils as megatron_moe
+import megatron.core.transformer.multi_latent_attention as megatron_mla
+import psutil
 import torch
 from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.overrides import TorchFunctionMode
@@ -25,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from mcore_adapter.cpu_adam import FusedAdam
 from mcore_adapter.cpu_attention import rotary_thd
 from mcore_adapter.cpu_elementwise import swiglu
-from mcore_adapter.cpu_layers import cpu_block_spec
+from mcore_adapter.cpu_layers import CpuDuplicatedLinear, cpu_block_spec
 
 _CPU = torch.device("cpu")
 _TENSOR_TYPE, _TENSOR_CUDA = torch.Tensor.type, torch.Tensor.cuda
@@ -43,6 +47,8 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _TENSOR_CUDA:
+            return args[0]
         if kwargs:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):
@@ -53,8 +59,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is _TENSOR_TYPE and len(args) == 1:
             name = func(args[0])
             return _CUDA_TYPE_NAMES.get(name, name)
-        if func is _TENSOR_CUDA:
-            return args[0]
         return func(*args)
 
 
@@ -86,6 +90,22 @@ def _bias_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> t
     return swiglu(gate_up)
 
 
+def _weighted_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The same for an expert: weight [t, 1] of each token."""
+    assert bias is None, "no supported family has a bias here"
+    return (swiglu(gate_up) * weight).to(gate_up.dtype)
+
+
+def _splits_on_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """In place of the dispatcher's copy to the host on a stream of its own: only the types of the numbers change."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits"):
+            splits = getattr(dispatcher, name)
+            if splits is not None:
+                setattr(dispatcher, name, splits.tolist())
+    return tokens_per_expert
+
+
 _is_set_up = False
 
 
@@ -95,6 +115,8 @@ class CpuDevice:
     torch_device = _CPU
     backend = "gloo"
     shares_prompts = True
+    overlaps_communication = False
+    has_fp8 = False
 
     def __init__(self) -> None:
         self._mode = _CudaMeansCpu()
@@ -120,6 +142,12 @@ class CpuDevice:
         clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
         rope_utils.fused_apply_rotary_pos_emb_thd = rotary_thd  # for apply_rope_fusion
         megatron_mlp.bias_swiglu_impl = _bias_swiglu  # for bias_activation_fusion
+        megatron_mlp.weighted_bias_swiglu_impl = _weighted_swiglu
+        megatron_moe.te_general_gemm = None
+        megatron_mla.TELinear = CpuDuplicatedLinear  # the only one that it lets compute the projections down
+        dispatcher: Any = MoEAlltoAllTokenDispatcher
+        dispatcher.cuda_dtoh_stream = ()  # not None: nobody makes a stream
+        dispatcher._maybe_dtoh_and_synchronize = _splits_on_host
         _is_set_up = True
 
     @contextlib.contextmanager
@@ -154,6 +182,13 @@ class CpuDevice:
             now = int(statm.read().split()[1]) * resource.getpagesize() / 2**30
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return {"allocated_gib": now, "peak_gib": max(now, peak)}
+
+    def memory_holders(self) -> str:
+        sizes = {
+            p: p.info["memory_info"].rss for p in psutil.process_iter(["name", "memory_info"]) if p.info["memory_info"]
+        }
+        largest = sorted(sizes, key=lambda p: -sizes[p])[:3]
+        return ", ".join(f"process {p.pid} ({p.info['name']}) holds {sizes[p] / 2**30:.2f} GiB" for p in largest)
 
     def forget_peak(self) -> None:
         """The system keeps the peak for as long as the process lives."""

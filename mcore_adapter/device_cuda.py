@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from mcore_adapter.layer_specs import stage_layers
 
 
 class SelectiveMLP(MLP):
@@ -39,7 +43,14 @@ class SelectiveMLP(MLP):
         def pack(tensor: torch.Tensor) -> torch.Tensor | torch.Size:
             return tensor.shape if tensor.data_ptr() == address else tensor
 
+        weight: Any = self.linear_fc2.weight
+
         def unpack(kept: torch.Tensor | torch.Size) -> torch.Tensor:
+            if hasattr(weight, "main_grad"):
+                # Through these hooks TransformerEngine gets a copy of the weight's object: it adds the gradient to the
+                # buffer, but cannot say so, which the wrapper that reduces gradients waits for.
+                weight.grad_added_to_main_grad = True
+                weight.grad = weight.detach().new_empty(()).expand(weight.shape)
             return kept if isinstance(kept, torch.Tensor) else swiglu(halves.detach()).view(kept)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -51,6 +62,7 @@ class CudaDevice:
 
     backend = "nccl"
     shares_prompts = False
+    overlaps_communication = True
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -59,6 +71,7 @@ class CudaDevice:
             raise ValueError("device='cuda' needs transformer-engine: pip install 'slipstream[gpu]'")
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         self.torch_device = torch.device("cuda", index)
+        self.has_fp8 = torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
 
     def setup(self) -> None:
         torch.cuda.set_device(self.torch_device)
@@ -83,16 +96,23 @@ class CudaDevice:
             masked_softmax_fusion=True,
             persist_layer_norm=True,
             batch_p2p_sync=True,
+            moe_grouped_gemm=True,
             recompute_modules=[],  # "selective" is SelectiveMLP; attention recomputes by itself
         )
 
     def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        if config.recompute_granularity == "selective":
-            spec.submodules.mlp.module = SelectiveMLP
-        return TransformerBlockSubmodules(
-            layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=TENorm
-        )
+        def layer(num_experts: int | None) -> ModuleSpec:
+            spec = get_gpt_layer_with_transformer_engine_spec(
+                num_experts=num_experts,
+                moe_grouped_gemm=True,
+                qk_layernorm=config.qk_layernorm,
+                multi_latent_attention=config.multi_latent_attention,
+            )
+            if config.recompute_granularity == "selective" and num_experts is None:
+                spec.submodules.mlp.module = SelectiveMLP
+            return spec
+
+        return TransformerBlockSubmodules(layer_specs=stage_layers(config, vp_stage, layer), layer_norm=TENorm)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -105,6 +125,20 @@ class CudaDevice:
             "allocated_gib": torch.cuda.memory_allocated(self.torch_device) / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated(self.torch_device) / 2**30,
         }
+
+    def memory_holders(self) -> str:
+        uuid = f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
+        query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
+        except (OSError, subprocess.TimeoutExpired) as e:
+            return f"nvidia-smi cannot say who holds it: {e}"
+        rows = [line.split(", ") for line in answer.splitlines() if line.startswith(uuid)]
+        others = [f"process {pid} ({name}) holds {used}" for _, pid, name, used in rows if int(pid) != os.getpid()]
+        free, total = (n / 2**30 for n in torch.cuda.mem_get_info(self.torch_device))
+        return f"{free:.1f} of {total:.1f} GiB are free; " + (
+            ", ".join(others) or "no other process that can be seen from here holds any"
+        )
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -1,9 +1,10 @@
 """The LM head on GPUs: what logprobs.py computes with passes over fp32 logits, in one pass over the bf16 ones.
 
-The matrix products are cuBLAS's. Between them a Triton kernel reads the logits of a chunk once (forward: log-sum-exp,
-target logit, entropy) or turns them into their own gradient in place (backward), everything summed in fp32.
-Invariant: at most one [chunk_tokens, vocabulary shard] buffer in the model's format is alive; where all tokens fit in
-one chunk it lives from forward to backward, which then needs no recomputation.
+The matrix products are cuBLAS's. Between them a Triton kernel reads logits once (forward: log-sum-exp, target logit,
+entropy) or turns them into their own gradient in place (backward), everything summed in fp32. In the forward pass
+logits are fp32 too: bfloat16 would round a logit of 20 by up to 0.06.
+Invariant: at most one [chunk_tokens, vocabulary shard] buffer in the model's format is alive, and FP32_ROWS rows in
+fp32; where all tokens fit in one chunk the buffer lives from forward to backward, which then recomputes nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_adapter.logprobs import chunks
+
 CHUNK_BYTES = 5 << 30
 """Size of the one buffer of logits. A larger one means fewer passes over the gradient of the weight."""
+FP32_ROWS = 512
 _BLOCK = 4096
 
 
 @triton.jit
 def _stats_kernel(
-    logits, targets, out, num_rows, stride, inv_temperature, NUM_COLS: tl.constexpr, BLOCK: tl.constexpr
+    logits, kept, targets, out, num_rows, stride, kept_stride, inv_temperature,
+    NUM_COLS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [3, rows]: log-sum-exp, target logit, entropy of each row of logits [rows, cols] * inv_temperature. A target
-    outside [0, cols) gives the logit 0."""
+    outside [0, cols) gives the logit 0. With KEEP the logits are copied into kept [rows, cols]."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     top = -float("inf")
@@ -35,7 +40,10 @@ def _stats_kernel(
     weighted = 0.0
     for start in range(0, NUM_COLS, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(base + cols, mask=cols < NUM_COLS, other=-float("inf")).to(tl.float32) * inv_temperature
+        raw = tl.load(base + cols, mask=cols < NUM_COLS, other=-float("inf"))
+        if KEEP:
+            tl.store(kept + row * kept_stride + cols, raw.to(kept.dtype.element_ty), mask=cols < NUM_COLS)
+        x = raw.to(tl.float32) * inv_temperature
         new_top = tl.maximum(top, tl.max(x, 0))
         shrink = tl.exp(top - new_top)
         p = tl.exp(x - new_top)
@@ -99,22 +107,25 @@ class FusedLogprobs(torch.autograd.Function):
         first = 0 if tp_group is None else tp_group.rank() * shard
         local = targets - first
         stats = hidden.new_zeros((3, hidden.shape[0]), dtype=torch.float32)
-        logits = None
-        for rows in _chunks(hidden.shape[0], chunk_tokens):
-            logits = torch.mm(hidden[rows], weight.t())
+        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        kept = None
+        if needed and hidden.shape[0] <= chunk_tokens:
+            kept = hidden.new_empty((hidden.shape[0], shard))
+        for rows in chunks(hidden.shape[0], min(chunk_tokens, FP32_ROWS)):
+            logits = _fp32_logits(hidden[rows], weight)
             if not len(logits):
                 continue
             part = stats[:, rows].contiguous()
+            copy = logits if kept is None else kept[rows]
             _stats_kernel[(len(logits),)](
-                logits, local[rows], part, len(logits), logits.stride(0), 1.0 / temperature,
-                NUM_COLS=shard, BLOCK=_BLOCK, num_warps=8,
+                logits, copy, local[rows], part, len(logits), logits.stride(0), copy.stride(0), 1.0 / temperature,
+                NUM_COLS=shard, KEEP=kept is not None, BLOCK=_BLOCK, num_warps=8,
             )  # fmt: skip
             stats[:, rows] = part
         log_norm, target_logits, entropy = combine(stats, tp_group)
         ctx.save_for_backward(hidden, weight, local, log_norm, entropy)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        ctx.logits = logits if needed and hidden.shape[0] <= chunk_tokens else None
+        ctx.logits = kept
         ctx.set_materialize_grads(False)
         return target_logits - log_norm, entropy
 
@@ -129,7 +140,7 @@ class FusedLogprobs(torch.autograd.Function):
         by_entropy = grad_logprobs if grad_entropy is None else grad_entropy.contiguous()
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = None
-        for rows in _chunks(hidden.shape[0], ctx.chunk_tokens):
+        for rows in chunks(hidden.shape[0], ctx.chunk_tokens):
             grad = torch.mm(hidden[rows], weight.t()) if kept is None else kept
             if len(grad):
                 _grad_kernel[(len(grad),)](
@@ -147,9 +158,10 @@ class FusedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """At least one chunk, so that zero tokens still give a zero gradient."""
-    return [slice(i, min(i + chunk_tokens, num_tokens)) for i in range(0, max(num_tokens, 1), chunk_tokens)]
+def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype == torch.float32:
+        return torch.mm(hidden, weight.t())
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
 def chunk_tokens_for(weight: Tensor) -> int:

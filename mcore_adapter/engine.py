@@ -7,34 +7,58 @@ nor on how the minibatch was cut into microbatches, beyond summation order.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_adapter.batch import PackedBatch
-from mcore_adapter.checkpoint import load_checkpoint, save_checkpoint
+from allocation.strain import strain
+from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.checkpoint import copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.device import Device
 from mcore_adapter.families import HF_VALUE_HEAD
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf_config import ModelConfig, read_config
+from mcore_adapter.host_copy import HostCopy
 from mcore_adapter.microbatch import Microbatch, check_longest, plan_microbatches
-from mcore_adapter.model import build_model, lm_head_weight
-from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
+from mcore_adapter.model import FP8_ROWS, build_model, lm_head_weight
+from mcore_adapter.optimizer import TrainOptimizer, let_go, wrap_for_training
+from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
 from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.router import Balance, finish_update
 from mcore_adapter.safetensors_folder import SafetensorsFolder
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from mcore_adapter.shared_prompts import prompt_units
 from mcore_adapter.weights import init_from_scratch, iter_hf_weights, load_hf_weights, save_hf
 
+T = TypeVar("T")
+
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask") -> (loss, metrics), all of them sums over the trained tokens."""
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """`method` without holding its object: autograd's nodes hold the wrapper, out of sight of the garbage collector,
+    and would hold an engine that nobody uses any more, with all its process groups."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = held()
+        assert living is not None, "an engine that trains is in use"
+        living()
+
+    return call
+
+
+class _AnotherRankRanOut(Exception):
+    """This rank had memory for its gradients, another one had not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +78,9 @@ class MegatronEngine:
         self._parallel, self._device, self._settings = parallel, device, settings
         dtype = getattr(torch, settings.dtype)
         self.model_config: ModelConfig = read_config(settings.hf_path)
+        self._balance = Balance(
+            aux_loss_coeff=settings.moe_aux_loss_coeff, bias_update_rate=settings.moe_bias_update_rate
+        )
         self._model = build_model(
             self.model_config,
             parallel=parallel,
@@ -61,6 +88,8 @@ class MegatronEngine:
             dtype=dtype,
             is_critic=settings.is_critic,
             recompute=settings.recompute,
+            balance=self._balance,
+            fp8=settings.fp8,
         )
         if settings.init_from_scratch:
             init_from_scratch(self._model, parallel=parallel, seed=settings.seed)
@@ -73,16 +102,32 @@ class MegatronEngine:
         if optimizer is None:
             for chunk in self._model:
                 chunk.requires_grad_(False).eval()
+            overlap = False
         else:
-            ddp = wrap_for_training(self._model)
+            overlap = device.overlaps_communication and parallel.dp_cp_group.size() > 1
+            ddp = wrap_for_training(
+                self._model,
+                overlap=overlap,
+                grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+                before_reduction=_weakly(self._all_have_gradients),
+            )
             self._chunks = ddp
+            weakref.finalize(self, let_go, ddp).atexit = False
             self._optimizer = TrainOptimizer(ddp, optimizer, dtype)
+        self._host_copy = HostCopy()
+        layout = parallel.layout
+        self._ranks_meet_late = layout.tp == layout.pp == layout.cp == layout.ep == 1 and not overlap
+        self._agreed = False
         self._sequence_parallel: bool = self._model[0].config.sequence_parallel
         self._packing = PackingLayout(
             cp_size=parallel.layout.cp,
             cp_rank=parallel.cp_rank,
             sequence_parallel_size=parallel.layout.tp if self._sequence_parallel else 1,
-            share_prompts=device.shares_prompts and parallel.layout.cp == 1,
+            sequence_parallel_rank=parallel.tp_rank if self._sequence_parallel else 0,
+            row_multiple=FP8_ROWS if settings.fp8 else 1,
+            # Latent attention rotates inside: there is no place to give each shared row its own angle.
+            share_prompts=device.shares_prompts and parallel.layout.cp == 1 and self.model_config.mla is None,
+            routes=self.model_config.moe is not None,
         )
 
     @property
@@ -103,33 +148,42 @@ class MegatronEngine:
 
         The sums of `loss_fn` are divided by the number of loss_mask tokens of the batch. Returns, on every rank,
         "loss", the metrics of `loss_fn`, "grad_norm" (before clipping), "lr", "num_microbatches" and "update_skipped"
-        (1.0 when the gradient norm was not finite and nothing was changed).
+        (1.0 when the gradient norm was not finite and nothing was changed). Raises StepOutOfMemory.
         """
         if self._optimizer is None:
             raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
-        microbatches = self._pack(batch, self._plan(batch, max_tokens_per_mb)[self._parallel.dp_rank])
+        plan = self._plan(batch, max_tokens_per_mb)
         num_trained = max(1, int(batch.loss_mask.sum()))
         no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
 
         def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            strain("train", rank=self._parallel.rank, tokens=microbatch.token_ids.shape[1])
             result = self._head(microbatch, output, temperature, with_entropy)
             loss, metrics = loss_fn(result, microbatch.fields)
             return loss / num_trained, no_tokens, {"loss": loss.detach(), **metrics}
 
+        def gradients() -> tuple[list[Any], int]:
+            microbatches = self._pack(batch, plan[self._parallel.dp_rank])
+            return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
+
         self._optimizer.zero_grad()
-        sums = run_schedule(self._chunks, microbatches, postprocess, forward_only=False)
-        update = self._optimizer.step()
+        self._agreed = False
+        sums, num_microbatches = self._in_memory(gradients, batch, plan, max_tokens_per_mb, "training")
+        self._agreed = True
+        update = self._in_memory(self._optimizer.step, batch, plan, max_tokens_per_mb, "the update")
         return {
             **self._reduce_metrics(sums, num_trained),
+            **self._finish_routers(applied=update.applied),
             "grad_norm": update.grad_norm,
             "lr": update.lr,
-            "num_microbatches": float(len(microbatches)),
+            "num_microbatches": float(num_microbatches),
             "update_skipped": float(not update.applied),
         }
 
     def logprobs(self, batch: PackedBatch, *, max_tokens_per_mb: int, temperature: float = 1.0) -> Shard | None:
         """Log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result (tensor and
-        context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others."""
+        context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others. Raises
+        StepOutOfMemory."""
         if self._settings.is_critic:
             raise ValueError("this engine holds a critic: it has values, no log-probabilities")
         return self._infer(
@@ -144,10 +198,12 @@ class MegatronEngine:
 
     def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
+        self._settle()
         return iter_hf_weights(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes)
 
     def save_hf(self, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
         """Write a Hugging Face folder."""
+        self._settle()
         save_hf(self._model, path, parallel=self._parallel, tokenizer_from=tokenizer_from)
 
     def offload(self) -> None:
@@ -162,15 +218,38 @@ class MegatronEngine:
 
     def save(self, path: str | Path) -> None:
         """Write model, optimizer, schedule and random states to a new folder; any layout can load it."""
-        source = Path(self._settings.hf_path)
-        with self._optimizer.on_device() if self._optimizer else nullcontext():
-            save_checkpoint(path, self._model, self._optimizer, parallel=self._parallel, tokenizer_from=source)
+        self._settle()
+        save_checkpoint(path, self._model, self._optimizer, **self._save_options())
+
+    def begin_save(self, path: str | Path) -> None:
+        """As save(), but return when everything is copied to host memory, and write it in the background;
+        checkpoint_outcome.wait_for_outcome(path) waits for that, as whoever begins the next one must."""
+        self._settle()
+        copy_checkpoint(
+            path, self._model, self._optimizer, self._host_copy, **self._save_options()
+        ).write_in_background()
+
+    def _save_options(self) -> dict[str, Any]:
+        return {"parallel": self._parallel, "tokenizer_from": Path(self._settings.hf_path)}
 
     def load(self, path: str | Path) -> None:
         """Continue from a folder of save(). Random states come back where the layout is the one that saved them."""
+        self._settle()
         load_checkpoint(path, self._model, self._optimizer, parallel=self._parallel)
 
+    def _finish_routers(self, *, applied: bool) -> dict[str, float]:
+        moe, balance = self.model_config.moe, self._balance
+        if moe is None or not (balance.aux_loss_coeff or balance.bias_update_rate):
+            return {}
+        return finish_update(self._model, moe, balance, applied=applied, device=self._device.torch_device)
+
+    def _settle(self) -> None:
+        """Every weight of this rank is the current one."""
+        if self._optimizer is not None:
+            self._optimizer.settle()
+
     def _plan(self, batch: PackedBatch, max_tokens_per_mb: int) -> list[list[Microbatch]]:
+        _check_routed_experts(batch, self.model_config)
         lens = batch.seq_lens
         if int(lens.min()) < 1:
             raise ValueError(f"sequence {int(lens.argmin())} of the batch has no tokens")
@@ -204,6 +283,47 @@ class MegatronEngine:
     def _pack(self, batch: PackedBatch, plan: Sequence[Microbatch]) -> list[PackedMicrobatch]:
         return [pack_microbatch(batch, mb, self._packing, device=self._device.torch_device) for mb in plan]
 
+    def _in_memory(
+        self, call: Callable[[], T], batch: PackedBatch, plan: list[list[Microbatch]], max_tokens_per_mb: int, what: str
+    ) -> T:
+        """`call()`. Raises StepOutOfMemory where memory runs out in it: on all ranks where they have not `_agreed`."""
+        failure = ""
+        try:
+            return call()
+        except _AnotherRankRanOut:
+            failure = "memory ran out on another rank"
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
+            failure = str(e).strip().partition("\n")[0] or type(e).__name__
+        # Here the error is gone, and with it the frames that held on to the activations.
+        gc.collect()
+        self._device.empty_cache()
+        in_update = what == "the update"
+        repeatable = not in_update and (self._ranks_meet_late or self._parallel.world_size == 1)
+        if repeatable and not self._agreed:
+            self._agree(False)
+        padded = self._packing.padded_lens(batch.seq_lens)
+        largest = max(int(padded[microbatch].sum()) for rank in plan for microbatch in rank if microbatch)
+        raise StepOutOfMemory(
+            f"out of memory in {what} on rank {self._parallel.rank} ({failure})",
+            min(largest, max_tokens_per_mb), int(padded.max()), repeatable,
+        )  # fmt: skip
+
+    def _all_have_gradients(self) -> None:
+        """Before gradients are reduced. Raises _AnotherRankRanOut on all ranks unless every one has got here."""
+        if self._ranks_meet_late and not self._agree(True):
+            raise _AnotherRankRanOut
+
+    def _agree(self, well: bool) -> bool:
+        """Whether all is well on all ranks."""
+        self._agreed = True
+        if self._parallel.world_size == 1:
+            return well
+        ran_out = torch.tensor([0.0 if well else 1.0], device=self._device.torch_device)
+        dist.all_reduce(ran_out)
+        return not ran_out.item()
+
     def _head(
         self, microbatch: PackedMicrobatch, output: Tensor, temperature: float, with_entropy: bool
     ) -> ModelOutput:
@@ -223,9 +343,17 @@ class MegatronEngine:
     def _infer(
         self, batch: PackedBatch, max_tokens_per_mb: int, head: Callable[[PackedMicrobatch, Tensor], Tensor | None]
     ) -> Shard | None:
-        plan = self._plan(batch, max_tokens_per_mb)[self._parallel.dp_rank]
-        microbatches = self._pack(batch, plan)
-        results = run_schedule(self._model, microbatches, head, forward_only=True)
+        self._settle()
+        whole_plan = self._plan(batch, max_tokens_per_mb)
+        plan = whole_plan[self._parallel.dp_rank]
+
+        def run() -> tuple[list[PackedMicrobatch], list[Any]]:
+            microbatches = self._pack(batch, plan)
+            strain("logprobs", rank=self._parallel.rank, tokens=max(m.token_ids.shape[1] for m in microbatches))
+            return microbatches, run_schedule(self._model, microbatches, head, forward_only=True)
+
+        self._agreed = True  # no rank waits for another one before it has its results
+        microbatches, results = self._in_memory(run, batch, whole_plan, max_tokens_per_mb, "a pass without gradients")
         if not (self._parallel.is_last_stage and self._parallel.tp_rank == 0):
             return None
         own = [self._whole(mb, r) for mb, r, ids in zip(microbatches, results, plan, strict=True) if ids]
@@ -270,11 +398,33 @@ def _require_value_head(path: str) -> None:
             )
 
 
+def _check_routed_experts(batch: PackedBatch, config: ModelConfig) -> None:
+    experts = batch.fields.get(ROUTED_EXPERTS)
+    if experts is None:
+        return
+    if config.moe is None:
+        raise ValueError(f"{ROUTED_EXPERTS} is given, but a {config.model_type} model has no experts")
+    shape = (batch.num_tokens, config.num_layers, config.moe.top_k)
+    if tuple(experts.shape) != shape:
+        raise ValueError(f"{ROUTED_EXPERTS} has shape {tuple(experts.shape)}, expected [T, layers, k] = {shape}")
+    sparse = experts[:, torch.tensor(config.moe.sparse_layers)]
+    forced = sparse[(sparse >= 0).all(-1)]
+    if forced.numel() and int(forced.max()) >= config.moe.num_experts:
+        raise ValueError(f"{ROUTED_EXPERTS} names expert {int(forced.max())}; there are {config.moe.num_experts}")
+    if bool((forced.sort(-1).values.diff(dim=-1) == 0).any()):
+        raise ValueError(f"{ROUTED_EXPERTS} names an expert twice for the same token and layer")
+
+
 def _attention_cost(config: ModelConfig) -> float:
     """Cost of a token pair relative to that of a token: causal attention against the matrix products, in FLOPs."""
-    attention_width = config.num_heads * config.head_dim
-    per_layer = config.hidden_size * (
-        2 * attention_width + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
-    )
+    if config.mla is not None:
+        attention_width = config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim) // 2
+    else:
+        attention_width = config.num_heads * config.head_dim
+    kv_width = 0 if config.mla else config.num_kv_heads * config.head_dim
+    ffn_width = config.intermediate_size
+    if config.moe is not None:
+        ffn_width = config.moe.top_k * config.moe.intermediate_size + config.moe.shared_intermediate_size
+    per_layer = config.hidden_size * (2 * attention_width + 2 * kv_width + 3 * ffn_width)
     linear = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     return config.num_layers * attention_width / linear

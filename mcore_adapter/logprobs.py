@@ -73,7 +73,7 @@ class _LinearLogprobs(torch.autograd.Function):
         # One row each: log-sum-exp of this shard, its target logit (0 where another shard owns it), its entropy.
         stats = hidden.new_zeros((3 if with_entropy else 2, hidden.shape[0]), dtype=torch.float32)
         probs = None
-        for rows in _chunks(hidden.shape[0], chunk_tokens):
+        for rows in chunks(hidden.shape[0], chunk_tokens):
             logits = _logits(hidden[rows], weight, temperature)
             probs = logits.softmax(-1)
             top = logits.amax(-1)
@@ -112,7 +112,7 @@ class _LinearLogprobs(torch.autograd.Function):
             target_grad = target_grad * owned
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None
-        for rows in _chunks(hidden.shape[0], ctx.chunk_tokens):
+        for rows in chunks(hidden.shape[0], ctx.chunk_tokens):
             if probs is None or grad_entropy is not None:
                 logits = _logits(hidden[rows], weight, ctx.temperature)
                 probs = logits.softmax(-1)
@@ -149,7 +149,7 @@ def _accumulate(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
     return total.add_(torch.mm(grad.t(), hidden))
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
     """At least one chunk, so that zero tokens still give a zero gradient."""
     for start in range(0, max(num_tokens, 1), chunk_tokens):
         yield slice(start, min(start + chunk_tokens, num_tokens))

@@ -7,9 +7,11 @@ them; every parameter knows the dimension that tensor parallelism splits, as gra
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +19,24 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from allocation import ParallelLayout
+from mcore_adapter.conversions import Conversion, OfExpert
 from mcore_adapter.device import Device
-from mcore_adapter.families import EMBEDDING, OUTPUT, Conversion, canonical_name, layer_table, outer_table
+from mcore_adapter.families import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table
 from mcore_adapter.hf_config import Llama3RopeScaling, ModelConfig, ModelConfigError
+from mcore_adapter.megatron_config import Recompute, transformer_config
+from mcore_adapter.moe_config import MoEConfig
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.router import Balance, RoutedLayer, Router
 from mcore_adapter.shared_prompts import SharedPromptParams
 
-Recompute = Literal["none", "selective", "full"]
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": dict(recompute_granularity="selective"),
-    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-}
+FP8_ROWS = 16
+"""8-bit matrix products want every dimension, the number of tokens included, to be a multiple of this."""
 
 
 class LMHead(tensor_parallel.ColumnParallelLinear):
@@ -97,12 +101,16 @@ class ModelChunk(GPTModel):
         device: Device,
         is_critic: bool,
         stage: int,
+        balance: Balance,
     ) -> None:
         num_stages = parallel.layout.vpp
         vp_stage = stage if num_stages > 1 else None
+        spec = device.block_spec(megatron, vp_stage)
+        if model_config.moe is not None:
+            _install_router(spec, model_config.moe, balance, device.torch_device)
         super().__init__(
             megatron,
-            device.block_spec(megatron, vp_stage),
+            spec,
             model_config.vocab_size,
             model_config.max_position_embeddings,
             pre_process=parallel.is_first_stage and stage == 0,
@@ -112,8 +120,8 @@ class ModelChunk(GPTModel):
             rotary_base=model_config.rope_theta,
             vp_stage=vp_stage,
         )
-        self.model_config, self.is_critic = model_config, is_critic
-        if model_config.rope_scaling is not None:
+        self.model_config, self.is_critic, self.expert_rank = model_config, is_critic, parallel.ep_rank
+        if isinstance(model_config.rope_scaling, Llama3RopeScaling):
             inverse = self.rotary_pos_emb.inv_freq
             self.rotary_pos_emb.inv_freq = llama3_frequencies(inverse, model_config.rope_scaling)
         if self.post_process:
@@ -143,7 +151,9 @@ def build_model(
     dtype: torch.dtype,
     is_critic: bool = False,
     recompute: Recompute = "none",
+    fp8: bool = False,
     sequence_parallel: bool | None = None,
+    balance: Balance | None = None,
 ) -> list[ModelChunk]:
     """The chunks of this rank, one per virtual pipeline stage, not wrapped, weights not yet filled in.
 
@@ -152,74 +162,44 @@ def build_model(
     (the language model's caller gathers), or values [1, t, 1] fp32 of all tokens (critic). With sequence parallelism
     (default: where tp > 1) the number of tokens must be a multiple of tp. Call inside device.activate().
 
-    Raises ModelConfigError where the model cannot be cut by the layout.
+    Raises ModelConfigError where the model cannot be cut by the layout, or with `fp8` computed in that format.
     """
     layout = parallel.layout
-    _check_divisible(config, parallel)
+    check_layout(config, layout)
+    if fp8:
+        _check_fp8(config, parallel, device)
     megatron = transformer_config(
         config,
         parallel=parallel,
         device=device,
         dtype=dtype,
         recompute=recompute,
+        fp8=fp8,
         sequence_parallel=layout.tp > 1 if sequence_parallel is None else sequence_parallel,
     )
     chunks = [
-        ModelChunk(config, megatron, parallel=parallel, device=device, is_critic=is_critic, stage=stage)
+        ModelChunk(
+            config, megatron, parallel=parallel, device=device, is_critic=is_critic, stage=stage,
+            balance=balance or Balance(),
+        )
         for stage in range(layout.vpp)
-    ]
+    ]  # fmt: skip
     for param, conversion in named_conversions(chunks):
-        if conversion.tp_dim is not None and not getattr(param, "tensor_model_parallel", False):
+        if isinstance(conversion, OfExpert):
+            # Other replicas of an expert are other ranks than those of what is around it: reduced and counted apart.
+            cast(Any, param).allreduce = False
+            cast(Any, param).tensor_model_parallel = True
+        elif conversion.tp_dim is not None and not getattr(param, "tensor_model_parallel", False):
             tensor_parallel.set_tensor_model_parallel_attributes(param, True, conversion.tp_dim, 1)
     return chunks
 
 
-def transformer_config(
-    config: ModelConfig,
-    *,
-    parallel: ParallelState,
-    device: Device,
-    dtype: torch.dtype,
-    recompute: Recompute,
-    sequence_parallel: bool,
-) -> TransformerConfig:
-    """Megatron's own configuration of this model on this device."""
-    layout = parallel.layout
-    interleaved = layout.vpp > 1
-    return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=config.num_heads,
-        num_query_groups=config.num_kv_heads,
-        kv_channels=config.head_dim,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=config.qkv_bias,
-        qk_layernorm=config.qk_norm,
-        normalization="RMSNorm",
-        layernorm_epsilon=config.rms_norm_eps,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        perform_initialization=False,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
-        context_parallel_size=layout.cp,
-        sequence_parallel=sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        autocast_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, dense models included
-        calculate_per_token_loss=True,
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        **_RECOMPUTE[recompute],
-        **device.config_overrides(),
-    )
+def _install_router(spec: TransformerBlockSubmodules, moe: MoEConfig, balance: Balance, device: torch.device) -> None:
+    """Put our router into the layers of `spec` that have experts."""
+    for layer in spec.layer_specs or ():
+        if layer.submodules.mlp.module is MoELayer:
+            layer.module = RoutedLayer
+            layer.submodules.mlp.submodules.router = partial(Router, moe=moe, balance=balance, device=device)
 
 
 def llama3_frequencies(inverse: Tensor, scaling: Llama3RopeScaling) -> Tensor:
@@ -240,8 +220,8 @@ def lm_head_weight(chunk: ModelChunk) -> Tensor:
     return chunk.output_layer.weight
 
 
-def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[nn.Parameter, Conversion]]:
-    """Every parameter that this rank holds, with the Hugging Face tensors that it is made of.
+def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[Tensor, Conversion]]:
+    """Every parameter (and correction bias) that this rank holds, with the Hugging Face tensors that it is made of.
 
     A tied model's last stage holds a second copy of the embedding: it comes with the embedding's conversion.
     """
@@ -251,7 +231,12 @@ def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[nn.Paramet
     for chunk in chunks:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
         tables: dict[int, dict[str, Conversion]] = {}
-        for name, param in chunk.named_parameters():
+        first_expert = 0
+        if config.moe is not None:
+            held = config.moe.num_experts // chunk.config.expert_model_parallel_size
+            first_expert = held * chunk.expert_rank
+        biases = ((name, b) for name, b in chunk.named_buffers() if name.endswith("router.expert_bias"))
+        for name, param in itertools.chain(chunk.named_parameters(), biases):
             if not name.startswith("decoder.layers."):
                 yield param, outer[name]
                 continue
@@ -259,19 +244,43 @@ def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[nn.Paramet
             layer = offset + int(local)
             if layer not in tables:
                 tables[layer] = layer_table(config, layer)
-            yield param, tables[layer][canonical_name(rest)]
+            yield param, tables[layer][canonical_name(rest, first_expert)]
 
 
-def _check_divisible(config: ModelConfig, parallel: ParallelState) -> None:
-    layout = parallel.layout
-    stages = layout.pp * layout.vpp
-    rules = (
-        ("num_hidden_layers", config.num_layers, "pipeline stages (pp x vpp)", stages),
+def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
+    """Raises ModelConfigError where the model cannot be cut by the layout."""
+    stages, moe = layout.pp * layout.vpp, config.moe
+    if config.num_layers < stages:
+        raise ModelConfigError(
+            f"num_hidden_layers={config.num_layers} must be at least the pipeline stages (pp x vpp), {stages} "
+            f"(layout {layout})"
+        )
+    if moe is None and layout.ep > 1:
+        raise ModelConfigError(f"expert parallelism ep={layout.ep} needs a mixture-of-experts model; use ep=1")
+    rules = [
         ("num_attention_heads", config.num_heads, "tensor parallel size", layout.tp),
         ("num_key_value_heads", config.num_kv_heads, "tensor parallel size", layout.tp),
         ("intermediate_size", config.intermediate_size, "tensor parallel size", layout.tp),
         ("vocab_size", config.vocab_size, "tensor parallel size", layout.tp),
-    )
+    ]
+    if moe is not None:
+        rules.append(("num_experts", moe.num_experts, "expert parallel size", layout.ep))
+        rules.append(("width of the shared experts", moe.shared_intermediate_size, "tensor parallel size", layout.tp))
     for key, value, what, parts in rules:
         if value % parts:
             raise ModelConfigError(f"{key}={value} must be divisible by the {what}, {parts} (layout {layout})")
+
+
+def _check_fp8(config: ModelConfig, parallel: ParallelState, device: Device) -> None:
+    if not device.has_fp8:
+        raise ModelConfigError("fp8=true needs a GPU of compute capability 8.9 or more (H100, H200); write fp8=false")
+    tp = parallel.layout.tp
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads x head_dim / tp": config.num_heads * config.head_dim // tp,
+        "num_key_value_heads x head_dim / tp": config.num_kv_heads * config.head_dim // tp,
+        "intermediate_size / tp": config.intermediate_size // tp,
+    }
+    for name, value in sizes.items():
+        if value % FP8_ROWS:
+            raise ModelConfigError(f"fp8=true needs multiples of {FP8_ROWS}, {name} is {value} (tp={tp}); lower tp")

@@ -8,9 +8,9 @@ of trained tokens of the whole minibatch before the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +24,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from mcore_adapter.lr_schedule import learning_rate
+from mcore_adapter.optimizer_state import OptimizerState
 from mcore_adapter.settings import OptimizerSettings
-
-StateKey = tuple[int, int, str]
-"""Which optimizer, which of its parameters, which tensor of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +37,51 @@ class Update:
     applied: bool
 
 
-def wrap_for_training(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
-    """Put the gradients of each chunk into one fp32 buffer, reduced once a step."""
+def wrap_for_training(
+    chunks: list[GPTModel],
+    *,
+    overlap: bool = False,
+    grad_reduce_in_fp32: bool = True,
+    before_reduction: Callable[[], None] = lambda: None,
+) -> list[DistributedDataParallel]:
+    """Put the gradients of each chunk into one buffer, reduced over the data-parallel ranks once a step.
+
+    `overlap`: gradients are reduced bucket by bucket while the backward pass of the last microbatch goes on, and
+    updated weights gathered while the next forward pass does; see TrainOptimizer.settle(). The buffer is fp32, or
+    without `grad_reduce_in_fp32` in the model's format. `before_reduction` is called when all gradients of this rank
+    are there; without `overlap` that is before the ranks meet.
+    """
     config = chunks[0].config
     assert config.calculate_per_token_loss, "otherwise DDP would average where the engine counts on sums"
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    config.finalize_model_grads_func = _finalize_sums
-    return [DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)]
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
+    config.finalize_model_grads_func = partial(_finalize_sums, before_reduction)
+    ddp = [DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)]
+    if overlap:
+        config.no_sync_func = ddp[0].no_sync if len(ddp) == 1 else [chunk.no_sync for chunk in ddp]
+    return ddp
 
 
-def _finalize_sums(model: list[DistributedDataParallel], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+def let_go(chunks: list[DistributedDataParallel]) -> None:
+    """Nobody uses these any more: break the circle of wrapper, hook and autograd node, which the garbage collector does
+    not see, and which would hold model, buffers and process groups."""
+    for chunk in chunks:
+        chunk.grad_accs.clear()
+
+
+def _finalize_sums(
+    before_reduction: Callable[[], None],
+    model: list[DistributedDataParallel],
+    num_tokens: torch.Tensor | None,
+    **kwargs: Any,
+) -> None:
     """Reduce gradients without Megatron's own division by a token count: it would cost two collectives a step to learn
     what every rank knows beforehand."""
+    before_reduction()
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -59,8 +90,8 @@ class TrainOptimizer:
 
     def __init__(self, chunks: list[DistributedDataParallel], settings: OptimizerSettings, dtype: torch.dtype) -> None:
         self._chunks, self._settings = chunks, settings
-        self._host: dict[StateKey, torch.Tensor] = {}
         self._on_host = False
+        self._gathered = True
         self.num_updates = 0
         self._lr()  # an unknown schedule is an error before the first step
         self.megatron = get_megatron_optimizer(
@@ -79,6 +110,12 @@ class TrainOptimizer:
             ),
             chunks,
         )
+        inner = [optimizer.optimizer for optimizer in self.megatron.chained_optimizers]
+        self._state = OptimizerState(inner, chunks[0].buffers[0].grad_data.device)
+        if settings.offload:
+            for optimizer in inner:
+                optimizer.step = partial(self._state.step_in_pieces, optimizer, optimizer.step)
+            self._state.to_host()
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -91,6 +128,8 @@ class TrainOptimizer:
         lr = self._lr()
         for group in self.megatron.param_groups:
             group["lr"] = lr
+        if self._settings.offload:
+            self._state.masters_to_device()
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):
@@ -99,51 +138,36 @@ class TrainOptimizer:
             for optimizer in self.megatron.chained_optimizers:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._settings.gradient_clipping, grad_norm)
         self.megatron.step_with_ready_grads()
+        self._gathered = not self._chunks[0].ddp_config.overlap_param_gather
         self.num_updates += 1
+        if self._settings.offload:
+            self._state.to_host()
         return Update(grad_norm=grad_norm, lr=lr, applied=True)
+
+    def settle(self) -> None:
+        """Gather updated weights that the next forward pass of a training step would: before anything else reads them.
+        Collective."""
+        if not self._gathered:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._gathered = True
 
     def offload(self) -> None:
         """Move masters and moments to the host and drop the gradients: nothing but the weights stays on the device."""
         for chunk in self._chunks:
             chunk.offload_grad_buffers(empty_cache=False)
         if not self._on_host:
-            self._host = {key: _to_host(t, self._host.get(key)) for key, t in self._state_tensors()}
-            self._move(self._host)
+            self._state.to_host()
             self._on_host = True
 
     def reload(self) -> None:
         """The inverse of offload(); gradients are zero."""
         if self._on_host:
-            device = self._chunks[0].buffers[0].grad_data.device
-            self._move({key: t.to(device, non_blocking=True) for key, t in self._host.items()})
+            if not self._settings.offload:
+                self._state.to_device()
             self._on_host = False
             for chunk in self._chunks:
                 chunk.restore_grad_buffers()
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """With everything on the device inside, and where it was afterwards."""
-        was_on_host = self._on_host
-        self.reload()
-        yield
-        if was_on_host:
-            self.offload()
-
-    def _state_tensors(self) -> Iterator[tuple[StateKey, torch.Tensor]]:
-        """Everything that the optimizers hold per parameter: masters (under ""), moments."""
-        for i, optimizer in enumerate(self.megatron.chained_optimizers):
-            for j, param in enumerate(p for group in optimizer.optimizer.param_groups for p in group["params"]):
-                yield (i, j, ""), param.data
-                for name, value in optimizer.optimizer.state.get(param, {}).items():
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        yield (i, j, name), value
-
-    def _move(self, tensors: Mapping[StateKey, torch.Tensor]) -> None:
-        for i, optimizer in enumerate(self.megatron.chained_optimizers):
-            for j, param in enumerate(p for group in optimizer.optimizer.param_groups for p in group["params"]):
-                param.data = tensors[i, j, ""]
-                state = optimizer.optimizer.state.get(param, {})
-                state.update({name: tensors[i, j, name] for name in state if (i, j, name) in tensors})
 
     def _lr(self) -> float:
         s = self._settings
@@ -155,10 +179,3 @@ class TrainOptimizer:
             warmup_steps_proportion=s.warmup_steps_proportion,
             total_steps=s.total_steps,
         )
-
-
-def _to_host(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
-    """A copy in page-locked memory, which the device reads and writes at full speed; `buffer` is used again."""
-    if buffer is None or buffer.shape != tensor.shape:
-        buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return buffer.copy_(tensor)

@@ -2,20 +2,22 @@
 
 Invariant: every token of the microbatch belongs to exactly one context-parallel rank, the one that holds its
 predecessor and so computes its log-probability. Padding appears only where sequence parallelism (the total, a multiple
-of tp) or context parallelism (each sequence, a multiple of 2 cp) demands it, always after the tokens it could disturb.
+of tp), context parallelism (each sequence, a multiple of 2 cp) or 8-bit formats (each rank's share, a multiple of 16)
+demand it, always after the tokens it could disturb.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mcore_adapter.batch import PackedBatch
+from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.router import RoutingInputs
 from mcore_adapter.shared_prompts import SharedPromptParams, share_prompts
 
 
@@ -27,8 +29,13 @@ class PackingLayout:
     cp_rank: int = 0
     sequence_parallel_size: int = 1
     """Ranks that share a packed sequence: tp with sequence parallelism, else 1."""
+    sequence_parallel_rank: int = 0
+    row_multiple: int = 1
+    """What the number of positions of each rank must be a multiple of."""
     share_prompts: bool = False
     """Run a prompt once for all its completions; not possible with context parallelism, which cuts sequences up."""
+    routes: bool = False
+    """The model has routers: the packing carries their RoutingInputs as its `routing`."""
 
     def __post_init__(self) -> None:
         assert not (self.share_prompts and self.cp_size > 1), "the engine decides"
@@ -36,6 +43,10 @@ class PackingLayout:
     @property
     def sequence_multiple(self) -> int:
         return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        return self.sequence_multiple * self.sequence_parallel_size * self.row_multiple
 
     def padded_lens(self, lens: Tensor) -> Tensor:
         """[N] -> [N], tokens that each sequence takes up when packed (over all context-parallel ranks)."""
@@ -64,7 +75,12 @@ def pack_microbatch(
     """The microbatch of `sequences` of `batch`, in this order; none of them makes a zero-weight filler of one token."""
     own = batch.select(sequences) if len(sequences) else _filler(batch)
     rows = _shared_rows(own, layout, device) if layout.share_prompts else _rows(own, layout, device)
-    fields = {**own.fields, "loss_mask": own.loss_mask}
+    if layout.routes:
+        forced = own.fields.get(ROUTED_EXPERTS) if len(sequences) else None
+        batch_tokens = max(1, batch.num_tokens - batch.num_sequences)
+        cast(Any, rows.params).routing = _routing_inputs(own, rows, layout, forced, batch_tokens, device)
+    fields = {name: value for name, value in own.fields.items() if name != ROUTED_EXPERTS}
+    fields["loss_mask"] = own.loss_mask
     if rows.token_index is not None:
         fields = {name: value[rows.token_index] for name, value in fields.items()}
     trained = fields["loss_mask"].nonzero().squeeze(1)
@@ -90,6 +106,7 @@ class _Rows:
     positions: Tensor  # [s]
     predictor: Tensor  # [t] packed position that predicts each token of the loss
     token_index: Tensor | None  # see PackedMicrobatch
+    row_of_token: Tensor  # [number of the microbatch's tokens] packed position of each; -1: not here
     params: PackedSeqParams
 
 
@@ -97,7 +114,7 @@ def _rows(own: PackedBatch, layout: PackingLayout, device: torch.device) -> _Row
     """One position for each token."""
     lens = own.seq_lens
     padded = layout.padded_lens(lens)
-    tail = -int(padded.sum()) % (layout.sequence_multiple * layout.sequence_parallel_size)
+    tail = -int(padded.sum()) % layout.total_multiple
     if tail:  # a sequence of its own, so that no real one attends to it
         padded = torch.cat((padded, padded.new_tensor([tail])))
     starts = padded.cumsum(0) - padded
@@ -114,11 +131,13 @@ def _rows(own: PackedBatch, layout: PackingLayout, device: torch.device) -> _Row
         tokens, positions = tokens[local], positions[local]
         token_index = (place_in_local[predictor] >= 0).nonzero().squeeze(1)
         predictor = place_in_local[predictor[token_index]]
+        token_place = place_in_local[token_place]
     return _Rows(
         tokens=tokens,
         positions=positions,
         predictor=predictor,
         token_index=token_index,
+        row_of_token=token_place,
         params=PackedSeqParams(**_thd(padded, device)),
     )
 
@@ -127,7 +146,7 @@ def _shared_rows(own: PackedBatch, layout: PackingLayout, device: torch.device) 
     """One position for each token that predicts another, the tokens of a prompt once for all its completions."""
     shared = share_prompts(own)
     tokens, positions, lens, source, first = shared.tokens, shared.positions, shared.lens, shared.source, shared.first
-    tail = -len(tokens) % layout.sequence_parallel_size
+    tail = -len(tokens) % layout.total_multiple
     if tail:  # a sequence of its own, so that no real one attends to it
         padding = torch.arange(tail)
         source, first = torch.cat((source, padding + len(tokens))), torch.cat((first, padding + len(source)))
@@ -146,7 +165,36 @@ def _shared_rows(own: PackedBatch, layout: PackingLayout, device: torch.device) 
             first=first.to(device),
             copies=is_copy.nonzero().squeeze(1).to(device),
         )
-    return _Rows(tokens=tokens, positions=positions, predictor=shared.predictor, token_index=None, params=params)
+    return _Rows(
+        tokens=tokens,
+        positions=positions,
+        predictor=shared.predictor,
+        token_index=None,
+        row_of_token=shared.row_of_token,
+        params=params,
+    )
+
+
+def _routing_inputs(
+    own: PackedBatch, rows: _Rows, layout: PackingLayout, forced: Tensor | None, batch_tokens: int, device: torch.device
+) -> RoutingInputs:
+    """Of the rows that this rank's routers see: with sequence parallelism a share of the packing."""
+    share = len(rows.tokens) // layout.sequence_parallel_size
+    row = rows.row_of_token - layout.sequence_parallel_rank * share
+    here = (row >= 0) & (row < share) & (rows.row_of_token >= 0)
+    experts = None
+    if forced is not None:
+        experts = forced.new_full((share, *forced.shape[1:]), -1)
+        experts[row[here]] = forced[here]
+        experts = experts.to(device)
+    here[own.cu_seqlens[1:] - 1] = False
+    return RoutingInputs(
+        rows=row[here].to(device),
+        sequences=torch.arange(own.num_sequences).repeat_interleave(own.seq_lens)[here].to(device),
+        lens=(own.seq_lens - 1).float().to(device),
+        batch_tokens=batch_tokens,
+        experts=experts,
+    )
 
 
 def _filler(batch: PackedBatch) -> PackedBatch:

@@ -1,7 +1,8 @@
 """Process groups of one trainer rank, as one typed object.
 
-Invariant: ranks are ordered tp, cp, dp, pp (tensor parallel fastest), the order in which allocation lays them out, and
-a ParallelState that exists describes the process's one set of Megatron groups.
+Invariant: ranks are ordered tp, cp, dp, pp (tensor parallel fastest), the order in which allocation lays them out; the
+ranks of a stage hold the experts of expert-parallel ranks 0, 1, ..., 0, 1, ...; a ParallelState that exists describes
+the process's one set of Megatron groups.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class ParallelState:
     tp_rank: int
     pp_rank: int
     cp_rank: int
+    ep_rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
@@ -46,7 +48,14 @@ class ParallelState:
 
     def rank_at(self, *, tp: int, pp: int) -> int:
         """Global rank of (tp, pp) with cp and dp 0: the first of those that hold these parameters."""
-        return tp + self.layout.tp * self.layout.cp * self.layout.dp * pp
+        return tp + self._stage_start(pp)
+
+    def rank_of_experts(self, *, ep: int, pp: int) -> int:
+        """Global rank of the first of those that hold the experts of expert-parallel rank `ep` in stage `pp`."""
+        return ep + self._stage_start(pp)
+
+    def _stage_start(self, pp: int) -> int:
+        return self.layout.tp * self.layout.cp * self.layout.dp * pp
 
 
 def initialize_parallel(
@@ -62,13 +71,13 @@ def initialize_parallel(
     """Join the world of `world_size` ranks at `init_method` and build Megatron's groups; collective.
 
     A collective that waits longer than timeout_seconds fails on the ranks that wait. Raises ValueError where the layout
-    does not fit the world size or asks for what dense models do not have.
+    does not fit the world size or splits single experts.
     """
     if layout.world_size != world_size:
         raise ValueError(f"layout {layout} needs {layout.world_size} ranks; world_size={world_size}")
-    if layout.ep != 1:
+    if layout.etp != 1:
         raise ValueError(
-            f"layout {layout}: expert parallelism ep={layout.ep} needs a mixture-of-experts model; use ep=1"
+            f"layout {layout}: m{layout.etp} of ffn, tensor parallelism inside an expert, is not supported; use m1"
         )
     device.setup()
     with device.activate():
@@ -84,6 +93,8 @@ def initialize_parallel(
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=timeout_seconds / 60,
         )
         torch.manual_seed(seed)
@@ -96,6 +107,7 @@ def initialize_parallel(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),

@@ -7,21 +7,24 @@ complete or not there.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_SLAB_ELEMENTS = 4 << 20  # converted and written at a time
 _TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -69,10 +72,13 @@ class SafetensorsFolder:
         """Where `name` should be: its file, or the folder where nothing lists it."""
         return self._file_of.get(name, self.folder)
 
-    def dtype(self) -> torch.dtype:
-        """The one dtype of all tensors. Raises WeightsError, with an example of each, where there are several."""
+    def dtype(self, *, without: str) -> torch.dtype:
+        """The one dtype of all tensors, those whose name ends in `without` left out. Raises WeightsError, with an
+        example of each, where there are several."""
         found: dict[str, str] = {}
         for name in self._file_of:
+            if name.endswith(without):
+                continue
             found.setdefault(self._slice(name).get_dtype(), name)
         if len(found) != 1 or next(iter(found)) not in _DTYPES:
             listed = ", ".join(f"{dtype} ({self.file_of(name).name}: {name})" for dtype, name in found.items())
@@ -88,6 +94,8 @@ class SafetensorsFolder:
         """Rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the file."""
         part = self._slice(name)
         try:
+            if (start, stop) == (0, part.get_shape()[dim]):
+                return self._open(self._file_of[name]).get_tensor(name)  # mapped, not copied
             return part[start:stop] if dim == 0 else part[:, start:stop]
         except SafetensorError as error:
             raise WeightsError(f"{self.file_of(name)}: cannot read {name}: {error}") from None
@@ -139,38 +147,87 @@ def replacing_folder(target: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-class ShardWriter:
-    """Writes tensors, in the order given, into files of at most max_shard_bytes; several get an index."""
+@dataclass(frozen=True)
+class TensorSpec:
+    """Format and shape of a tensor that will be written."""
 
-    def __init__(self, folder: Path, nbytes: Mapping[str, int], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """nbytes: size of every tensor that will come, in that order: the names of the files depend on their number."""
-        self._folder, self._pending = folder, dict[str, Tensor]()
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class ShardWriter:
+    """Writes tensors, in any order and each at once, into files of at most max_shard_bytes; several get an index.
+
+    It keeps none of them: a header says where each will lie before the first one comes.
+    """
+
+    def __init__(
+        self, folder: Path, specs: Mapping[str, TensorSpec], *, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        """specs: every tensor that will come, in the order in which files are filled."""
+        self._folder, self._specs = folder, specs
         self._shards: list[list[str]] = [[]]
         filled = 0
-        for name, size in nbytes.items():
-            if self._shards[-1] and filled + size > max_shard_bytes:
+        for name, spec in specs.items():
+            if self._shards[-1] and filled + spec.nbytes > max_shard_bytes:
                 self._shards.append([])
                 filled = 0
             self._shards[-1].append(name)
-            filled += size
-        self._total, self._done = sum(nbytes.values()), 0
+            filled += spec.nbytes
+        self._files: list[IO[bytes]] = []
+        self._place: dict[str, tuple[IO[bytes], int]] = {}
+        for shard in range(len(self._shards)):
+            self._open(shard)
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        self._pending.update(tensors)
-        while self._done < len(self._shards) and all(name in self._pending for name in self._shards[self._done]):
-            shard = {name: self._pending.pop(name) for name in self._shards[self._done]}
-            save_file(shard, self._folder / self._file_name(self._done), metadata={"format": "pt"})
-            self._done += 1
+    def _open(self, shard: int) -> None:
+        # Wide formats first: every tensor lies at a multiple of its element's size.
+        names = sorted(self._shards[shard], key=lambda name: -self._specs[name].dtype.itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            spec = self._specs[name]
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [offset, offset + spec.nbytes],
+            }
+            offset += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = open(self._folder / self._file_name(shard), "wb")  # noqa: SIM115  closed by finish() or close()
+        self._files.append(file)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            self._place[name] = file, 8 + len(text) + header[name]["data_offsets"][0]
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, converted to the format announced for it."""
+        spec = self._specs[name]
+        assert tuple(tensor.shape) == spec.shape, f"{name} is {tuple(tensor.shape)}, announced as {spec.shape}"
+        file, offset = self._place.pop(name)
+        file.seek(offset)
+        flat = tensor.contiguous().view(-1)
+        for part in flat.split(_SLAB_ELEMENTS):
+            file.write(memoryview(part.to(spec.dtype).view(torch.uint8).numpy()))
 
     def finish(self) -> None:
-        assert self._done == len(self._shards) and not self._pending, "every announced tensor comes exactly once"
+        assert not self._place, f"never written: {sorted(self._place)[:3]}"
+        self.close()
         if len(self._shards) == 1:
             return
         index = {
-            "metadata": {"total_size": self._total},
+            "metadata": {"total_size": sum(spec.nbytes for spec in self._specs.values())},
             "weight_map": {name: self._file_name(i) for i, shard in enumerate(self._shards) for name in shard},
         }
         (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
     def _file_name(self, shard: int) -> str:
         if len(self._shards) == 1:

@@ -20,7 +20,15 @@ class EngineSettings:
     """A critic whose folder holds a language model: everything but the value head is loaded from it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
+    fp8: bool = False
+    """The layers' matrix products in 8-bit floating point, on devices that have it."""
+    grad_reduce_in_fp32: bool = True
+    """False: gradients are added up and reduced over the ranks in `dtype`."""
     seed: int = 1
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the loss that balances experts; see router.Balance."""
+    moe_bias_update_rate: float = 0.0
+    """Step of the correction biases that balance experts without a loss; see router.Balance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +48,5 @@ class OptimizerSettings:
     beta2: float = 0.95
     eps: float = 1e-5
     gradient_clipping: float = 1.0
+    offload: bool = False
+    """Masters and moments live on the host and visit the device for the update."""

@@ -78,6 +78,7 @@ class SharedRows:
     source: Tensor  # [e] int64, see SharedPromptParams
     first: Tensor  # [s] int64
     predictor: Tensor  # [t] int64: the packed row that predicts each token (of a first token: its own row)
+    row_of_token: Tensor  # [t] int64: the packed row of each token, -1 for a last one, which has none
 
 
 def share_prompts(batch: PackedBatch) -> SharedRows:
@@ -90,7 +91,8 @@ def share_prompts(batch: PackedBatch) -> SharedRows:
 
     whole_starts = input_lens.cumsum(0) - input_lens  # in the whole sequences' rows
     positions = torch.arange(int(input_lens.sum())) - whole_starts.repeat_interleave(input_lens)
-    tokens = batch.token_ids[starts.repeat_interleave(input_lens) + positions]
+    token = starts.repeat_interleave(input_lens) + positions
+    tokens = batch.token_ids[token]
     borrowed_lens = torch.where(owner == torch.arange(len(owner)), 0, prompt_lens)
     is_first = positions >= borrowed_lens.repeat_interleave(input_lens)
     row = is_first.cumsum(0) - 1
@@ -100,6 +102,8 @@ def share_prompts(batch: PackedBatch) -> SharedRows:
     place = torch.arange(batch.num_tokens) - starts.repeat_interleave(lens)
     predictor = source[whole_starts.repeat_interleave(lens) + (place - 1).clamp(min=0)]
     first = is_first.nonzero().squeeze(1)
+    row_of_token = source.new_full((batch.num_tokens,), -1)
+    row_of_token[token] = source
     return SharedRows(
         tokens=tokens[first],
         positions=positions[first],
@@ -107,6 +111,7 @@ def share_prompts(batch: PackedBatch) -> SharedRows:
         source=source,
         first=first,
         predictor=predictor,
+        row_of_token=row_of_token,
     )
 
 

@@ -18,25 +18,26 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from mcore_adapter.conversions import Conversion, OfExpert, Piece
 from mcore_adapter.families import (
+    CORRECTION_BIAS,
     EMBEDDING,
     HF_VALUE_HEAD,
-    Conversion,
-    Piece,
     hf_shapes,
     layer_table,
     outer_table,
 )
 from mcore_adapter.hf_config import SUPPORTED, ModelConfig
+from mcore_adapter.megatron_config import layers_of_chunks
 from mcore_adapter.model import ModelChunk, named_conversions
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.safetensors_folder import (
     SafetensorsFolder,
     ShardWriter,
+    TensorSpec,
     WeightsError,
     copy_tokenizer,
     replacing_folder,
@@ -59,7 +60,9 @@ def load_hf_weights(chunks: Sequence[nn.Module], path: str | Path, *, parallel: 
     shapes = _shapes(models)
     with SafetensorsFolder(path) as folder:
         fresh_head = models[0].is_critic and HF_VALUE_HEAD not in folder.names
-        _check_names(folder, models[0], without=HF_VALUE_HEAD if fresh_head else None)
+        check_names(
+            folder, models[0].model_config, is_critic=models[0].is_critic, without=HF_VALUE_HEAD if fresh_head else None
+        )
 
         def source(conversion: Conversion) -> Reader:
             if fresh_head and HF_VALUE_HEAD in conversion.names:
@@ -101,12 +104,15 @@ def iter_hf_weights(
     held = {conversion: param for param, conversion in named_conversions(models)}
     dtype = models[0].config.params_dtype
     device = next(models[0].parameters()).device
+    moe = models[0].model_config.moe
+    num_experts = moe.num_experts if moe else 0
     for bucket in _buckets(_owners(models[0], parallel), shapes, bucket_bytes // dtype.itemsize):
+        held_by = [(item.conversion, item.holders(parallel, num_experts)) for item in bucket]
         if parallel.rank == 0:
-            yield _receive(bucket, shapes, held, parallel, dtype=dtype, device=device)
+            like = torch.empty(0, dtype=torch.float32 if bucket[0].is_float32 else dtype, device=device)
+            yield _receive(held_by, shapes, held, parallel.layout.tp, like=like)
         else:
-            if parallel.dp_rank == 0 and parallel.cp_rank == 0:
-                _send(bucket, held, parallel)
+            _send(held_by, held, parallel.rank)
             yield {}
 
 
@@ -154,17 +160,23 @@ def _shapes(models: Sequence[ModelChunk]) -> dict[str, tuple[int, ...]]:
     return hf_shapes(models[0].model_config, is_critic=models[0].is_critic)
 
 
-def _check_names(folder: SafetensorsFolder, model: ModelChunk, *, without: str | None) -> None:
-    """The folder holds the tensors of this model, and no others that would have to mean something."""
-    expected = set(hf_shapes(model.model_config, is_critic=model.is_critic)) - {without}
+def check_names(folder: SafetensorsFolder, config: ModelConfig, *, is_critic: bool, without: str | None) -> None:
+    """Raises WeightsError unless the folder holds the tensors of this model (but `without`), and no others that would
+    have to mean something."""
+    expected = set(hf_shapes(config, is_critic=is_critic)) - {without}
     missing = sorted(expected - folder.names)
     if missing:
         raise WeightsError(f"{folder.folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    ignored = {"lm_head.weight"} if model.is_critic or model.model_config.tied else set()
-    unknown = sorted(n for n in folder.names - expected - ignored if not n.endswith("rotary_emb.inv_freq"))
+    ignored = {"lm_head.weight"} if is_critic or config.tied else set()
+    # Layers behind the last one predict further tokens: other programs sample faster with them, none trains them.
+    extra = f"model.layers.{config.num_layers}."
+    unknown = sorted(
+        n for n in folder.names - expected - ignored
+        if not n.endswith("rotary_emb.inv_freq") and not (config.model_type == "deepseek_v3" and n.startswith(extra))
+    )  # fmt: skip
     if unknown:
         raise WeightsError(
-            f"{folder.file_of(unknown[0])}: {unknown[0]} has no place in a {model.model_config.model_type} model "
+            f"{folder.file_of(unknown[0])}: {unknown[0]} has no place in a {config.model_type} model "
             f"({len(unknown)} unknown tensors)"
         )
 
@@ -215,7 +227,7 @@ def _scratch_reader(config: ModelConfig, shapes: Shapes, conversion: Conversion,
 def _scratch_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape)
-    if name.endswith("bias"):
+    if name.endswith("bias"):  # also a correction bias
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -234,17 +246,28 @@ class _Owned:
     conversion: Conversion
     stage: int
 
+    @property
+    def is_float32(self) -> bool:
+        """Whatever the dtype of the model."""
+        return self.conversion.names[0].endswith(CORRECTION_BIAS)
+
+    def holders(self, parallel: ParallelState, num_experts: int) -> list[int]:
+        """Global ranks whose shards, in this order, make up the parameter."""
+        if isinstance(self.conversion, OfExpert):
+            ep = self.conversion.expert // (num_experts // parallel.layout.ep)
+            return [parallel.rank_of_experts(ep=ep, pp=self.stage)]
+        ranks = range(parallel.layout.tp) if self.conversion.tp_dim is not None else range(1)
+        return [parallel.rank_at(tp=rank, pp=self.stage) for rank in ranks]
+
 
 def _owners(model: ModelChunk, parallel: ParallelState) -> Iterator[_Owned]:
     """Every parameter of the whole model once, in the order of the network; the same on every rank."""
     config, layout = model.model_config, parallel.layout
-    per_chunk = config.num_layers // (layout.pp * layout.vpp)
-    stage_of_layer = {}
-    for stage in range(layout.pp):
-        for chunk in range(layout.vpp):
-            vp_stage = chunk if layout.vpp > 1 else None
-            first = get_transformer_layer_offset(model.config, vp_stage=vp_stage, pp_rank=stage)
-            stage_of_layer.update(dict.fromkeys(range(first, first + per_chunk), stage))
+    stage_of_layer = {
+        layer: chunk % layout.pp
+        for chunk, layers in enumerate(layers_of_chunks(config.num_layers, layout))
+        for layer in layers
+    }
     outer = outer_table(config, is_critic=model.is_critic)
     yield _Owned(outer.pop(EMBEDDING), 0)
     for layer in range(config.num_layers):
@@ -259,7 +282,7 @@ def _buckets(owned: Iterable[_Owned], shapes: Shapes, max_elements: int) -> Iter
     filled = 0
     for item in owned:
         size = sum(_numel(shapes[name]) for name in item.conversion.names)
-        if bucket and filled + size > max_elements:
+        if bucket and (filled + size > max_elements or item.is_float32 != bucket[0].is_float32):
             yield bucket
             bucket, filled = [], 0
         bucket.append(item)
@@ -271,51 +294,39 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _send(bucket: Sequence[_Owned], held: Mapping[Conversion, Tensor], parallel: ParallelState) -> None:
+def _send(held_by: Sequence[tuple[Conversion, list[int]]], held: Mapping[Conversion, Tensor], rank: int) -> None:
     """This rank's shards of the bucket, flat and end to end, to global rank 0."""
-    mine = [
-        held[item.conversion].detach().flatten()
-        for item in bucket
-        if item.stage == parallel.pp_rank and (item.conversion.tp_dim is not None or parallel.tp_rank == 0)
-    ]
+    mine = [held[conversion].detach().flatten() for conversion, holders in held_by if rank in holders]
     if mine:
         _wait([dist.P2POp(dist.isend, torch.cat(mine), 0)])
 
 
 def _receive(
-    bucket: Sequence[_Owned],
+    held_by: Sequence[tuple[Conversion, list[int]]],
     shapes: Shapes,
     held: Mapping[Conversion, Tensor],
-    parallel: ParallelState,
+    tp: int,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
 ) -> dict[str, Tensor]:
-    """On global rank 0: full tensors from the shards of all stages and tensor-parallel ranks."""
-    tp = parallel.layout.tp
-    shards: dict[tuple[int, int], list[tuple[Conversion, tuple[int, ...]]]] = {}
-    for item in bucket:
-        ranks = range(tp) if item.conversion.tp_dim is not None else range(1)
-        for rank in ranks:
-            shape = _local_shape(item.conversion, shapes, rank, tp)
-            shards.setdefault((item.stage, rank), []).append((item.conversion, shape))
-    flat = {
-        at: torch.empty(sum(_numel(shape) for _, shape in of), dtype=dtype, device=device)
-        for at, of in shards.items()
-        if at != (0, 0)
-    }
-    _wait([dist.P2POp(dist.irecv, x, parallel.rank_at(pp=stage, tp=rank)) for (stage, rank), x in flat.items()])
-    names = [name for item in bucket for name in item.conversion.names]
-    full = {name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names}
-    for (stage, rank), of in shards.items():
-        if (stage, rank) == (0, 0):
-            local = [held[conversion].detach() for conversion, _ in of]
+    """On global rank 0: full tensors, of the dtype and device of `like`, from the shards of all that hold some."""
+    shards: dict[int, list[tuple[Conversion, int, tuple[int, ...]]]] = {}
+    for conversion, holders in held_by:
+        for index, rank in enumerate(holders):
+            shape = _local_shape(conversion, shapes, index, tp)
+            shards.setdefault(rank, []).append((conversion, index, shape))
+    flat = {rank: like.new_empty(sum(_numel(shape) for _, _, shape in of)) for rank, of in shards.items() if rank != 0}
+    _wait([dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in flat.items()])
+    full = {name: like.new_empty(shapes[name]) for conversion, _ in held_by for name in conversion.names}
+    for rank, of in shards.items():
+        if rank == 0:
+            local = [held[conversion].detach() for conversion, _, _ in of]
         else:
-            flats = flat[stage, rank].split([_numel(shape) for _, shape in of])
-            local = [x.view(shape) for x, (_, shape) in zip(flats, of, strict=True)]
-        for shard, (conversion, _) in zip(local, of, strict=True):
+            flats = flat[rank].split([_numel(shape) for _, _, shape in of])
+            local = [x.view(shape) for x, (_, _, shape) in zip(flats, of, strict=True)]
+        for shard, (conversion, index, _) in zip(local, of, strict=True):
             dim = conversion.tp_dim or 0
-            for piece, part in _parts(shard, conversion, shapes, rank, tp):
+            for piece, part in _parts(shard, conversion, shapes, index, tp):
                 full[piece.name].narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
     return full
 
@@ -343,14 +354,31 @@ def _write(
     dtype = model.config.params_dtype
     shapes = hf_shapes(model.model_config, is_critic=model.is_critic)
     with replacing_folder(path) as folder:
-        config = hf_config_json(model.model_config, dtype=dtype, is_critic=model.is_critic)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_config(folder, model.model_config, dtype=dtype, is_critic=model.is_critic)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, folder)
-        writer = ShardWriter(folder, {name: _numel(shape) * dtype.itemsize for name, shape in shapes.items()})
-        for bucket in buckets:
-            writer.add({name: tensor.cpu() for name, tensor in bucket.items()})
-        writer.finish()
+        writer = ShardWriter(folder, tensor_specs(shapes, dtype))
+        try:
+            for bucket in buckets:
+                for name, tensor in bucket.items():
+                    writer.add(name, tensor.cpu())
+            writer.finish()
+        finally:
+            writer.close()
+
+
+def tensor_specs(shapes: Shapes, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """What is written of each tensor of a model of this dtype."""
+    return {
+        name: TensorSpec(torch.float32 if name.endswith(CORRECTION_BIAS) else dtype, shape)
+        for name, shape in shapes.items()
+    }
+
+
+def write_config(folder: Path, config: ModelConfig, *, dtype: torch.dtype, is_critic: bool) -> None:
+    """The config.json of weights of this dtype."""
+    content = hf_config_json(config, dtype=dtype, is_critic=is_critic)
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def hf_config_json(config: ModelConfig, *, dtype: torch.dtype, is_critic: bool) -> dict[str, object]:

@@ -17,12 +17,13 @@ b_i + ... + b_d. Then the tickets due at i fit into step i, and as the oldest ar
   tickets of earliest deadline satisfy the condition once they are finished, and running ones finish.
 Nothing is dropped and nothing jumps the queue for being short: a slow prompt is waited for, within its slack.
 over_age="mask" waits for no particular ticket: tokens sampled before version i - S are masked out in take(i).
+in_order: step i gets exactly the prompts that nominally belong to it, whoever finished first. Its tickets were started
+at i - S or later, by the rule of admission, so the bound holds; and every run has the same batches.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -77,7 +78,9 @@ class StepSchedule:
 class StalenessBuffer:
     """Tickets from start to consumption. One Condition: put(), restart() and fail() wake the one take() that waits."""
 
-    def __init__(self, schedule: StepSchedule, *, max_staleness: int, over_age: OverAge = "wait") -> None:
+    def __init__(
+        self, schedule: StepSchedule, *, max_staleness: int, over_age: OverAge = "wait", in_order: bool = False
+    ) -> None:
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness} must be 0 (synchronous) or more")
         if over_age not in ("wait", "mask"):
@@ -85,11 +88,14 @@ class StalenessBuffer:
         self.schedule = schedule
         self.max_staleness = max_staleness
         self.over_age = over_age
+        self.in_order = in_order
         self.next_step = 0
+        self.taken: list[int] = []
+        """Positions in the stream of the prompts of the last take(), in its order."""
         self._started: dict[int, int] = {}  # position -> version at its start; every outstanding ticket
         self._outstanding: Counter[int] = Counter()  # version at the start -> tickets
         self._finished: Counter[int] = Counter()  # the same, of those in _ready
-        self._ready: list[tuple[int, int, Group]] = []  # heap of (version at the start, position, group)
+        self._ready: dict[int, Group] = {}  # position -> its finished group
         self._changed = asyncio.Condition()
         self._error: BaseException | None = None
         self._masked_tokens = 0
@@ -116,7 +122,7 @@ class StalenessBuffer:
         """The ticket of `position` is finished."""
         version = self._started[position]
         async with self._changed:
-            heapq.heappush(self._ready, (version, position, group))
+            self._ready[position] = group
             self._finished[version] += 1
             self._changed.notify_all()
 
@@ -141,7 +147,8 @@ class StalenessBuffer:
             await self._changed.wait_for(lambda: self._error is not None or self._is_due(step, size))
             if self._error is not None:
                 raise self._error
-            groups = [self._pop() for _ in range(size)]
+            self.taken = sorted(self._ready, key=self._turn)[:size]
+            groups = [self._pop(position) for position in self.taken]
             self.next_step += 1
         now = time.perf_counter()
         self._last = {"rollout/wait_seconds": now - began, "rollout/wait_for_oldest_seconds": now - enough}
@@ -152,6 +159,9 @@ class StalenessBuffer:
 
     def _is_due(self, step: int, size: int) -> bool:
         """Does what the oldest `size` finished tickets leave behind fit into the steps before its deadlines?"""
+        if self.in_order:
+            first = self.schedule.consumed_before(step)
+            return all(position in self._ready for position in range(first, first + size))
         if self.over_age == "mask":
             return True
         outstanding = finished = 0
@@ -169,12 +179,15 @@ class StalenessBuffer:
                 return False
         return True
 
-    def _pop(self) -> Group:
-        version, position, group = heapq.heappop(self._ready)
-        del self._started[position]
+    def _turn(self, position: int) -> tuple[int, int]:
+        """What finished tickets are sorted by: the oldest first, or in order."""
+        return (0 if self.in_order else self._started[position]), position
+
+    def _pop(self, position: int) -> Group:
+        version = self._started.pop(position)
         _decrease(self._finished, version)
         _decrease(self._outstanding, version)
-        return group
+        return self._ready.pop(position)
 
     def _mask(self, trajectory: Trajectory, step: int) -> Trajectory:
         """`trajectory` without the tokens that are too old for `step`."""
@@ -212,24 +225,30 @@ class StalenessBuffer:
 
     def in_flight(self) -> list[int]:
         """Positions of tickets that are started and not finished, in stream order."""
-        ready = {position for _, position, _ in self._ready}
-        return sorted(self._started.keys() - ready)
+        return sorted(self._started.keys() - self._ready.keys())
 
     def state_dict(self) -> dict[str, Any]:
-        """The finished tickets and the next step. Tickets in flight are the producer's to start again."""
-        ready = [(version, position, [_to_plain(t) for t in group]) for version, position, group in self._ready]
-        return {"next_step": self.next_step, "masked_tokens": self._masked_tokens, "ready": ready}
+        """The finished tickets, those in flight and the next step. What those in flight have is the producer's."""
+        ready = [(self._started[p], p, [_to_plain(t) for t in group]) for p, group in self._ready.items()]
+        in_flight = [(self._started[p], p) for p in self.in_flight()]
+        return {
+            "next_step": self.next_step, "masked_tokens": self._masked_tokens, "ready": ready, "in_flight": in_flight
+        }  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, keep_ready: bool = True) -> None:
+        """Go on where `state` was taken: tickets keep their age; those in flight are running, and without `keep_ready`
+        the finished ones run again."""
         self.next_step = state["next_step"]
         self._masked_tokens = state["masked_tokens"]
-        self._ready = [
-            (version, position, [Trajectory(**t) for t in group]) for version, position, group in state["ready"]
-        ]
-        heapq.heapify(self._ready)
-        self._started = {position: version for version, position, _ in self._ready}
+        ready = state["ready"] if keep_ready else ()
+        self._ready = {position: [Trajectory(**t) for t in group] for _, position, group in ready}
+        self._started = {position: version for version, position, *_ in [*state["ready"], *state["in_flight"]]}
         self._outstanding = Counter(self._started.values())
-        self._finished = self._outstanding.copy()
+        self._finished = Counter(self._started[position] for position in self._ready)
+
+    def skip_to(self, step: int) -> None:
+        """Begin at `step`, with nothing started."""
+        self.next_step = step
 
     def _num_steps(self) -> str:
         epochs = self.schedule.num_epochs

@@ -105,6 +105,10 @@ class PromptDataset:
         self._cursor += 1
         return prompt
 
+    def seek(self, position: int) -> None:
+        """Let next() go on at `position`."""
+        self._cursor = position
+
     def state_dict(self) -> dict[str, int]:
         """The cursor, and what tells this stream from another."""
         return {
@@ -127,7 +131,8 @@ class PromptDataset:
             if state[key] != mine[key]:
                 raise DatasetError(
                     f"the checkpoint's data set has {key}={state[key]}, this one {mine[key]}: "
-                    f"restore {setting} or start with recover_mode=disabled"
+                    f"restore {setting}, allow the change with recover_ignore_changes=true, "
+                    "or start with recover_mode=disabled"
                 )
         self._cursor = state["position"]
 

@@ -1,7 +1,8 @@
 """jsonl rows as users have them, read into one form. Standard library only: a --dry-run checks a data set with it.
 
-Four schemas are told apart by their keys: {"prompt", "solutions"} (the tutorial's), {"problem", "answer"} (MATH, AIME,
-AMC), {"question", "answer": "... #### n"} (GSM8K) and {"input", "target"} (MAWPS).
+Schemas are told apart by their keys: {"prompt", "solutions"} (the tutorial's), {"prompt", "answer"}, {"problem",
+"answer"} (MATH, AIME, AMC), {"question", "answer": "... #### n"} (GSM8K) and {"input", "target"} (MAWPS); of any other,
+`Fields` names the keys.
 Invariant: a `Row` that comes out of here has a prompt, a unique query_id and, for task "math", at least one solution in
 a box; whatever cannot be read that way is an error that names file and line.
 """
@@ -38,13 +39,22 @@ class Row:
     meta: Mapping[str, object] = field(default_factory=dict)
 
 
-def scan_rows(path: str | Path) -> list[Row]:
+@dataclass(frozen=True)
+class Fields:
+    """The keys of a row that hold its prompt and its answer."""
+
+    prompt: str
+    answer: str
+
+
+def scan_rows(path: str | Path, fields: Fields | None = None) -> list[Row]:
     """Read and check every row of a jsonl file; blank lines are skipped. A repeated query_id is kept under a new name.
+    `fields`: where prompt and answer are; None: detect_fields() of each row.
 
     Raises DatasetError with file and line for the first row that cannot be used, and for a missing or empty file.
     """
     path = Path(path)
-    rows = _with_unique_ids(list(_read(path)), path)
+    rows = _with_unique_ids(list(_read(path, fields)), path)
     if not rows:
         raise DatasetError(f"{path}: no rows; a data set needs at least one json object per line")
     return rows
@@ -73,10 +83,26 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
                     raise DatasetError(f"{path}:{number}: {error}") from error
 
 
-def _read(path: Path) -> Iterator[Row]:
+def detect_fields(record: Mapping[str, object]) -> Fields:
+    """Where a row has its prompt and its answer. Raises ValueError for a schema that is not known."""
+    if "prompt" in record:
+        return Fields("prompt", "answer" if "answer" in record and "solutions" not in record else "solutions")
+    if "problem" in record:
+        return Fields("problem", "answer" if "answer" in record else "solution")
+    if "question" in record:
+        return Fields("question", "answer")
+    if "input" in record:
+        return Fields("input", "target")
+    raise ValueError(
+        f"no prompt among the keys {sorted(record)}; a row has prompt + solutions, prompt + answer, problem + answer, "
+        "question + answer, or input + target"
+    )
+
+
+def _read(path: Path, fields: Fields | None) -> Iterator[Row]:
     for number, record in read_records(path):
         try:
-            yield _row(record, number, default_id=f"{path.stem}-{number}")
+            yield _row(record, number, fields, default_id=f"{path.stem}-{number}")
         except ValueError as error:
             raise DatasetError(f"{path}:{number}: {error}") from error
 
@@ -93,48 +119,44 @@ def _parse_line(line: bytes) -> dict[str, object]:
     return record
 
 
-def _row(record: dict[str, object], number: int, default_id: str) -> Row:
-    prompt_key, solutions, used = _answer(record)
-    prompt = _text(record, prompt_key)
+def _row(record: dict[str, object], number: int, given: Fields | None, default_id: str) -> Row:
+    fields = given or detect_fields(record)
+    # A row of GSM8K that lost its last line must not become a question whose answer is a chain of thought.
+    must_be_marked = given is None and fields.prompt == "question"
+    solutions = _solutions(record, fields.answer, must_be_marked=must_be_marked)
+    prompt = _text(record, fields.prompt)
     id_key = next((key for key in ("query_id", "unique_id", "id") if record.get(key) is not None), None)
+    used = {fields.prompt, fields.answer, id_key, "task"}
     return Row(
         line=number,
         query_id=default_id if id_key is None else str(record[id_key]),
         task=str(record.get("task", "math")),
         prompt=prompt,
         solutions=solutions,
-        meta={key: value for key, value in record.items() if key not in {*used, prompt_key, id_key, "task"}},
+        meta={key: value for key, value in record.items() if key not in used},
     )
 
 
-def _answer(record: dict[str, object]) -> tuple[str, tuple[str, ...], set[str]]:
-    """(key of the prompt, solutions, keys that the solutions came from) of a row, whichever schema it has."""
-    if "prompt" in record:
-        return "prompt", _listed_solutions(record), {"solutions"}
-    if "problem" in record:
-        key = "answer" if "answer" in record else "solution"
-        return "problem", (_scalar_solution(record, key),), {key}
-    if "question" in record:
-        answer = _text(record, "answer")
-        _, marker, final = answer.rpartition("####")
-        if not marker or not final.strip():
-            raise ValueError("\"answer\" must end in '#### <number>', as GSM8K writes it")
-        return "question", (boxed(_THOUSANDS.sub("", final)),), {"answer"}
-    if "input" in record:
-        return "input", (_scalar_solution(record, "target"),), {"target"}
-    raise ValueError(
-        f"no prompt among the keys {sorted(record)}; a row has prompt + solutions, problem + answer, "
-        "question + answer, or input + target"
-    )
+def _solutions(record: dict[str, object], key: str, *, must_be_marked: bool) -> tuple[str, ...]:
+    """The solutions of a row: a list, a scalar, or what follows #### at the end of a text."""
+    if key == "solutions" or isinstance(record.get(key), list):
+        return _listed_solutions(record, key)
+    _, marker, final = str(record.get(key)).rpartition("####")
+    if marker and final.strip():
+        return (boxed(_THOUSANDS.sub("", final)),)
+    if must_be_marked:
+        _text(record, key)
+        raise ValueError(f"\"{key}\" must end in '#### <number>', as GSM8K writes it")
+    return (_scalar_solution(record, key),)
 
 
-def _listed_solutions(record: dict[str, object]) -> tuple[str, ...]:
+def _listed_solutions(record: dict[str, object], key: str) -> tuple[str, ...]:
     """`solutions` of the tutorial's schema; tasks other than math may do without."""
-    solutions = record.get("solutions")
+    solutions = record.get(key)
     if solutions is None and record.get("task", "math") != "math":
         return ()
     if not isinstance(solutions, list) or not solutions or not all(isinstance(s, str) and s.strip() for s in solutions):
-        raise ValueError(f'"solutions" must be a list of non-empty strings, found {_shown(solutions)}')
+        raise ValueError(f'"{key}" must be a list of non-empty strings, found {_shown(solutions)}')
     return tuple(boxed(solution) if record.get("task", "math") == "math" else solution for solution in solutions)
 
 

@@ -1,7 +1,8 @@
 """The shipped reward: is the final answer of a completion equal to one of the prompt's solutions? Runs in a worker.
 
-Which part of the text is the answer is decided here: the last \\boxed{...}; without a box a last line "#### answer";
-without either the last characters of the text, where math-verify looks for it. What is equal is decided by math-verify.
+Which part of the text is the answer, and how it is written for math-verify, is decided in math_answers.py. Here the
+solution's own form (multiple choice, words, percent, units, anything else) decides how math-verify is asked; what is
+equal is decided by math-verify. Its rule for decimals: equal when the same after rounding to six places.
 Invariant: the short cut for integers says "right" only where math-verify, given the same answer and solution, says so
 too; a test compares them.
 """
@@ -9,21 +10,39 @@ too; a test compares them.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any
 
+from rollout.math_answers import (
+    choice,
+    choice_text,
+    extracted_answer,
+    leading_zeros,
+    marked_answer,
+    paired_forms,
+    plain,
+    tail,
+    without_percent,
+    without_unit,
+    without_units_in_formulas,
+    words,
+)
 from rollout.types import Prompt
+
+__all__ = ["RIGHT", "WRONG", "UnparsableAnswerError", "extracted_answer", "math_reward", "quick_math_reward"]
 
 RIGHT = 1.0
 WRONG = -1.0
 """Also the score of whatever could not be scored. Right and wrong are +1 and -1, as in the tutorial's task_reward."""
 
-_INTEGER = re.compile(r"-?[0-9]{1,15}")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is no brace
-_BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")
-_UNANCHORED_TAIL_CHARS = 1_000
-"""Without a box or "####" only this much of the end of a text is searched: regular expressions over a whole chain of
-thought find numbers that are no answer, and take their time."""
+_BOXED_INTEGER = re.compile(r"\s*(-?[0-9]{1,15})\s*")
+_PLACES, _DIGITS = 6, 15
+"""Decimals are equal when they agree to this many places, expressions to this many digits: math-verify's own rule. Both
+are counted from the first digit of a small solution, or 6.6 \\times 10^{-34} would equal 0."""
+_MAX_LETTERS_OF_A_PRODUCT = 3
+"""Without \\text, "xy" is x times y and not a word; "yes" against "no" is settled either way."""
+_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")
 
 
 class UnparsableAnswerError(ValueError):
@@ -38,69 +57,124 @@ def math_reward(prompt: Prompt, text: str) -> float:
     quick = quick_math_reward(prompt, text)
     if quick is not None:
         return quick
-    answer = final_answer(text)
-    parsed = _parse(answer) if answer else []
-    if not parsed:
+    marked = marked_answer(text)
+    searched = tail(text) if marked is None else plain(marked)
+    verdicts = [_is_equal(_solution(solution), searched, is_marked=marked is not None) for solution in prompt.solutions]
+    if any(verdicts):
+        return RIGHT
+    if None in verdicts:
         raise UnparsableAnswerError(f"no answer in {text[-80:]!r}")
-    return RIGHT if any(_verify(_parsed_solution(solution), parsed) for solution in prompt.solutions) else WRONG
+    return WRONG
 
 
 def quick_math_reward(prompt: Prompt, text: str) -> float | None:
     """The same verdict where answer and solutions are integers, else None. Linear in `text`, safe in any process."""
-    answer = _boxed_integer(final_answer(text))
+    answer = _integer(marked_answer(text))
     if answer is None:
         return None
-    solutions = [_boxed_integer(_boxed_solution(solution)) for solution in prompt.solutions]
+    solutions = [_integer(_marked_solution(solution)) for solution in prompt.solutions]
     if answer in solutions:
         return RIGHT
     return None if None in solutions else WRONG
 
 
-def final_answer(text: str) -> str:
-    """The part of a completion that is judged, as math-verify reads it best: a box where the text marks the answer."""
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        end = _closing_brace(text, start + len("\\boxed{"))
-        return text[start : end + 1]
-    text = text.strip()
-    _, marker, last_line = text.rpartition("####")
-    if marker and "\n" not in last_line:  # else it is a heading
-        return f"\\boxed{{{last_line.strip()}}}"
-    return f"\\boxed{{{text}}}" if _INTEGER.fullmatch(text) else text[-_UNANCHORED_TAIL_CHARS:]
-
-
-def _closing_brace(text: str, start: int) -> int:
-    """Index of the brace that closes the group opened just before `start`; the end of the text if none does."""
-    depth = 1
-    for match in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return match.start()
-    return len(text)
-
-
-def _boxed_solution(solution: str) -> str:
-    """The answer of a solution: its last box, or all of it."""
-    return final_answer(solution) if "\\boxed{" in solution else f"\\boxed{{{solution}}}"
-
-
-def _boxed_integer(answer: str) -> int | None:
-    match = _BOXED_INTEGER.fullmatch(answer)
+def _integer(content: str | None) -> int | None:
+    match = _BOXED_INTEGER.fullmatch(content or "")
     return int(match[1]) if match else None
+
+
+def _marked_solution(solution: str) -> str:
+    """The answer of a solution: its last box, or all of it."""
+    return (marked_answer(solution) or solution) if "\\boxed" in solution else solution
+
+
+@lru_cache(maxsize=512)
+def _solution(solution: str) -> str:
+    return plain(_marked_solution(solution))
+
+
+def _is_equal(solution: str, answer: str, *, is_marked: bool) -> bool | None:
+    """Whether a plain `answer`, or the end of a text that marks none, gives `solution`. None: it gives no answer."""
+    if not answer:
+        return None
+    if is_marked and answer == solution:
+        return True
+    letter = choice(solution)
+    if letter is not None:
+        found = _parse_choice(choice_text(answer, is_marked=is_marked))
+        return _verify([letter.lower()], found) if found else _is_equal_mathematics(solution, answer, is_marked)
+    solution_words = words(solution)
+    if solution_words is not None and is_marked and (answer_words := words(answer)) is not None:
+        is_product = len(solution) <= _MAX_LETTERS_OF_A_PRODUCT and len(answer) <= _MAX_LETTERS_OF_A_PRODUCT
+        if not is_product:
+            return _verify([solution_words], [answer_words])
+    return _is_equal_mathematics(solution, answer, is_marked)
+
+
+def _is_equal_mathematics(solution: str, answer: str, is_marked: bool) -> bool | None:
+    if is_marked:
+        solution, answer = paired_forms(solution, answer)
+    solution, is_solution_percent = without_percent(solution)
+    solution, solution_unit = without_unit(solution)
+    is_answer_percent = False
+    if is_marked:
+        answer, is_answer_percent = without_percent(answer)
+        answer, answer_unit = without_unit(answer)
+        if solution_unit and answer_unit and solution_unit != answer_unit:
+            return False
+    found = _parsed_answer(answer) if is_marked else _parse(without_units_in_formulas(answer))
+    if not found:
+        return None
+    solutions = _parsed_solution(solution)
+    if is_solution_percent != is_answer_percent:  # 50 % answers "what percent" as 50 does and "what part" as 1/2 does
+        if is_solution_percent:
+            solutions = solutions + _parsed_solution(rf"\frac{{{solution}}}{{100}}")
+        else:
+            found = found + _parsed_answer(rf"\frac{{{answer}}}{{100}}")
+    return _verify(solutions, found, leading_zeros=leading_zeros(solution))
 
 
 @lru_cache(maxsize=512)
 def _parsed_solution(solution: str) -> list[Any]:
-    return _parse(_boxed_solution(solution))
+    return _parsed_answer(solution)
 
 
-def _parse(text: str) -> list[Any]:
+def _parsed_answer(answer: str) -> list[Any]:
+    """A plain answer as math-verify reads it. A number in digits needs no LaTeX parser, which is the slow part."""
+    if _NUMBER.fullmatch(answer):
+        return _parse(answer, numbers_only=True)
+    return _parse(f"\\boxed{{{answer}}}")
+
+
+@cache
+def _configs() -> tuple[Any, Any]:
+    """For LaTeX without its own removal of units, which takes the t of 3t for tonnes; and for plain numbers."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    normalization = replace(LatexExtractionConfig().normalization_config, units=False)
+    return LatexExtractionConfig(normalization_config=normalization), ExprExtractionConfig()
+
+
+def _parse(text: str, *, numbers_only: bool = False) -> list[Any]:
     from math_verify import parse  # half a second of sympy, needed in the workers only
 
-    return parse(text, parsing_timeout=None)
+    return parse(text, list(_configs()[1:] if numbers_only else _configs()), parsing_timeout=None)
 
 
-def _verify(solution: list[Any], answer: list[Any]) -> bool:
+def _parse_choice(text: str) -> list[Any]:
+    from math_verify import StringExtractionConfig, parse
+
+    return parse(text, [StringExtractionConfig(strings=tuple("ABCDEFGHIJ"))], parsing_timeout=None)[:1]
+
+
+def _verify(solution: list[Any], answer: list[Any], *, leading_zeros: int = 0) -> bool:
     from math_verify import verify
 
-    return verify(solution, answer, timeout_seconds=None)
+    return verify(
+        solution,
+        answer,
+        float_rounding=_PLACES + leading_zeros,
+        numeric_precision=_DIGITS + leading_zeros,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+    )

@@ -1,43 +1,88 @@
-"""A generator that makes up tokens at once: what is left is the cost of everything around it."""
+"""A generator that makes up tokens: what is left is the cost of everything around it, and runs that can be repeated."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from rollout.types import Completion, GenerateRequest, Health, WeightBucket
+from rollout.types import Completion, FinishReason, GenerateRequest, Health, WeightBucket
+
+
+@dataclass(eq=False)
+class _Sampling:
+    """A request on its way: what it will be, and the versions of the tokens that it has."""
+
+    request: GenerateRequest
+    token_ids: np.ndarray  # [n] int32
+    versions: list[int]
 
 
 class MockGenerator:
-    """Random tokens, lengths uniform in [max(1, min_new_tokens), max_new_tokens]; both functions of the seed."""
+    """Random tokens, lengths uniform in [max(1, min_new_tokens), max_new_tokens]; both functions of the seed alone, so
+    token i of a completion is the same however often it was interrupted.
 
-    def __init__(self, model_path: str) -> None:
+    Tokens come at once, or one every `seconds_per_token`; pause() stops them, and requests go on after resume().
+    """
+
+    def __init__(self, model_path: str, *, seconds_per_token: float = 0.0) -> None:
         """Of the model folder only the vocabulary size of config.json is read."""
         self._vocab_size: int = json.loads((Path(model_path) / "config.json").read_text())["vocab_size"]
+        self._seconds_per_token = seconds_per_token
         self._version = 0
+        self._running: dict[str, _Sampling] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._done: deque[tuple[str, Completion]] = deque()
         self._something_done = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        sampling = request.sampling
+        limits, given = request.sampling, request.output
         rng = np.random.default_rng(request.seed)
-        shortest = max(1, sampling.min_new_tokens)
-        n = int(rng.integers(shortest, max(shortest, sampling.max_new_tokens) + 1))
-        tokens = rng.integers(0, self._vocab_size, n, dtype=np.int32)
+        shortest = max(1, limits.min_new_tokens)
+        n = int(rng.integers(shortest, max(shortest, limits.max_new_tokens) + 1))
+        sampling = _Sampling(
+            request,
+            token_ids=rng.integers(0, self._vocab_size, n, dtype=np.int32),
+            versions=[] if given is None else given.versions.tolist(),
+        )
+        if self._seconds_per_token:
+            await self._take_time(sampling)
+        else:
+            sampling.versions += [self._version] * (n - len(sampling.versions))
+        return self._completion(sampling, "length" if n == limits.max_new_tokens else "stop")
+
+    async def _take_time(self, sampling: _Sampling) -> None:
+        self._running[sampling.request.request_id] = sampling
+        try:
+            while len(sampling.versions) < len(sampling.token_ids):
+                await asyncio.sleep(self._seconds_per_token)
+                await self._open.wait()
+                sampling.versions.append(self._version)
+        finally:
+            del self._running[sampling.request.request_id]
+
+    def _completion(self, sampling: _Sampling, reason: FinishReason) -> Completion:
+        n = len(sampling.versions)
         return Completion(
-            token_ids=tokens,
+            token_ids=sampling.token_ids[:n],
             logprobs=np.full(n, -np.log(self._vocab_size), np.float32),
-            versions=np.full(n, self._version, np.int32),
-            finish_reason="length" if n == sampling.max_new_tokens else "stop",
+            versions=np.array(sampling.versions, np.int32),
+            finish_reason=reason,
         )
 
     def submit(self, requests: list[GenerateRequest]) -> None:
         """Take many requests at once; `drain` hands out their completions."""
-        asyncio.get_running_loop().create_task(self._run(requests))
+        together = [[r] for r in requests] if self._seconds_per_token else [requests]
+        for some in together:
+            task = asyncio.get_running_loop().create_task(self._run(some))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _run(self, requests: list[GenerateRequest]) -> None:
         for request in requests:
@@ -53,16 +98,24 @@ class MockGenerator:
         return done
 
     async def pause(self) -> None:
-        """Nothing ever runs between two calls."""
+        """No token appears before resume()."""
+        self._open.clear()
 
     async def update_weights(self, bucket: WeightBucket) -> None:
         """There are no weights."""
 
     async def resume(self, version: int) -> None:
         self._version = version
+        self._open.set()
 
     async def health(self) -> Health:
-        return Health(version=self._version, num_running=0, num_waiting=len(self._done))
+        return Health(version=self._version, num_running=len(self._running), num_waiting=len(self._done))
+
+    async def partial(self) -> dict[str, Completion]:
+        """What requests in flight have so far, and what drain() did not hand out yet."""
+        return {name: self._completion(s, "abort") for name, s in self._running.items()} | dict(self._done)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Requests that still run end without a completion."""
+        for task in self._tasks:
+            task.cancel()

@@ -18,6 +18,8 @@ import numpy as np
 
 from rollout.buffer import Group, OverAge, StalenessBuffer, StepSchedule
 from rollout.dataset import PromptDataset
+from rollout.dataset_rows import DatasetError
+from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
 from rollout.types import Generator, Prompt, Trajectory, Workflow
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class RolloutProducer:
         batch_size: int,
         max_staleness: int,
         over_age: OverAge = "wait",
+        in_order: bool = False,
         num_epochs: int | None = None,
         max_in_flight: int | None = None,
         max_retries: int = 3,
@@ -54,16 +57,20 @@ class RolloutProducer:
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         schedule = StepSchedule(num_prompts=len(dataset), batch_size=batch_size, num_epochs=num_epochs)
-        self._buffer = StalenessBuffer(schedule, max_staleness=max_staleness, over_age=over_age)
+        self._buffer = StalenessBuffer(schedule, max_staleness=max_staleness, over_age=over_age, in_order=in_order)
         self._dataset = dataset
         self._workflow = workflow
         self._generator = generator
-        self._settings = {"batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age}
+        self._settings = {
+            "batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age, "in_order": in_order
+        }  # fmt: skip
         self._max_in_flight = max_in_flight
         self._max_retries = max_retries
         self._stats_sources = (dataset.stats, *stats_sources)
         self._version = 0
         self._again: deque[int] = deque()  # positions in flight at the checkpoint this run started from
+        self._known: dict[int, list[Entry]] = {}  # what they had
+        self._ledgers: dict[int, PromptLedger] = {}  # by position, of the prompts that run
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
         self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_failures": 0}
@@ -102,39 +109,80 @@ class RolloutProducer:
             stats |= source()
         return stats
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def taken(self) -> list[int]:
+        """Positions in the stream of the prompts that the last take() handed out, in its order."""
+        return self._buffer.taken
+
+    async def state_dict(self) -> dict[str, Any]:
         """Plain types and numpy arrays; take it between two steps, after set_version()."""
+        partial = await self._generator.partial()
+        # From here on nothing is awaited: buffer, cursor and ledgers are of one moment.
+        entries = self._known | {position: ledger.entries(partial) for position, ledger in self._ledgers.items()}
         return {
             "settings": dict(self._settings),
             "dataset": self._dataset.state_dict(),
             "buffer": self._buffer.state_dict(),
-            "in_flight": sorted([*self._again, *self._buffer.in_flight()]),
+            "in_flight": {
+                position: [to_plain(entry) for entry in entries.get(position, ())]
+                for position in self._buffer.in_flight()
+            },
             "version": self._version,
             "counts": dict(self._counts),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; call before `async with`. What was in flight is sampled again, first."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, keep_sampled: bool = True, ignore_changes: bool = False
+    ) -> None:
+        """Go on where `state` was taken; call before `async with`. What was in flight goes on with its tokens, first;
+        without `keep_sampled`, it and what was finished are sampled once more.
+
+        Raises ValueError where settings or data set are others; with `ignore_changes`, begins at the version's step
+        with nothing sampled instead."""
         assert not self._running, "load_state_dict() comes before `async with`"
-        for name, saved in state["settings"].items():
-            if saved != self._settings[name]:
-                raise ValueError(
-                    f"{name}={self._settings[name]}, but the recover checkpoint was written with {saved}: "
-                    "set it back, or start afresh with recover_mode=disabled"
-                )
-        self._dataset.load_state_dict(state["dataset"])
-        self._buffer.load_state_dict(state["buffer"])
-        self._again = deque(state["in_flight"])
+        try:
+            self._check_settings(state["settings"])
+            self._dataset.load_state_dict(state["dataset"])
+        except (ValueError, DatasetError) as change:
+            if not ignore_changes:
+                raise
+            self.begin_at(state["version"], reason=str(change))
+            return
+        self._buffer.load_state_dict(state["buffer"], keep_ready=keep_sampled)
+        self._again = deque(self._buffer.in_flight())
+        if keep_sampled:
+            self._known = {position: [from_plain(p) for p in plain] for position, plain in state["in_flight"].items()}
         self._version = state["version"]
         self._counts = dict(state["counts"])
 
+    def begin_at(self, step: int, *, reason: str) -> None:
+        """Begin with the prompts of `step`, nothing of which is sampled."""
+        self._version = step
+        self._buffer.skip_to(step)
+        position = self._buffer.schedule.consumed_before(step)
+        self._dataset.seek(position)
+        logger.warning("%s. Finished and running answers are dropped; prompts go on at number %d.", reason, position)
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        for name, before in saved.items():
+            if before != self._settings[name]:
+                raise ValueError(
+                    f"{name}={self._settings[name]}, but the recover checkpoint was written with {before}: set it "
+                    "back, allow the change with recover_ignore_changes=true, or start afresh with "
+                    "recover_mode=disabled"
+                )
+
     def _start_prompts(self) -> None:
         while self._running and (self._max_in_flight is None or len(self._tasks) < self._max_in_flight):
-            position = self._again[0] if self._again else self._dataset.position
-            if not self._buffer.may_start(position, self._version):
-                return
-            prompt = self._dataset.at(self._again.popleft()) if self._again else self._dataset.next()
-            self._buffer.start(position, self._version)
+            if self._again:
+                position = self._again.popleft()
+                prompt = self._dataset.at(position)
+            else:
+                position = self._dataset.position
+                if not self._buffer.may_start(position, self._version):
+                    return
+                prompt = self._dataset.next()
+                self._buffer.start(position, self._version)
             task = asyncio.create_task(self._run_prompt(position, prompt))
             self._tasks.add(task)
             task.add_done_callback(self._on_end)
@@ -146,8 +194,9 @@ class RolloutProducer:
     async def _run_prompt(self, position: int, prompt: Prompt) -> None:
         """Runs the workflow until it succeeds once; ends with put() or, out of retries, with fail()."""
         for attempt in range(1, self._max_retries + 2):
+            ledger = self._ledgers[position] = PromptLedger(self._generator, self._known.pop(position, ()))
             try:
-                group = _checked(await self._workflow.run(prompt, self._generator), prompt)
+                group = _checked(await self._workflow.run(prompt, ledger), prompt)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - user code: counted, bounded, propagated
                 if _is_cancelled():
                     raise
@@ -170,6 +219,7 @@ class RolloutProducer:
                 self._counts["num_trajectories"] += len(group)
                 self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
                 await self._buffer.put(position, group)
+                del self._ledgers[position]
                 return
 
 

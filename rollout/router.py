@@ -2,14 +2,15 @@
 
 Invariant: a request that was accepted ends as a completion or an error, whatever its generator does. One that is
 interrupted goes on with the tokens it has; one whose generator dies goes on at another, from the tokens that the
-router knows of; when no generator is left it raises NoGeneratorError.
+router knows of; when no generator is left it waits for one to be replaced, then raises NoGeneratorError.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
@@ -21,6 +22,9 @@ T = TypeVar("T")
 
 _MAX_RETRIES = 3
 _LONGEST_RETRY_WAIT_SECONDS = 1.0
+_SLOW_SHARE = 0.5
+"""A generator with less than this share of the fastest one's tokens a second is called slow."""
+_LEAST_SECONDS_TO_JUDGE = 5.0
 
 
 class NoGeneratorError(RuntimeError):
@@ -42,6 +46,8 @@ class _Member:
     generator: Generator
     index: int
     outstanding_tokens: int = 0
+    sampled_tokens: int = 0
+    is_slow: bool = False
     attempts: set[asyncio.Task[Completion]] = field(default_factory=set)
     failure: BaseException | None = None
 
@@ -50,7 +56,7 @@ class _Member:
 class _Group:
     """Where a group's requests go while some of them are in flight."""
 
-    member: _Member
+    member: _Member | None
     num_in_flight: int = 0
 
 
@@ -58,7 +64,8 @@ class Router:
     """Implements `Generator` over `generators`. Use it in one event loop.
 
     Every `health_interval_seconds`, and whenever a request fails, a generator with work is asked for its health; one
-    that does not answer within `health_timeout_seconds` is dead and stays dead, as is one that fails an update.
+    that does not answer within `health_timeout_seconds` is dead until replace() brings another in its place, as is one
+    that fails an update. With none alive requests wait for `patience_seconds`.
     """
 
     def __init__(
@@ -67,13 +74,19 @@ class Router:
         *,
         health_interval_seconds: float = 5.0,
         health_timeout_seconds: float = 60.0,
+        patience_seconds: float = 0.0,
     ) -> None:
         if not generators:
             raise ValueError("a router needs at least one generator")
         self._members = [_Member(generator, index) for index, generator in enumerate(generators)]
         self._groups: dict[str, _Group] = {}
+        self._handed_back: dict[str, Completion] = {}  # by request id: what interrupted requests have
         self._interval = health_interval_seconds
         self._timeout = health_timeout_seconds
+        self._patience = patience_seconds
+        self._none_since: float | None = None
+        self._replaced = asyncio.Event()
+        self._counted_at = time.monotonic()
         self._watcher: asyncio.Task[None] | None = None
         self._sampling = asyncio.Event()
         self._sampling.set()
@@ -87,10 +100,11 @@ class Router:
         num_retries = 0  # since the last token
         try:
             while True:
+                await self._member_of(group)  # with none left there may be nobody to resume either
                 await self._sampling.wait()
                 given = _num_given(request)
                 try:
-                    completion = await self._attempt(self._member_of(group), request)
+                    completion = await self._attempt(await self._member_of(group), request)
                 except _AttemptFailed as e:
                     num_retries += 1
                     if not e.generator_died and num_retries > _MAX_RETRIES:
@@ -100,10 +114,12 @@ class Router:
                     if completion.finish_reason != "abort":
                         return completion
                     request = replace(request, output=completion)
+                    self._handed_back[request.request_id] = completion
                     num_retries = 0 if _num_given(request) > given else num_retries + 1
                 if num_retries > 1:
                     await asyncio.sleep(min(0.01 * 2**num_retries, _LONGEST_RETRY_WAIT_SECONDS))
         finally:
+            self._handed_back.pop(request.request_id, None)
             self._leave_group(request)
 
     async def pause(self) -> None:
@@ -129,11 +145,58 @@ class Router:
             num_waiting=sum(h.num_waiting for h in answers),
         )
 
+    async def partial(self) -> dict[str, Completion]:
+        """What requests in flight have so far: what they were handed back with, or what their generators say now."""
+
+        async def ask(member: _Member) -> Mapping[str, Completion]:
+            try:
+                return await asyncio.wait_for(member.generator.partial(), self._timeout)
+            except Exception as e:  # noqa: BLE001 (its requests are sampled anew, as after its death)
+                logger.warning("generator %d does not tell what its requests have: %r", member.index, e)
+                return {}
+
+        answers = await asyncio.gather(*(ask(member) for member in self._alive()))
+        return self._handed_back | {name: part for answer in answers for name, part in answer.items()}
+
     async def close(self) -> None:
         """Close every generator that lives."""
         if self._watcher is not None:
             self._watcher.cancel()
         await asyncio.gather(*(m.generator.close() for m in self._alive()))
+
+    def replace(self, index: int, generator: Generator) -> None:
+        """Another generator takes the place of number `index`, which is dead. It must have the current weights."""
+        self._bury(self._members[index], RuntimeError("replaced"))
+        self._members[index] = _Member(generator, index)
+        self._none_since = None
+        self._replaced.set()
+        logger.info("generator %d is back", index)
+
+    def lost(self) -> dict[int, str]:
+        """The dead, with the reason."""
+        return {m.index: repr(m.failure) for m in self._members if m.failure is not None}
+
+    def stats(self) -> dict[str, float]:
+        """How many live, and tokens a second since the last call: the slowest one's share of the fastest one's. Says
+        so when one is slow, and leaves it alone."""
+        now, alive = time.monotonic(), self._alive()
+        seconds, self._counted_at = now - self._counted_at, now
+        rates = {member.index: member.sampled_tokens / max(seconds, 1e-9) for member in alive}
+        for member in alive:
+            member.sampled_tokens = 0
+        fastest = max(rates.values(), default=0.0)
+        for member in alive if len(alive) > 1 and seconds > _LEAST_SECONDS_TO_JUDGE else ():
+            slow = rates[member.index] < _SLOW_SHARE * fastest
+            if slow and not member.is_slow:
+                logger.warning(
+                    "generator %d is slow: %.0f tokens/s, the fastest samples %.0f", member.index,
+                    rates[member.index], fastest,
+                )  # fmt: skip
+            member.is_slow = slow
+        return {
+            "router/num_generators": float(len(alive)),
+            "router/slowest_share": min(rates.values(), default=0.0) / fastest if fastest else 1.0,
+        }
 
     def _alive(self) -> list[_Member]:
         return [member for member in self._members if member.failure is None]
@@ -142,7 +205,7 @@ class Router:
         """The request's group, with a generator chosen for it if it is the first; one without a group is its own."""
         name = request.group_id or f"request {request.request_id}"
         if name not in self._groups:
-            self._groups[name] = _Group(self._least_loaded())
+            self._groups[name] = _Group(self._least_loaded() if self._alive() else None)
         self._groups[name].num_in_flight += 1
         return self._groups[name]
 
@@ -159,9 +222,21 @@ class Router:
             raise NoGeneratorError(f"no generator is left: {failures}") from self._members[-1].failure
         return min(alive, key=lambda member: member.outstanding_tokens)
 
-    def _member_of(self, group: _Group) -> _Member:
-        if group.member.failure is not None:
-            group.member = self._least_loaded()
+    async def _member_of(self, group: _Group) -> _Member:
+        """The group's generator; another one where that is dead. Waits where there is none at all."""
+        while group.member is None or group.member.failure is not None:
+            if self._alive():
+                group.member = self._least_loaded()
+                break
+            if self._none_since is None:
+                self._none_since = time.monotonic()
+                logger.warning("no generator is left; waiting %g s for one to come back", self._patience)
+            self._replaced.clear()
+            try:
+                async with asyncio.timeout(self._none_since + self._patience - time.monotonic()):
+                    await self._replaced.wait()
+            except TimeoutError:
+                self._least_loaded()  # raises
         return group.member
 
     async def _attempt(self, member: _Member, request: GenerateRequest) -> Completion:
@@ -171,7 +246,9 @@ class Router:
         member.attempts.add(attempt)
         member.outstanding_tokens += tokens
         try:
-            return await attempt
+            completion = await attempt
+            member.sampled_tokens += len(completion.token_ids) - _num_given(request)
+            return completion
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if member.failure is None or (current is not None and current.cancelling()):

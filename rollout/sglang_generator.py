@@ -75,6 +75,7 @@ class SGLangGenerator:
         self._client = SGLangClient(settings.name, server.address.url)
         self._version = 0
         self._attempts = itertools.count()
+        self._partial: dict[str, Completion] = {}
         self._open = asyncio.Event()
         self._open.set()
         self._checking = asyncio.Lock()
@@ -113,7 +114,14 @@ class SGLangGenerator:
         died, ServerError when it refuses. Cancelling it aborts the request."""
         self._check(request)
         output = request.output or _EMPTY
+        try:
+            return await self._sample(request, output)
+        finally:
+            self._partial.pop(request.request_id, None)
+
+    async def _sample(self, request: GenerateRequest, output: Completion) -> Completion:
         while True:
+            self._partial[request.request_id] = replace(output, finish_reason="abort")
             part = await self._attempt(request, output)
             output = _joined(output, part)
             # An abort may reach a request that had its last token: it is as complete as if it had ended by itself.
@@ -212,6 +220,11 @@ class SGLangGenerator:
             elif self._server.explain():
                 raise ServerGone(f"{self._client.name} ({self._client.url}) is gone. {self._server.explain()}")
         return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
+
+    async def partial(self) -> dict[str, Completion]:
+        """What the server has answered for requests in flight: all they have under interrupt=abort, up to the last
+        update; under the other modes what they came with."""
+        return {name: part for name, part in self._partial.items() if len(part.token_ids)} | dict(self._done)
 
     async def _check_answers(self) -> None:
         if not await self._client.is_healthy(timeout_seconds=self._timeout):

@@ -214,6 +214,8 @@ class SGLangServer:
             # Both ends of a weight push must agree on this; the server's own default is 0.
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus)), "NCCL_CUMEM_ENABLE": "0"}
         settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+        if settings.log_file.exists():  # of a server that this one takes the place of
+            settings.log_file.replace(settings.log_file.with_suffix(".previous.log"))
         with settings.log_file.open("wb") as log:
             # -P: this folder must not be where the server's processes import `types` and the like from.
             self._process = subprocess.Popen(

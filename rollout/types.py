@@ -136,6 +136,10 @@ class Generator(Protocol):
 
     async def health(self) -> Health: ...
 
+    async def partial(self) -> Mapping[str, Completion]:
+        """What requests in flight have so far, by request id; those without a token may be left out."""
+        ...
+
     async def close(self) -> None: ...
 
 

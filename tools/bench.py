@@ -24,7 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from rollout.sglang_gpus import query_gpus
-from tools import bench_cpu, bench_gpu, bench_gpu_mismatch, bench_gpu_runs, bench_gpu_servers
+from tools import (
+    bench_convert,
+    bench_cpu,
+    bench_gpu,
+    bench_gpu_mismatch,
+    bench_gpu_push,
+    bench_gpu_ranks,
+    bench_gpu_runs,
+    bench_gpu_servers,
+)
+from tools.bench_figure import Figure
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
 GPU_PACKAGES = ("sglang", "transformer-engine")
@@ -44,7 +54,7 @@ class Row:
     versions: dict[str, str]
 
 
-CPU: dict[str, Callable[[bench_cpu.Scene], Iterator[bench_cpu.Figure]]] = {
+CPU: dict[str, Callable[[bench_cpu.Scene], Iterator[Figure]]] = {
     "allocation": bench_cpu.allocation,
     "config": bench_cpu.dry_run,
     "update": bench_cpu.train_step,
@@ -53,14 +63,17 @@ CPU: dict[str, Callable[[bench_cpu.Scene], Iterator[bench_cpu.Figure]]] = {
     "async": bench_cpu.sync_and_async,
     "loop": bench_cpu.loop,
     "memory": bench_cpu.memory,
+    "convert": bench_convert.both_ways,
 }
-GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[bench_gpu.Figure]]] = {
+GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[Figure]]] = {
     "update": bench_gpu.update,
+    "options": bench_gpu.options,
     "rollout": bench_gpu_servers.rollout,
-    "push": bench_gpu_servers.push,
+    "push": bench_gpu_push.push,
     "mismatch": bench_gpu_mismatch.mismatch,
     "async": bench_gpu_runs.asynchronous,
-    "scale": bench_gpu_runs.scale,
+    "push_tp": bench_gpu_ranks.push,
+    "overlap": bench_gpu_ranks.overlap,
 }
 """How many GPUs each takes is in its docstring."""
 
@@ -72,6 +85,7 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
     parser.add_argument("--shape", choices=bench_gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: interpreter that has SGLang, if this one has not")
+    parser.add_argument("--first-gpu", type=int, default=0, help="gpu: where the trainer is; servers come behind it")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"))
     given = parser.parse_args()
     measurements: dict[str, Callable[[Any], Iterator[Any]]] = dict(CPU if given.device == "cpu" else GPU)
@@ -87,7 +101,10 @@ def main() -> None:
         if given.device == "cpu":
             scene = bench_cpu.Scene(folder=Path(folder), trl_python=given.trl_python)
         else:
-            scene = bench_gpu.Scene(folder=Path(folder), shape=given.shape, sglang_python=given.sglang_python)
+            os.environ["LOCAL_RANK"] = str(given.first_gpu)
+            scene = bench_gpu.Scene(
+                folder=Path(folder), shape=given.shape, sglang_python=given.sglang_python, first_gpu=given.first_gpu
+            )
         for name in given.only or measurements:
             command = f"python -m tools.bench {given.device} --only {name}"
             for figure in measurements[name](scene):

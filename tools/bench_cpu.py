@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -15,18 +16,11 @@ import numpy as np
 import psutil
 import torch
 
+from tools.bench_figure import Figure
 from tools.demo_data import make_tokenizer, write_jsonl
 
 ROUNDS = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    name: str
-    value: float
-    unit: str
-    baseline: float | None
-    target: str
+PRECISIONS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +224,7 @@ def producer(scene: Scene) -> Iterator[Figure]:
                 for step in range(30):
                     if step == 5:
                         start = time.perf_counter()
-                    pack_trajectories(await made.take(step))
+                    pack_trajectories(await made.take(step), made.taken)
                     await null.resume(step + 1)
                     made.set_version(step + 1)
                 return 25 * 128 * 8 / (time.perf_counter() - start)
@@ -328,37 +322,54 @@ def sync_and_async(scene: Scene) -> Iterator[Figure]:
 
 
 def loop(scene: Scene) -> Iterator[Figure]:
-    """Samples/s of the whole loop, against TRL's GRPOTrainer on the same model, prompts and lengths."""
+    """Samples/s of the whole loop, against TRL's GRPOTrainer on the same model, prompts and lengths.
+
+    Both sides run in both precisions, in turn; the row with the target sets the faster of ours against the faster of
+    theirs.
+    """
     model = scene.model("0.8M", hidden_size=128, num_layers=4)
-    for new_tokens, steps in ((16, 40), (128, 15)):
-        config = ppo_config(scene, model, new_tokens=new_tokens, **{"ppo.gen.min_new_tokens": new_tokens})
-        # Three single-threaded processes on two cores: whoever waits leaves its core to the others.
-        config |= {"allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3, "launch.threads_per_process": 1}
-        config |= {"generator.interrupt": "in_place"}
-        ours = samples_per_second(scene, f"loop{new_tokens}", config, steps=steps)
-        baseline = None
-        if scene.trl_python is not None:
-            command = [
-                str(scene.trl_python), "tools/bench_trl.py", "--model", str(model), "--prompts", str(scene.prompts()),
-                "--new-tokens", str(new_tokens), "--steps", str(steps // 2),
-            ]  # fmt: skip
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            baseline = json.loads(output.splitlines()[-1])["samples_per_second"]
+    for new_tokens, steps in ((16, 60), (128, 15)):
+        ours, theirs = ({precision: [] for precision in PRECISIONS} for _ in range(2))  # type: ignore[var-annotated]
+        for round_, precision in itertools.product(range(2), PRECISIONS):
+            changes = {"ppo.gen.min_new_tokens": new_tokens, "actor.bf16": precision == "bfloat16"}
+            config = ppo_config(scene, model, new_tokens=new_tokens, **changes)
+            # Three single-threaded processes on two cores: whoever waits leaves its core to the others.
+            config |= {"allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3}
+            config |= {"launch.threads_per_process": 1, "generator.interrupt": "in_place"}
+            trial = f"loop{new_tokens}-{precision}-{round_}"
+            ours[precision].append(samples_per_second(scene, trial, config, steps=steps))
+            if scene.trl_python is not None:
+                theirs[precision].append(trl_samples_per_second(scene, model, new_tokens, steps // 3, precision))
+        rates, baselines = ({p: float(np.mean(v)) for p, v in side.items() if v} for side in (ours, theirs))
+        for precision in PRECISIONS:
+            yield Figure(
+                name=f"loop.samples_per_second_{new_tokens}_{precision}", value=rates[precision], unit="samples/s",
+                baseline=baselines.get(precision), target="",
+            )  # fmt: skip
         yield Figure(
-            name=f"loop.samples_per_second_{new_tokens}",
-            value=ours,
-            unit="samples/s",
-            baseline=baseline,
-            target=">= 1.5x",
-        )
+            name=f"loop.samples_per_second_{new_tokens}", value=max(rates.values()), unit="samples/s",
+            baseline=max(baselines.values(), default=None), target=">= 1.5x",
+        )  # fmt: skip
+
+
+def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
+    """TRL's loop, in its own environment."""
+    command = [
+        str(scene.trl_python), "tools/bench_trl.py", "--model", str(model), "--prompts", str(scene.prompts()),
+        "--new-tokens", str(new_tokens), "--steps", str(steps), "--precision", precision,
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])["samples_per_second"]
 
 
 def memory(scene: Scene) -> Iterator[Figure]:
-    """2,000 steps of a null run (tiny model, tokens made up at once): memory at the end over memory at half time."""
+    """10,000 steps of a null run (tiny model, tokens made up at once), a checkpoint every 100: memory at the
+    end over memory at a third."""
     model = scene.model("tiny", hidden_size=64, num_layers=1)
     config = ppo_config(scene, model, new_tokens=4, **{"allocation_mode": "mock.d1m1p1+d1m1p1"})
     config |= {"dataset.train_bs_n_seqs": 4, "group_size": 2, "exp_ctrl.total_train_epochs": 10}
-    samples = run_ppo(scene, "nothing", {**config, "exp_ctrl.benchmark_steps": 2000}, sample_memory=True)
+    config |= {"exp_ctrl.total_train_steps": 10_000, "recover_mode": "auto", "exp_ctrl.ckpt_freq_steps": 100}
+    samples = run_ppo(scene, "nothing", config, sample_memory=True)
     # Start-up and shut-down are no part of the run: what counts lies between the first and the last quiet second.
     running = samples[int(0.3 * len(samples)) : -3]
     half, end = running[: len(running) // 4 or 1], running[-(len(running) // 4 or 1) :]

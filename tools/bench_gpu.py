@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from rollout.sglang_gpus import query_gpus
+from tools.bench_figure import Figure
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H200 by its data sheet."""
@@ -49,15 +52,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
-    name: str
-    value: float
-    unit: str
-    baseline: float | None
-    target: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Scene:
     """Where the measurements write, and how large they are."""
 
@@ -65,6 +59,19 @@ class Scene:
     shape: str = "1.5B"
     sglang_python: Path | None = None
     """Interpreter that has SGLang; None: this one."""
+    first_gpu: int = 0
+    """The trainer's; servers get the following ones, or share it where it is the last."""
+
+    @property
+    def server_gpus(self) -> list[int | None]:
+        """GPUs for servers apart from the trainer's first one; the trainer's own where there is no other, None where
+        there is none at all."""
+        num_gpus = len(query_gpus())
+        return list(range(self.first_gpu + 1, num_gpus)) or [self.first_gpu if num_gpus else None]
+
+    @property
+    def colocated(self) -> bool:
+        return self.server_gpus == [self.first_gpu]
 
     @property
     def vocab_size(self) -> int:
@@ -115,7 +122,9 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
         destroy_parallel()
 
 
-def make_engine(scene: Scene, parallel: Any, device: Any, **settings: Any) -> Any:
+def make_engine(
+    scene: Scene, parallel: Any, device: Any, *, optimizer: Mapping[str, Any] | None = None, **settings: Any
+) -> Any:
     from mcore_adapter.engine import MegatronEngine
     from mcore_adapter.settings import EngineSettings, OptimizerSettings
 
@@ -123,7 +132,7 @@ def make_engine(scene: Scene, parallel: Any, device: Any, **settings: Any) -> An
         parallel=parallel,
         device=device,
         settings=EngineSettings(hf_path=str(scene.model), init_from_scratch=True, dtype="bfloat16", **settings),
-        optimizer=OptimizerSettings(lr=1e-6, total_steps=1000),
+        optimizer=OptimizerSettings(**{"lr": 1e-6, "total_steps": 1000, **(optimizer or {})}),
     )
 
 
@@ -194,18 +203,45 @@ def _bare(
     return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
 
 
-def _ours(scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int) -> tuple[float, float]:
+def _ours(
+    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, **settings: Any
+) -> tuple[float, float]:
+    device.forget_peak()
+    engine = make_engine(scene, parallel, device, **{"recompute": "selective", **settings})
+    seconds = median_seconds(device, lambda: ppo_update(engine, batch, tokens_per_mb))
+    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
+
+
+def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
+    """One minibatch as a run does it."""
     from core.losses import ppo_loss
 
-    device.forget_peak()
-    engine = make_engine(scene, parallel, device, recompute="selective")
     loss = partial(
         ppo_loss, eps_clip=0.2, behave_imp_weight_cap=5.0, kl_coeff=0.0, kl_estimator="k3", entropy_coeff=1e-3
     )
-    seconds = median_seconds(
-        device, lambda: engine.train_step(batch, loss, max_tokens_per_mb=tokens_per_mb, with_entropy=True)
-    )
-    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
+    return engine.train_step(batch, loss, max_tokens_per_mb=tokens_per_mb, with_entropy=True)
+
+
+def options(scene: Scene) -> Iterator[Figure]:
+    """The same update with what can be switched on, beside the update without."""
+    choices: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "fp8": {"fp8": True},
+        "offload": {"optimizer": {"offload": True}},
+        "bf16_reduction": {"grad_reduce_in_fp32": False},
+    }
+    plain, plain_peak = 0.0, 0.0
+    for name, settings in choices.items():
+        with trainer_world() as (parallel, device):
+            batch = random_batch(scene, count=32, length=2048)
+            rate, peak = _ours(scene, parallel, device, batch, 16384, **settings)
+            free(device)
+        if name == "plain":
+            plain, plain_peak = rate, peak
+            continue
+        label = f"{scene.shape}_{name}"
+        yield Figure(name=f"update.{label}_tokens_per_second", value=rate, unit="tokens/s", baseline=plain, target="")
+        yield Figure(name=f"memory.{label}", value=peak, unit="GB", baseline=plain_peak, target="")
 
 
 def free(device: Any) -> None:

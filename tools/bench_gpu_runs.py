@@ -13,23 +13,28 @@ from pathlib import Path
 import numpy as np
 
 from rollout.sglang_gpus import query_gpus
-from tools.bench_gpu import NVLINK_BYTES_PER_SECOND, Figure, Scene
+from tools.bench_figure import Figure
+from tools.bench_gpu import Scene
 from tools.demo_data import write_jsonl
 
 WARM_UP_STEPS = 2
 
 
 def asynchronous(scene: Scene) -> Iterator[Figure]:
-    """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. Two GPUs (or four: two and two)."""
+    """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. One generator, which is the bottleneck;
+    the other GPUs are the trainer's."""
     rates: dict[int, float] = {}
-    for staleness, steps in ((4, 9), (0, 5)):
-        config = {**_config(scene), "staleness.max_staleness": staleness, "exp_ctrl.benchmark_steps": steps}
+    for staleness, steps in ((4, 8), (0, 4)):
+        config = {
+            **_config(scene, num_generators=1),
+            "staleness.max_staleness": staleness,
+            "exp_ctrl.benchmark_steps": steps,
+        }
         with busy_share() as shares:
             rows = run(scene, f"staleness-{staleness}", config)
         rates[staleness] = _tokens_per_second(rows)
         if staleness and shares:
-            num_generators = len(shares) // 2
-            busy = float(np.mean([np.mean(share) for share in list(shares.values())[:num_generators]]))
+            busy = float(np.mean(shares[0]))
             yield Figure(name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 90")
         for name in ("push/seconds", "push/pause_seconds", "push/gather_seconds", "push/send_seconds"):
             label = name.partition("/")[2].removesuffix("_seconds").replace("seconds", "whole")
@@ -46,43 +51,25 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def scale(scene: Scene) -> Iterator[Figure]:
-    """Pushes of a whole run from two tensor-parallel trainer ranks to two servers. Four GPUs; give --shape 7B."""
-    config = {**_config(scene), "staleness.max_staleness": 4, "exp_ctrl.benchmark_steps": 6, "push.verify": "first"}
-    config |= {"allocation_mode": "sglang.d2m1p1+d1m2p1", "n_gpus_per_node": 4, "push.bucket_mib": 4096}
-    config["dataset.train_bs_n_seqs"] = 32
-    rows = run(scene, "scale", config)[WARM_UP_STEPS:]
-    floor = 1e3 * rows[0]["push/gigabytes"] * 1e9 / NVLINK_BYTES_PER_SECOND
-    for name in ("pause", "gather", "send"):
-        value = 1e3 * float(np.median([row[f"push/{name}_seconds"] for row in rows]))
-        target = "<= 150" if name == "pause" else ""
-        yield Figure(
-            name=f"push.{scene.shape}_tp2_to_2_servers_{name}", value=value, unit="ms", baseline=floor, target=target
-        )
-    yield Figure(
-        name=f"update.{scene.shape}_tp2_run_tokens_per_second", value=_tokens_per_second(rows, skip=0),
-        unit="tokens/s", baseline=None, target="",
-    )  # fmt: skip
-
-
-def _config(scene: Scene) -> dict[str, object]:
-    """64 prompts x 8 answers a step; generators on the first half of the GPUs, the trainer on the other."""
-    half = max(1, len(query_gpus()) // 2)
+def _config(scene: Scene, num_generators: int | None = None) -> dict[str, object]:
+    """60 prompts x 8 answers a step; generators on the first GPUs (or half of them), the trainer on the others."""
+    num_gpus = max(2, len(query_gpus()))
+    num_generators = num_generators or num_gpus // 2
     small = not query_gpus()
     path = scene.folder / "prompts.jsonl"
     sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
     write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
     config: dict[str, object] = {
         "experiment_name": "bench",
-        "allocation_mode": f"sglang.d{half}m1p1+d{half}m1p1",
-        "n_gpus_per_node": 2 * half,
+        "allocation_mode": f"sglang.d{num_generators}m1p1+d{num_gpus - num_generators}m1p1",
+        "n_gpus_per_node": num_gpus,
         "external_configs.cluster_config.fileroot": scene.folder / "runs",
         "actor.path": scene.model,
         "actor.init_from_scratch": True,
         "actor.optimizer.lr": 1e-6,
         "actor_train.mb_spec.max_tokens_per_mb": 16384,
         "dataset.path": path,
-        "dataset.train_bs_n_seqs": 4 if small else 64,
+        "dataset.train_bs_n_seqs": 4 if small else 60,
         "dataset.max_prompt_len": 32,
         "group_size": 8,
         "group_adv_norm": True,
@@ -93,7 +80,7 @@ def _config(scene: Scene) -> dict[str, object]:
         "generator.max_running": 32 if small else 512,
         "generator.interrupt": "in_place",
         "workflow.type": "tools.bench_workflow:LognormalLengths",
-        "reward.function": "tools.bench_reward:no_reward",
+        "reward.function": "tools.bench_reward:coin_reward",
         "push.bucket_mib": 1024,
         "monitor.tensorboard": False,
         "launch.startup_timeout_seconds": 400,
@@ -104,9 +91,9 @@ def _config(scene: Scene) -> dict[str, object]:
     return config
 
 
-def _tokens_per_second(rows: list[dict[str, float]], *, skip: int = WARM_UP_STEPS) -> float:
+def _tokens_per_second(rows: list[dict[str, float]]) -> float:
     """Trained tokens over the steps after the warm-up."""
-    measured = rows[skip:]
+    measured = rows[WARM_UP_STEPS:]
     return sum(r["n_valid_tokens"] for r in measured) / sum(r["time/step"] for r in measured)
 
 

@@ -1,7 +1,8 @@
 """The yardstick: samples/s of TRL's GRPOTrainer on the same model and prompts. Runs in TRL's own environment.
 
 Invariant: imports nothing of this repository, so that an environment with trl alone can run it. Every completion has
-exactly --new-tokens tokens; the reward costs nothing; everything else is TRL's default for one step per generation.
+exactly --new-tokens tokens; the reward costs nothing; everything else is TRL's default for one step per generation. TRL
+trains in bfloat16 unless told otherwise: autocast over float32 weights.
 
     /path/to/trl-env/bin/python tools/bench_trl.py --model DIR --prompts FILE.jsonl --new-tokens 16
 """
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=32, help="prompts a step")
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--new-tokens", type=int, required=True, help="length of every completion")
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=20, help=f"measured steps, after {WARM_UP_STEPS} of warm-up")
     arguments = parser.parse_args()
     seconds = step_seconds(arguments)
@@ -61,7 +63,7 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
             args=GRPOConfig(
                 output_dir=scratch,
                 use_cpu=True,
-                bf16=False,
+                bf16=arguments.precision == "bfloat16",
                 gradient_checkpointing=False,
                 model_init_kwargs={"dtype": "float32"},
                 per_device_train_batch_size=arguments.num_prompts * arguments.group_size,

@@ -1,45 +1,45 @@
-"""Megatron checkpoint <-> Hugging Face folder, in one process on the CPU.
+"""Megatron checkpoint <-> Hugging Face folder, tensor by tensor, in one process on the CPU.
 
-    python -m tools.convert --checkpoint_path CHECKPOINT --output_path HF_FOLDER [--check]
-    python -m tools.convert --checkpoint_path HF_FOLDER --output_path CHECKPOINT --to-megatron [--check]
+    python tools/convert.py --checkpoint_path CHECKPOINT --output_path HF_FOLDER [--dtype bf16] [--check]
+    python tools/convert.py --checkpoint_path HF_FOLDER --output_path CHECKPOINT --to-megatron [--layout d1m2p2]
 
-A checkpoint carries its config.json and tokenizer, so nothing else is needed; any layout may have written it. The
-output folder appears only when complete. --check converts back and compares every tensor byte for byte.
+CHECKPOINT is an engine's folder (any layout may have written it) or a recover checkpoint, of which the actor is taken
+(--engine critic: the critic). It carries its config.json and tokenizer, so nothing else is needed. The output folder
+appears only when complete. --check reads it again and compares every tensor byte for byte.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+if not __package__:  # run by its path: the project's folder is not where Python looks for modules
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-    from mcore_adapter.device import Device
-    from mcore_adapter.model import ModelChunk
+if TYPE_CHECKING:
     from mcore_adapter.parallel import ParallelState
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_METADATA_BYTES = 1 << 20
+"""What there is beside tensors and tokenizer, roughly."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: converted, and equal if checked; 1: a check found differences; 2: nothing written, the reason on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m tools.convert", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--checkpoint_path", type=Path, required=True, help="folder to convert")
-    parser.add_argument("--output_path", type=Path, required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--to-megatron", action="store_true", help="from Hugging Face to Megatron")
-    parser.add_argument("--check", action="store_true", help="convert back and compare byte for byte")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
     try:
-        _check_paths(args.checkpoint_path, args.output_path, to_megatron=args.to_megatron)
-        with _one_rank() as rank:
-            convert = rank.to_megatron if args.to_megatron else rank.to_hugging_face
-            different = convert(args.checkpoint_path, args.output_path, check=args.check)
+        source = _source(args.checkpoint_path, args.engine, to_megatron=args.to_megatron)
+        _check_target(args.output_path, overwrite=args.overwrite)
+        different = _convert(args, source)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -52,89 +52,120 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_paths(source: Path, target: Path, *, to_megatron: bool) -> None:
-    if not source.is_dir():
-        raise FileNotFoundError(f"--checkpoint_path={source}: no such folder")
-    is_checkpoint = (source / "metadata.json").is_file()
-    if to_megatron and is_checkpoint:
-        raise ValueError(f"--checkpoint_path={source} is a Megatron checkpoint already; leave out --to-megatron")
-    if not to_megatron and not is_checkpoint:
-        raise ValueError(
-            f"--checkpoint_path={source} is not a complete Megatron checkpoint (no metadata.json); "
-            "for a Hugging Face folder add --to-megatron"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python tools/convert.py", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--checkpoint_path", type=Path, required=True, help="folder to convert")
+    parser.add_argument("--output_path", type=Path, required=True, help="folder to write")
+    parser.add_argument("--to-megatron", action="store_true", help="from Hugging Face to Megatron")
+    parser.add_argument("--layout", help="with --to-megatron: cut as ranks of this layout would, as in d1m2p2e2")
+    parser.add_argument("--dtype", choices=[*_DTYPES, *_DTYPES.values()], help="of the output; default: as the input")
+    parser.add_argument("--engine", default="actor", help="of a recover checkpoint: actor (default) or critic")
+    parser.add_argument("--check", action="store_true", help="read the output again and compare byte for byte")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output folder that exists")
+    return parser
+
+
+def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
+    """The folder to read: of a recover checkpoint (or a folder of several, then the newest) that of one engine."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"--checkpoint_path={path}: no such folder")
+    is_checkpoint = (path / "metadata.json").is_file()
+    if to_megatron:
+        if is_checkpoint:
+            raise ValueError(f"--checkpoint_path={path} is a Megatron checkpoint already; leave out --to-megatron")
+        return path
+    if is_checkpoint:
+        return path
+    steps = [p for p in path.glob("globalstep*") if p.is_dir() and p.name.removeprefix("globalstep").isdecimal()]
+    newest = max(steps, key=lambda p: int(p.name.removeprefix("globalstep")), default=path)
+    engines = sorted(p.parent.relative_to(newest) for p in newest.glob("**/metadata.json"))
+    for found in engines:
+        if found.name == engine:
+            return newest / found
+    if engines:
+        raise ValueError(f"--engine={engine}: {newest} holds {', '.join(map(str, engines))}")
+    raise ValueError(
+        f"--checkpoint_path={path} is not a complete Megatron checkpoint (no metadata.json); "
+        "for a Hugging Face folder add --to-megatron"
+    )
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    if target.is_file() or target.is_symlink():
+        raise FileExistsError(f"--output_path={target} exists and is no folder; name a new folder")
+    if target.exists() and any(target.iterdir()) and not overwrite:
+        raise FileExistsError(f"--output_path={target} exists and is not empty; name a new folder or add --overwrite")
+
+
+def _check_space(target: Path, num_bytes: int) -> None:
+    place = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    if free < num_bytes:
+        raise OSError(
+            f"--output_path={target} needs {num_bytes / 2**30:.2f} GiB, and {place} has {free / 2**30:.2f} GiB free"
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"--output_path={target} exists and is not empty; name a new folder")
 
 
-class _Rank:
-    """The world of one trainer rank that holds whole models."""
+def _convert(args: argparse.Namespace, source: Path) -> list[str]:
+    """Write the output; with --check, the names of tensors that read back differently."""
+    from allocation import ParallelLayout
+    from allocation.grammar import parse_layout
+    from mcore_adapter.hf_config import read_config
+    from mcore_adapter.safetensors_folder import SafetensorsFolder, replacing_folder
+    from mcore_adapter.streaming import (
+        CORRECTION_BIAS,
+        ModelFile,
+        checkpoint_to_hf,
+        different_tensors,
+        hf_to_checkpoint,
+        model_dtype,
+        open_checkpoint,
+        open_folder,
+    )
 
-    def __init__(self, parallel: ParallelState, device: Device) -> None:
-        self._parallel, self._device = parallel, device
-
-    def to_hugging_face(self, source: Path, target: Path, *, check: bool) -> list[str]:
-        """Write `target`; with `check`, the names of parameters that read back differently."""
-        from mcore_adapter.weights import load_hf_weights, save_hf
-
-        model = self._from_checkpoint(source)
-        save_hf(model, target, parallel=self._parallel, tokenizer_from=source)
-        if not check:
+    if args.layout and not args.to_megatron:
+        raise ValueError(f"--layout={args.layout} goes with --to-megatron; a checkpoint of any layout can be read")
+    layout = parse_layout(args.layout) if args.layout else ParallelLayout()
+    config = read_config(source)
+    if args.to_megatron:
+        with SafetensorsFolder(source) as folder:
+            stored = folder.dtype(without=CORRECTION_BIAS)
+        dtype = model_dtype(config, _DTYPES.get(args.dtype, args.dtype)) if args.dtype else stored
+    else:
+        dtype = model_dtype(config, _DTYPES.get(args.dtype, args.dtype))
+    with _one_rank() as parallel:
+        model = ModelFile(config, dtype, parallel=parallel)
+        _check_space(args.output_path, model.num_bytes + _METADATA_BYTES)
+        with _progress("converting", model.num_bytes) as progress, replacing_folder(args.output_path) as target:
+            if args.to_megatron:
+                hf_to_checkpoint(source, target, model, layout, progress)
+            else:
+                checkpoint_to_hf(source, target, model, progress)
+        if not args.check:
             return []
-        again = self._build(target, model[0].config.params_dtype)
-        load_hf_weights(again, target, parallel=self._parallel)
-        return [
-            name
-            for (name, first), (_, second) in zip(model[0].named_parameters(), again[0].named_parameters(), strict=True)
-            if not _same_bytes(first, second)
-        ]
-
-    def to_megatron(self, source: Path, target: Path, *, check: bool) -> list[str]:
-        """Write `target`; with `check`, the names of tensors that come back differently."""
-        from mcore_adapter.checkpoint import save_checkpoint
-        from mcore_adapter.safetensors_folder import SafetensorsFolder, replacing_folder
-        from mcore_adapter.weights import iter_hf_weights, load_hf_weights
-
-        with SafetensorsFolder(source) as original:
-            dtype = original.dtype()
-        model = self._build(source, dtype)
-        load_hf_weights(model, source, parallel=self._parallel)
-        with replacing_folder(target) as folder:
-            save_checkpoint(folder, model, None, parallel=self._parallel, tokenizer_from=source)
-        if not check:
-            return []
-        again = self._from_checkpoint(target)
-        with SafetensorsFolder(source) as original:
-            return [
-                name
-                for bucket in iter_hf_weights(again, parallel=self._parallel)
-                for name, tensor in bucket.items()
-                if not _same_bytes(original.read(name, 0, 0, tensor.size(0)), tensor)
-            ]
-
-    def _from_checkpoint(self, folder: Path) -> list[ModelChunk]:
-        import torch
-
-        from mcore_adapter.checkpoint import load_checkpoint
-        from mcore_adapter.hf_config import read_config
-
-        model = self._build(folder, getattr(torch, read_config(folder).dtype or "float32"))
-        load_checkpoint(folder, model, None, parallel=self._parallel)
-        return model
-
-    def _build(self, folder: Path, dtype: torch.dtype) -> list[ModelChunk]:
-        """The model that `folder` describes, its weights not filled in."""
-        from mcore_adapter.hf_config import read_config
-        from mcore_adapter.model import build_model
-
-        config = read_config(folder)
-        return build_model(
-            config, parallel=self._parallel, device=self._device, dtype=dtype, is_critic=config.is_critic
-        )
+        checkpoint, hf = (args.output_path, source) if args.to_megatron else (source, args.output_path)
+        with _progress("checking", model.num_bytes) as progress, open_folder(hf, model) as folder:
+            return different_tensors(open_checkpoint(checkpoint, model), folder, model, dtype, progress)
 
 
 @contextmanager
-def _one_rank() -> Iterator[_Rank]:
+def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=num_bytes)
+        yield lambda written: bar.advance(task, written)
+
+
+@contextmanager
+def _one_rank() -> Iterator[ParallelState]:
+    """A world of one rank, in which Megatron can be asked where tensors lie."""
     from allocation import ParallelLayout
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
@@ -142,21 +173,18 @@ def _one_rank() -> Iterator[_Rank]:
     device = get_device("cpu")
     with tempfile.TemporaryDirectory() as store:
         parallel = initialize_parallel(
-            ParallelLayout(), rank=0, world_size=1, init_method=f"file://{store}/store", device=device, seed=0
+            ParallelLayout(),
+            rank=0,
+            world_size=1,
+            init_method=f"file://{os.path.join(store, 'store')}",
+            device=device,
+            seed=0,
         )
         try:
             with device.activate():
-                yield _Rank(parallel, device)
+                yield parallel
         finally:
             destroy_parallel()
-
-
-def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    import torch
-
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    return torch.equal(*(t.detach().contiguous().view(torch.uint8) for t in (first, second)))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
-def make_model(data: Path, output: Path, *, hidden_size: int, num_layers: int, vocab_size: int, seed: int) -> int:
+def make_model(
+    data: Path, output: Path, *, hidden_size: int, num_layers: int, vocab_size: int, seed: int, head_dim: int = 32
+) -> int:
     """Write a Hugging Face folder; returns the number of parameters. Raises DatasetError for an unusable data set."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -49,8 +51,8 @@ def make_model(data: Path, output: Path, *, hidden_size: int, num_layers: int, v
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=max(1, hidden_size // 64),
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=max(1, hidden_size // (2 * head_dim)),
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
@@ -68,12 +70,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="jsonl file of prompts")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64")
+    parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64, of twice --head-dim")
     parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=32, help="SGLang's GPU kernels want 64 or more")
     parser.add_argument("--vocab-size", type=int, default=768)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     size = {"hidden_size": given.hidden_size, "num_layers": given.num_layers, "vocab_size": given.vocab_size}
+    size["head_dim"] = given.head_dim
     count = make_model(given.data, given.output, seed=given.seed, **size)
     print(f"{given.output}: {count / 1e6:.1f}M parameters")
 

@@ -16,6 +16,7 @@ ARCHITECTURES: dict[str, dict[str, bool]] = {
     "qwen2": {"qkv_bias": True, "qk_norm": False},
     "qwen3": {"qkv_bias": False, "qk_norm": True},
     "llama": {"qkv_bias": False, "qk_norm": False},
+    "mistral": {"qkv_bias": False, "qk_norm": False},
 }
 """model_type -> what distinguishes the family."""
 
@@ -41,7 +42,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """A dense Qwen2/Qwen2.5, Qwen3 or Llama model."""
+    """A dense Qwen2/Qwen2.5, Qwen3, Llama or Mistral model."""
 
     vocab_size: int
     hidden_size: int
@@ -67,6 +68,9 @@ class InferenceConfig:
         for key, value in MUST_BE.items():
             if config.get(key) not in (value, None):
                 raise ValueError(f"{key}={config[key]!r} is not supported for model_type={family}; use {value!r}")
+        window, positions = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+        if family == "mistral" and window is not None and window < positions:
+            raise ValueError(f"sliding_window={window} is below max_position_embeddings={positions}; lower the latter")
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             return cls(

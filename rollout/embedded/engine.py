@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allocation.strain import strain
 from rollout.embedded.config import InferenceConfig
 from rollout.embedded.kv_cache import KVCache, capacity_for
 from rollout.embedded.lanes import Job, Lanes
@@ -91,6 +92,7 @@ class Engine:
 
     def step(self) -> Finished:
         """Sample one token for every running request, the newly admitted included; returns what is complete."""
+        strain("generate")
         running = self._cache.order()
         parts = [(running, self._decode(running))] if len(running) else []
         parts += self._admit()
@@ -117,6 +119,12 @@ class Engine:
         for job in waiting:
             self._no_longer_waiting(job.key)
         return aborted + [(job.request, job.partial()) for job in waiting]
+
+    def partial(self) -> dict[str, Completion]:
+        """What running and waiting requests have so far, by request id."""
+        running = [self._lanes.peek(slot, "abort") for slot, _ in self._lanes.running()]
+        waiting = [(job.request, job.output) for job in self._waiting if job.output is not None]
+        return {request.request_id: completion for request, completion in [*running, *waiting]}
 
     def interrupt(self, how: Interrupt) -> Finished:
         """Make way for new weights. "abort" ends the running requests and returns them; "retract" puts them back to

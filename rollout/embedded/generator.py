@@ -177,6 +177,12 @@ class EmbeddedGenerator:
             version=self._engine.version, num_running=running, num_waiting=max(0, len(self._pending) - running)
         )
 
+    async def partial(self) -> dict[str, Completion]:
+        """Tokens so far of the requests in flight, by request id, and what drain() did not hand out yet."""
+        partial: dict[str, Completion] = await self._call(self._engine.partial)
+        with self._changed:
+            return partial | dict(self._drained)
+
     async def close(self) -> None:
         """End the engine. Requests that still run raise GeneratorError."""
         with self._changed:
@@ -200,10 +206,10 @@ class EmbeddedGenerator:
             self._commands.append((command, waiter))
             self._changed.notify_all()
 
-    async def _call(self, command: Callable[[], Any]) -> None:
+    async def _call(self, command: Callable[[], Any]) -> Any:
         waiter = _Waiter()
         self._send(command, waiter)
-        await waiter.future
+        return await waiter.future
 
     def _enqueue(self, requests: Sequence[GenerateRequest], waiters: Sequence[_Waiter | None]) -> None:
         added = list(requests)

@@ -154,10 +154,15 @@ class Lanes:
 
     def finish(self, slot: int, reason: FinishReason) -> tuple[GenerateRequest, Completion]:
         """Free the slot and hand out what it holds."""
-        request, n = self.requests[slot], int(self.num_output[slot])
-        assert request is not None, "only running slots finish"
+        finished = self.peek(slot, reason)
         self.requests[slot] = None
         self.free.append(slot)
+        return finished
+
+    def peek(self, slot: int, reason: FinishReason) -> tuple[GenerateRequest, Completion]:
+        """What a running slot holds."""
+        request, n = self.requests[slot], int(self.num_output[slot])
+        assert request is not None, "only running slots finish"
         return request, Completion(
             token_ids=self.tokens[slot, :n].copy(),
             logprobs=self.logprobs[slot, :n].copy(),

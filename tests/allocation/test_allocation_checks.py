@@ -65,13 +65,20 @@ def test_a_server_may_hold_a_kv_head_on_several_ranks_but_not_parts_of_them() ->
     assert error.nearest == "m = 4 or 12"
 
 
-def test_layers_must_be_divisible_by_stages_times_chunks() -> None:
-    error = model_error("d1m1p3")
-    assert "p3 must divide num_hidden_layers=28" in str(error)
-    assert error.nearest == "p = 2 or 4"
-    chunks = model_error("d1m1p4v2")
-    assert "p4 x v2 = 8 chunks must divide num_hidden_layers=28" in str(chunks)
-    assert chunks.nearest == "p = 2 or 7"
+def test_every_chunk_of_a_pipeline_needs_a_layer() -> None:
+    check_model(layout_of("d1m1p3"), "actor_train", **MODEL)
+    error = model_error("d1m1p29")
+    assert "p29: each needs a layer, and num_hidden_layers=28" in str(error)
+    assert error.nearest == "p = 28 without v"
+    chunks = model_error("d1m1p4v8")
+    assert "p4 x v8 = 32 chunks: each needs a layer, and num_hidden_layers=28" in str(chunks)
+    assert chunks.nearest == "v = 7"
+
+
+def test_a_single_expert_is_not_split() -> None:
+    layout = parse("(attn:d1m2p1|ffn:d1m2p1)", n_nodes=1, n_gpus_per_node=2).trainer.layout
+    (error,) = model_errors(layout, "actor_train", **{**MODEL, "num_experts": 8})
+    assert "m2 of ffn" in str(error) and error.nearest == "m1 for ffn"
 
 
 def test_layers_are_the_servers_own_business() -> None:
@@ -97,7 +104,7 @@ def test_experts_must_exist_and_be_divisible_by_expert_parallelism() -> None:
 
 
 def test_all_errors_of_a_layout_are_found_at_once() -> None:
-    errors = model_errors(layout_of("d1m8p3"), "actor_train", **{**MODEL, "vocab_size": 50_257})
+    errors = model_errors(layout_of("d1m8p29"), "actor_train", **{**MODEL, "vocab_size": 50_257})
     rules = [error.rule for error in errors]
     for number in ("num_attention_heads=12", "num_key_value_heads=2", "vocab_size=50257", "num_hidden_layers=28"):
         assert any(number in rule for rule in rules), number

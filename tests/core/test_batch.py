@@ -27,8 +27,10 @@ def test_packing_keeps_order_groups_and_ages() -> None:
         [
             [trajectory([1, 2], [3], [4], 1.0, "stop"), trajectory([1, 2], [5, 6], [3, 4], 0.0, "length")],
             [trajectory([7], [8, 9], [5, 5], 0.5, "stop")],
-        ]
+        ],
+        positions=[12, 10],
     )
+    assert batch.positions.tolist() == [12, 10]
     assert batch.token_ids.tolist() == [1, 2, 3, 1, 2, 5, 6, 7, 8, 9]
     assert batch.cu_seqlens.tolist() == [0, 3, 7, 10]
     assert batch.group_ids.tolist() == [0, 0, 1] and batch.prompt_lens.tolist() == [2, 2, 1]

@@ -52,9 +52,15 @@ def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> No
     assert "actor.type._class: 'llama', but config.json of model says 'qwen2'; write that, or auto" in message
     write_model(tmp_path / "model", model_type="gpt2")
     (message,) = problems(path)
-    assert (
-        "actor.path: model/config.json: model_type='gpt2' is not supported; supported: llama, qwen2, qwen3" in message
-    )
+    assert "actor.path: model/config.json: model_type='gpt2' is not supported; supported: deepseek_v2, " in message
+
+
+def test_a_model_that_the_embedded_generator_cannot_sample_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    write_model(tmp_path / "model", model_type="qwen3_moe", **experts)
+    (message,) = problems(path)
+    assert "allocation_mode: the embedded generator samples dense models, and model is of type 'qwen3_moe'" in message
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8, 60, 200])
@@ -97,7 +103,7 @@ def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> 
     path = write_run(tmp_path)
     (message,) = problems(path, "allocation_mode=embedded.d1m1p1+d1m1p3", "n_gpus_per_node=4")
     assert "allocation_mode: " in message
-    assert "p3 must divide num_hidden_layers=2" in message
+    assert "p3: each needs a layer, and num_hidden_layers=2" in message
     found = problems(path, "allocation_mode=embedded.d1m1p1+d1m3p1", "n_gpus_per_node=4")
     assert any("m3 must divide num_attention_heads=4" in line for line in found)
     assert any("m3 must divide vocab_size=64" in line for line in found)

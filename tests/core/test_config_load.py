@@ -231,7 +231,7 @@ def test_values_may_come_from_the_environment_and_from_other_keys(
     assert config.actor.path == "/mnt/models"
     assert config.wandb.project == "small-7"
     assert config.evaluation.max_new_tokens == 16
-    assert config.generator.max_running == 256, "the default of a key that is not given"
+    assert config.generator.max_running == 1024, "the default of a key that is not given"
     assert config.critic.optimizer.lr == 0.5
     assert config.wandb.tags == ["one", "b"]
     assert config.wandb.name == "${x}"
@@ -321,6 +321,14 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ("n_gpus_per_node=8", "allocation_mode: 'embedded.d1m1p1+d1m1p1': needs 1 + 1 = 2 GPUs"),
         ("allocation_mode=vllm.d1m1p1+d1m1p1", "allocation_mode: 'vllm.d1m1p1+d1m1p1': "),
         ("actor_train.device_mapping=list(range(0,2))", "and actor_train.device_mapping both say where roles run"),
+        ("actor.fp8=true", "actor.fp8: fp8=true needs GPUs, this run trains on the CPU; write false"),
+        ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true needs GPUs"),
+        (
+            "ref.fp8=true ppo.kl_ctl=0.1 allocation_mode=sglang.d1m1p1+d1m1p1 actor.sglang.device=cpu",
+            "ref.fp8: fp8=true needs GPUs",
+        ),
+        ("actor.fp8=true actor.bf16=false allocation_mode=sglang.d1m1p1+d1m1p1", "write bf16=true"),
+        ("actor.grad_reduce_in_fp32=false", "actor.grad_reduce_in_fp32: grad_reduce_in_fp32=false is for bfloat16"),
         (
             "n_gpus_per_node=9 allocation_mode=embedded.d1m1p1+d8m1p1",
             "4 prompts x group_size=1 = 4 sequences are fewer than the 8 data-parallel ranks",
@@ -362,6 +370,14 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     assert config.actor.dtype(embedded=True) == "bfloat16"
     assert config.actor.recompute(embedded=True) == "full"
     assert load(tmp_path, SMALLEST_PPO, "ppo.gen.max_new_tokens=27648").max_tokens_per_mb("actor_train") == 27664
+
+
+def test_numeric_options_are_taken_where_there_are_gpus(tmp_path: Path) -> None:
+    overrides = ["actor.fp8=true", "actor.optimizer.offload=true", "actor.grad_reduce_in_fp32=false"]
+    config = load(tmp_path, SMALLEST_PPO, "allocation_mode=sglang.d1m1p1+d1m1p1", *overrides)
+    assert config.actor.fp8 and config.actor.optimizer.offload and not config.actor.grad_reduce_in_fp32
+    # What no part of the run uses is not looked at.
+    assert not load(tmp_path, SMALLEST_PPO, "critic.fp8=true", "ref.optimizer.offload=true").uses_critic
 
 
 def test_the_critic_is_a_critic_whatever_else_is_said_about_it(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from core.errors import LaunchError
-from core.launch import as_driver_sees
+from core.launch_wait import as_driver_sees
 from core.push_buckets import PushError
 from rollout.router import NoGeneratorError
 from rollout.sglang_server import ServerStartError

@@ -161,20 +161,18 @@ def test_ctrl_c_and_sigterm_end_everything_in_order(assets, run_command, end: in
     assert "Traceback" not in command.output() and WITHOUT_GOODBYE not in command.output()
 
 
-def test_a_lost_generator_restarts_the_run_from_its_checkpoint(assets, run_command) -> None:
+def test_a_lost_generator_that_is_the_only_one_comes_back_while_the_run_waits(assets, run_command) -> None:
     import psutil
 
-    config = ppo(
-        assets, recover_mode="auto", recover_retries=1, exp_ctrl={"total_train_epochs": 3, "ckpt_freq_steps": 1}
-    )
-    command = run_command("ppo-math", config)
+    command = run_command("ppo-math", ppo(assets, exp_ctrl={"total_train_epochs": 3}))
     command.wait_for("global step 3)")
     family = [psutil.Process(pid) for pid in command.remember_family()]
     generator = next(p for p in family if p.is_running() and "GeneratorActor" in " ".join(p.cmdline()))
     generator.kill()
     assert command.finish() == 0, command.output()[-4000:]
-    assert "Restarting from the last recover checkpoint (1 of 1)" in command.output()
-    assert trained_steps(command)[-1] == 15
+    assert "generator-0 is lost: " in command.output() and "Starting it again (1 of 3)" in command.output()
+    assert trained_steps(command) == list(range(1, 16))
+    assert command.survivors(timeout=20) == []
 
 
 def test_a_dead_ray_cluster_is_one_clear_error(assets, run_command) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_attempts import came_back, process_of
 from test_ppo_end_to_end import metrics_of, ppo
 
 from rollout.sglang_gpus import query_gpus
@@ -73,6 +75,41 @@ def test_a_run_trains_on_what_servers_sample(
     assert all(m["push/gigabytes"] > 0 for m in rows)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("push", ["nccl", "disk"])
+def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
+    assets: Any, run_command: Any, interpreter: Path, push: str
+) -> None:
+    flags = {"device": "cpu", "max_total_tokens": 8192, "sleep_on_idle": True}
+    command = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode="sglang.d2m1p1+d1m1p1",
+            n_gpus_per_node=3,
+            recover_mode="auto",
+            actor={"path": str(assets.model), "optimizer": {"lr": 1e-3}, "sglang": flags},
+            generator={"sglang_python": str(interpreter), "max_running": 32, "health_interval_seconds": 1.0},
+            exp_ctrl={"total_train_epochs": 1000},
+            push={"type": push, "verify": "always"},
+        ),
+    )
+    command.wait_for("global step 3)", timeout=240)
+    children = process_of(command, "generator-1").children(recursive=True)
+    server = min((p for p in children if "sglang_inside.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+    server.kill()
+    came_back(command, 1, timeout=240)
+    command.remember_family()
+    command.process.send_signal(signal.SIGTERM)
+    assert command.finish() == 130
+    assert command.survivors(timeout=20) == []
+    assert "Attempt 1 was lost" not in command.output()
+    rows = [m for m in metrics_of(command) if "task_reward" in m]
+    assert [m["step"] for m in rows] == list(range(1, len(rows) + 1))
+    assert all(m["staleness/max"] <= 2 and m["n_seqs"] == 32 and m["rollout/num_failures"] == 0 for m in rows)
+    assert {m["router/num_generators"] for m in rows} >= {1.0, 2.0}
+
+
 def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
     assets: Any, run_command: Any, tmp_path: Path
 ) -> None:
@@ -110,7 +147,8 @@ def wide_heads(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("allocation", "num_gpus"), [("d1m1p1", 1), ("sglang.d1m1p1+d1m1p1", 2), ("sglang.d2m1p1+d1m2p1", 4)]
+    ("allocation", "num_gpus"),
+    [("d1m1p1", 1), ("sglang.d1m1p1+d1m1p1", 2), ("sglang.d2m1p1+d1m2p1", 4), ("sglang.d1m2p1+d2m1p1", 4)],
 )
 def test_a_run_on_gpus_trains_and_recovers(
     assets: Any, run_command: Any, wide_heads: Path, allocation: str, num_gpus: int

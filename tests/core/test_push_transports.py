@@ -127,6 +127,16 @@ def run_trainer(pushes: list[Push], servers: list[ServerAddress], folder: Path, 
     return {(rank, kind): result for rank, kind, result in results}
 
 
+def test_what_a_killed_push_left_on_disk_is_removed_by_the_next_attempt(tmp_path: Path) -> None:
+    for name in ("push-7", "globalstep4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-00000.safetensors").write_bytes(b"half")
+    sender_on("disk", 1, tmp_path, None).connect([])
+    assert (tmp_path / "push-7").exists(), "the first rank alone writes and removes"
+    sender_on("disk", 0, tmp_path, None).connect([])
+    assert [path.name for path in tmp_path.iterdir()] == ["globalstep4"]
+
+
 def test_pushes_from_two_ranks_reach_two_servers_bit_for_bit(tmp_path: Path) -> None:
     """The servers' own checksums are compared in the push; here the counts and the report."""
     with receivers(tmp_path) as servers:
@@ -194,10 +204,10 @@ def test_layouts_that_a_transport_cannot_serve_are_errors_before_anything_moves(
 def test_a_server_finds_the_trainers_ranks_on_its_gpus() -> None:
     allocation = parse("sglang.d2m2p1|d4m1p1", n_nodes=1, n_gpus_per_node=4)
     servers = [ServerAddress(name=f"generator-{i}", url="", tp=2) for i in range(2)]
-    placed = beside_trainer(servers, allocation.generator, allocation.trainer)
+    placed = beside_trainer(servers, allocation.generator.replicas, allocation.trainer)
     assert [server.trainer_ranks for server in placed] == [(0, 1), (2, 3)]
     apart = parse("sglang.d2m1p1+d2m1p1", n_nodes=1, n_gpus_per_node=4)
-    placed = beside_trainer(servers, apart.generator, apart.trainer)
+    placed = beside_trainer(servers, apart.generator.replicas, apart.trainer)
     assert [server.trainer_ranks for server in placed] == [(), ()]
 
 
@@ -213,7 +223,7 @@ class Recorder:
         if call[0] == self._fails:
             raise PushError("it failed")
 
-    def call(self, method: str, *args: object, **kwargs: object) -> list[Any]:
+    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: object) -> list[Any]:
         self._record(method, *args, *kwargs.values())
         return [SendReport(seconds=0.5, num_bytes=10**9, num_buckets=2), None]
 

@@ -1,11 +1,19 @@
-"""Recover checkpoints: complete or invisible, two kept, and errors that name the key."""
+"""Recover checkpoints: valid or passed over, written beside the training, and errors that name the key."""
 
 import errno
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from core.errors import LaunchError
+from core.manifest import DamagedError, verify
 from core.recover import RecoverError, RecoverStore, RunIdentity, RunState
+from mcore_adapter.checkpoint_outcome import wait_for_outcome
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 
@@ -14,55 +22,191 @@ def state(step: int) -> RunState:
     return RunState(step=step, version=step, elapsed_seconds=1.5, extra={"value_norm": {"mean": 0.25}})
 
 
-def write_engine(folder: Path) -> None:
+def write_engine(folder: Path) -> Callable[[threading.Event], None]:
     (folder / "actor").mkdir()
     (folder / "actor" / "weights").write_bytes(b"w" * 100)
+    return lambda stop: None
+
+
+def begin(store: RecoverStore, step: int, rollout: object = None, engines: Callable = write_engine) -> None:
+    store.begin(state(step), lambda: rollout, engines, began=time.perf_counter())
+
+
+def dump(store: RecoverStore, step: int, rollout: object = None, engines: Callable = write_engine) -> None:
+    begin(store, step, rollout, engines)
+    store.wait()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
 
 
 def test_what_was_dumped_comes_back(tmp_path: Path) -> None:
     store = RecoverStore(tmp_path / "recover", IDENTITY)
-    store.dump(state(2), {"cursor": 7}, write_engine)
-    latest = RecoverStore(tmp_path / "recover", IDENTITY).latest()
-    assert latest is not None and (latest / "actor" / "weights").read_bytes() == b"w" * 100
-    assert store.load(latest) == (state(2), {"cursor": 7})
+    dump(store, 2, {"cursor": 7})
+    newest = RecoverStore(tmp_path / "recover", IDENTITY).newest()
+    assert newest is not None and (newest / "actor" / "weights").read_bytes() == b"w" * 100
+    found = store.load(newest)
+    assert (found.state, found.rollout_state, found.changes) == (state(2), {"cursor": 7}, ())
 
 
-def test_the_two_newest_are_kept_and_step_ten_is_newer_than_step_nine(tmp_path: Path) -> None:
-    store = RecoverStore(tmp_path, IDENTITY)
-    for step in (8, 9, 10):
-        store.dump(state(step), None, write_engine)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["globalstep10", "globalstep9"]
-    latest = store.latest()
-    assert latest is not None and latest.name == "globalstep10"
+def test_as_many_as_asked_for_are_kept_and_step_ten_is_newer_than_step_nine(tmp_path: Path) -> None:
+    for keep, kept in ((2, ["globalstep10", "globalstep9"]), (1, ["globalstep10"])):
+        store = RecoverStore(tmp_path / str(keep), IDENTITY, keep=keep)
+        for step in (8, 9, 10):
+            dump(store, step)
+        assert names(tmp_path / str(keep)) == kept
+        newest = store.newest()
+        assert newest is not None and newest.name == "globalstep10"
 
 
-def test_a_failed_dump_leaves_nothing_behind_and_the_old_checkpoint_valid(tmp_path: Path) -> None:
-    store = RecoverStore(tmp_path, IDENTITY)
-    store.dump(state(2), {"cursor": 1}, write_engine)
+def test_begin_returns_before_the_write_is_done_and_the_next_one_waits_for_it(tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    store, written = RecoverStore(tmp_path, IDENTITY), threading.Event()
 
-    def disk_is_full(folder: Path) -> None:
+    def slow_engine(folder: Path) -> Callable[[threading.Event], None]:
         write_engine(folder)
+        return lambda stop: assert_set(written)
+
+    begin(store, 2, engines=slow_engine)
+    assert store.newest() is None and "Dumped" not in caplog.text
+    threading.Timer(0.2, written.set).start()
+    begin(store, 3)
+    newest = store.newest()
+    assert newest is not None and newest.name == "globalstep2" and "Dumped recover info to file." in caplog.messages
+    store.wait()
+    assert names(tmp_path) == ["globalstep2", "globalstep3"]
+    assert any("step 3: the trainer stopped for 0.2" in m and "for the one before" in m for m in caplog.messages)
+    assert any("MiB written in" in m for m in caplog.messages)
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_failed_write_is_raised_and_leaves_nothing_behind_and_the_old_checkpoint_valid(
+    tmp_path: Path, in_background: bool
+) -> None:
+    store = RecoverStore(tmp_path, IDENTITY)
+    dump(store, 2, {"cursor": 1})
+
+    def full(stop: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def disk_is_full(folder: Path) -> Callable:
+        write_engine(folder)
+        if not in_background:
+            full(None)
+        return full
+
     with pytest.raises(OSError, match="recover checkpoint of step 3 .* MiB left .* No space left"):
-        store.dump(state(3), {"cursor": 2}, disk_is_full)
-    assert [p.name for p in tmp_path.iterdir()] == ["globalstep2"]
-    latest = store.latest()
-    assert latest is not None and store.load(latest) == (state(2), {"cursor": 1})
+        dump(store, 3, {"cursor": 2}, disk_is_full)
+    assert names(tmp_path) == ["globalstep2"]
+    newest = store.newest()
+    assert newest is not None and store.load(newest).rollout_state == {"cursor": 1}
+    store.raise_if_failed()  # an error is raised once
+    dump(store, 4)
+    assert names(tmp_path) == ["globalstep2", "globalstep4"]
 
 
-def test_an_interrupted_write_is_invisible_and_the_next_dump_of_the_step_replaces_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_worker_that_dies_is_a_lost_worker_and_no_failed_write(tmp_path: Path, in_background: bool) -> None:
+    """recover_mode=auto starts another attempt for the first, and ends the run for the second."""
     store = RecoverStore(tmp_path, IDENTITY)
-    (tmp_path / ".writing-globalstep4").mkdir(parents=True)
-    (tmp_path / ".writing-globalstep4" / "rollout.pkl").write_bytes(b"half")
-    assert store.latest() is None
-    store.dump(state(4), None, write_engine)
-    assert [p.name for p in tmp_path.iterdir()] == ["globalstep4"]
+
+    def died(stop: object) -> None:
+        raise LaunchError("trainer-rank0 died")
+
+    def dies(folder: Path) -> Callable:
+        write_engine(folder)
+        if not in_background:
+            died(None)
+        # The outcome of what it was to write never comes: whoever waits asks whether it lives.
+        return lambda stop: wait_for_outcome(folder / "actor", stop, lambda: died(None))
+
+    with pytest.raises(LaunchError, match="trainer-rank0 died"):
+        dump(store, 2, engines=dies)
+    assert names(tmp_path) == []
+
+
+def test_the_end_of_a_run_waits_for_the_last_write_and_a_failed_run_gives_it_up(tmp_path: Path) -> None:
+    with RecoverStore(tmp_path, IDENTITY) as store:
+        begin(store, 2, engines=lambda folder: write_engine(folder) and (lambda stop: time.sleep(0.2)))
+    assert names(tmp_path) == ["globalstep2"]
+
+    def until_stopped(folder: Path) -> Callable[[threading.Event], None]:
+        write_engine(folder)
+        return lambda stop: assert_set(stop)
+
+    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
+        begin(store, 3, engines=until_stopped)
+        _ = 1 / 0
+    assert names(tmp_path) == ["globalstep2"]
+
+
+def test_an_interrupted_write_is_invisible_and_the_next_one_clears_it_away(tmp_path: Path) -> None:
+    store = RecoverStore(tmp_path, IDENTITY)
+    (tmp_path / ".writing-globalstep4-123").mkdir(parents=True)
+    (tmp_path / ".writing-globalstep4-123" / "rollout.pkl").write_bytes(b"half")
+    assert store.newest() is None
+    dump(store, 4)
+    assert names(tmp_path) == ["globalstep4"]
+
+
+def test_a_checkpoint_that_was_passed_over_is_replaced_by_the_next_of_its_step(tmp_path: Path, caplog) -> None:
+    store = RecoverStore(tmp_path, IDENTITY)
+    for step in (2, 3):
+        dump(store, step)
+    (tmp_path / "globalstep3" / "actor" / "weights").write_bytes(b"v" * 100)
+    newest = store.newest()
+    assert newest is not None and newest.name == "globalstep2"
+    assert "globalstep3 is not used: weights is damaged: its checksum differs" in caplog.text
+    dump(store, 3)
+    newest = store.newest()
+    assert newest is not None and newest.name == "globalstep3"
+    assert names(tmp_path) == ["globalstep2", "globalstep3"]
+
+
+def test_a_checkpoint_of_before_manifests_is_not_used(tmp_path: Path) -> None:
+    dump(RecoverStore(tmp_path, IDENTITY), 2)
+    (tmp_path / "globalstep2" / "COMMITTED").unlink()
+    (tmp_path / "globalstep2" / "manifest.json").unlink()
+    assert RecoverStore(tmp_path, IDENTITY).newest() is None
+
+
+def test_the_manifest_lists_every_file_with_its_size_and_checksum(tmp_path: Path) -> None:
+    dump(RecoverStore(tmp_path, IDENTITY), 2)
+    folder = tmp_path / "globalstep2"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert sorted(files) == ["actor/weights", "rollout.pkl", "run.json"]
+    assert files["actor/weights"]["size"] == 100 and len(files["actor/weights"]["checksum"]) == 32
 
 
 @pytest.mark.parametrize("key", ["train_bs_n_seqs", "group_size", "n_nodes"])
-def test_a_changed_setting_is_named_with_both_values(tmp_path: Path, key: str) -> None:
-    path = RecoverStore(tmp_path, IDENTITY).dump(state(2), None, write_engine)
+def test_a_changed_setting_is_named_with_both_values_and_let_go_on_request(tmp_path: Path, key: str) -> None:
+    dump(RecoverStore(tmp_path, IDENTITY), 2)
     changed = RunIdentity(**{**IDENTITY.__dict__, key: 99})
-    with pytest.raises(RecoverError, match=f"{key}=99.*{key}={getattr(IDENTITY, key)}"):
-        RecoverStore(tmp_path, changed).load(path)
+    store = RecoverStore(tmp_path, changed)
+    newest = store.newest()
+    assert newest is not None
+    before = getattr(IDENTITY, key)
+    with pytest.raises(RecoverError, match=rf"{key}=99 \(the checkpoint has {before}\).*recover_ignore_changes=true"):
+        store.load(newest)
+    found = store.load(newest, ignore_changes=True)
+    assert found.changes == (f"{key}=99 (the checkpoint has {before})",) and found.identity == IDENTITY
+
+
+def test_no_single_bit_of_manifest_and_marker_can_change_unnoticed(tmp_path: Path) -> None:
+    dump(RecoverStore(tmp_path, IDENTITY), 2)
+    for name in ("COMMITTED", "manifest.json"):
+        path = tmp_path / "globalstep2" / name
+        content = path.read_bytes()
+        for bit in range(8 * len(content)):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(flipped)
+            with pytest.raises(DamagedError):
+                verify(tmp_path / "globalstep2")
+        path.write_bytes(content)
+        verify(tmp_path / "globalstep2")

@@ -8,7 +8,9 @@ is, and the pool starts afresh for the next call.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
+import os
 import pickle
 import queue
 import tempfile
@@ -29,6 +31,15 @@ LAYOUTS = {
     "tp2 pp2": ParallelLayout(tp=2, pp=2),
     "pp2 vpp2": ParallelLayout(pp=2, vpp=2),
 }
+EXPERT_LAYOUTS = {
+    "dp2 ep2": ParallelLayout(dp=2, ep=2),
+    "tp2 ep2": ParallelLayout(tp=2, ep=2),
+    "cp2 ep2": ParallelLayout(cp=2, ep=2),
+    "dp2 pp2 ep2": ParallelLayout(dp=2, pp=2, ep=2),
+}
+"""For models with experts."""
+_MAX_THREADS = 200
+"""Autograd's nodes may hold a model with experts, and with it process groups, whose threads slow everything down."""
 _GRACE_SECONDS = 3.0  # after a first failure: time for the other ranks to report theirs
 
 
@@ -41,12 +52,14 @@ class Rank:
     init_method: str
 
     @contextlib.contextmanager
-    def joined(self, layout: ParallelLayout, *, seed: int = 1) -> Iterator[tuple[Any, Any]]:
-        """(ParallelState, Device) of this rank in `layout`, on CPU; its world must be the whole call."""
+    def joined(self, layout: ParallelLayout, *, seed: int = 1, kind: Any = "cpu") -> Iterator[tuple[Any, Any]]:
+        """(ParallelState, Device) of this rank in `layout`; its world must be the whole call. Each rank has the GPU of
+        its number, where they run on GPUs."""
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
-        device = get_device("cpu")
+        os.environ["LOCAL_RANK"] = str(self.rank)
+        device = get_device(kind)
         parallel = initialize_parallel(
             layout,
             rank=self.rank,
@@ -91,6 +104,8 @@ class RankPool:
 
         Raises AssertionError with the ranks' tracebacks where one fails, and TimeoutError after `timeout` seconds.
         """
+        if any(len(os.listdir(f"/proc/{process.pid}/task")) > _MAX_THREADS for process in self._processes):
+            self.close()
         while len(self._processes) < world_size:
             self._spawn()
         folder = tempfile.mkdtemp(prefix="ranks-")
@@ -159,3 +174,4 @@ def _work(tasks: Any, results: Any) -> None:
             results.put((rank.rank, False, traceback.format_exc()))
         else:
             results.put((rank.rank, True, value))
+        gc.collect()  # an engine is a cycle; its process groups have threads, which would slow what comes next

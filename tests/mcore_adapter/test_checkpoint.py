@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 import resource
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from engine_cases import make_engine, per_token, policy_loss, random_batch
 from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
+from mcore_adapter.checkpoint_outcome import wait_for_outcome
 
 TP2 = ParallelLayout(tp=2)
 OPTIMIZER = {"lr": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.2, "total_steps": 10}
@@ -82,6 +86,32 @@ def test_a_run_saved_at_tp2_continues_under_another_layout(ranks, folder, saved,
             assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_run_with_experts_continues_under_another_layout(ranks, folder, name):
+    """Weights, correction biases and the optimizer's state of every expert, wherever it lies."""
+    saving = ParallelLayout(dp=2, ep=2)
+    write_model(name, folder / name)
+    model, path = str(folder / name), str(folder / f"{name}-checkpoint")
+    expected = ranks.run(save_run, 2, saving, model, path, "float32")[0]["steps"]
+    for layout in (saving, ParallelLayout(), ParallelLayout(tp=2, ep=2), ParallelLayout(pp=2)):
+        for result in ranks.run(load_run, layout.world_size, layout, model, path, "float32"):
+            assert result["num_updates"] == 3
+            for step, reference in zip(result["steps"], expected, strict=True):
+                assert step["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+                assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
+def test_a_checkpoint_that_does_not_name_its_device_is_loaded_without_random_states(ranks, folder, saved, tmp_path):
+    path = tmp_path / "nameless"
+    shutil.copytree(saved["path"], path)
+    common = torch.load(path / "common.pt", weights_only=False)
+    del common["slipstream"]["device"]
+    torch.save(common, path / "common.pt")
+    result, *_ = ranks.run(load_run, 2, TP2, str(folder / "model"), str(path), "float32")
+    assert result["num_updates"] == 3
+    assert result["steps"][0]["loss"] == pytest.approx(saved["ranks"][0]["steps"][0]["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_under_its_own_layout_a_run_continues_bit_for_bit_random_states_included(ranks, folder, saved, dtype):
     path, expected = saved["path"], saved["ranks"]
@@ -93,6 +123,75 @@ def test_under_its_own_layout_a_run_continues_bit_for_bit_random_states_included
     for result, reference in zip(results, expected, strict=True):
         assert result["draws"] == reference["draws"]
         assert result["steps"] == reference["steps"]
+
+
+def background_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dtype: str) -> dict[str, Any]:
+    """As save_run, but the run goes on while the checkpoint is written; a second one follows in the same memory."""
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
+        train(engine, 3)
+        random.seed(rank.rank)
+        engine.begin_save(path)
+        result = {"draws": draws(), "steps": train(engine, 2)}
+        dist.barrier()
+        if rank.rank == 0:
+            wait_for_outcome(Path(path), threading.Event())
+        dist.barrier()
+        engine.begin_save(path + "-later")
+        if rank.rank == 0:
+            wait_for_outcome(Path(path + "-later"), threading.Event())
+        dist.barrier()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        (ParallelLayout(), "float32"),
+        (TP2, "bfloat16"),
+        (ParallelLayout(dp=2), "float32"),
+        (ParallelLayout(dp=2), "bfloat16"),
+        (ParallelLayout(pp=2), "float32"),
+        (ParallelLayout(dp=2, pp=2), "bfloat16"),
+        (ParallelLayout(pp=2, vpp=2), "float32"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_written_beside_the_training_is_of_the_moment_it_was_begun(ranks, folder, layout, dtype):
+    path = folder / f"background-{layout}-{dtype}".replace("/", "")
+    expected = ranks.run(background_run, layout.world_size, layout, str(folder / "model"), str(path), dtype)
+    results = ranks.run(load_run, layout.world_size, layout, str(folder / "model"), str(path), dtype)
+    for result, reference in zip(results, expected, strict=True):
+        assert result["draws"] == reference["draws"]
+        assert result["steps"] == reference["steps"]
+    assert not list(folder.glob("*.outcome")) and not list(folder.glob("*.rank*"))
+
+
+def background_failure_run(rank: Rank, model: str, path: str) -> str:
+    """Rank 1 may not write its shards; whoever waits hears of it."""
+    with rank.joined(TP2) as (parallel, device):
+        engine = make_engine(parallel, device, model, optimizer=OPTIMIZER)
+        train(engine, 1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            engine.begin_save(path)
+            dist.barrier()
+            with pytest.raises(OSError) as error:
+                if rank.rank == 1:
+                    raise OSError
+                wait_for_outcome(Path(path), threading.Event())
+            dist.barrier()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return str(error.value)
+
+
+def test_a_background_write_that_fails_on_one_rank_is_told_to_who_waits(ranks, folder):
+    message, _ = ranks.run(background_failure_run, 2, str(folder / "model"), str(folder / "background-full"))
+    assert "rank 1 could not write its part of the checkpoint" in message and "File too large" in message
+    assert not (folder / "background-full" / "metadata.json").exists()
 
 
 def test_the_folder_holds_all_that_a_converter_needs(saved):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_ranks import Rank, RankPool, build
+from mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool, build
 from safetensors.torch import load_file, save_file
 from test_weights import assert_same_bytes, tensors_of
-from tiny_models import MODELS, write_model
+from tiny_models import EXPERT_MODELS, MODELS, write_model
 
 from allocation import ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[2]
+CONFIG_CHANGES = {
+    "unknown architecture": {"model_type": "gpt2"},
+    "shapes": {"intermediate_size": 50},
+    "no space": {"vocab_size": 10**12},
+    "checkpoint of another shape": {"num_hidden_layers": 2},
+}
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, vpp=2), ParallelLayout(dp=2)]
 
 
@@ -45,11 +52,19 @@ def convert(ranks: RankPool, source: Path, target: Path, *flags: str) -> tuple[i
     return ranks.run(run_convert, 1, "--checkpoint_path", str(source), "--output_path", str(target), *flags)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("qwen2_tied", layout) for layout in LAYOUTS),
+        *((name, EXPERT_LAYOUTS["dp2 pp2 ep2"]) for name in EXPERT_MODELS),
+        ("deepseek_v3", EXPERT_LAYOUTS["tp2 ep2"]),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_of_any_layout_becomes_the_model_that_it_holds(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: ParallelLayout
+    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str, layout: ParallelLayout
 ) -> None:
-    source, model = model_folders["qwen2_tied"]
+    source, model = model_folders[name]
     ranks.run(write_checkpoint, layout.world_size, layout, source, tmp_path / "checkpoint", {})
     status, out, err = convert(ranks, tmp_path / "checkpoint", tmp_path / "hf", "--check")
     assert (status, err) == (0, "") and "byte-equal" in out
@@ -71,6 +86,98 @@ def test_there_and_back_is_byte_equal_for_every_family(
     assert after == before
 
 
+def loaded(rank: Rank, layout: ParallelLayout, checkpoint: Path, target: Path) -> None:
+    """What an engine of `layout` makes of a converted checkpoint, as a Hugging Face folder."""
+    from mcore_adapter.checkpoint import load_checkpoint
+    from mcore_adapter.hf_config import read_config
+    from mcore_adapter.model import build_model
+    from mcore_adapter.weights import init_from_scratch, save_hf
+
+    with rank.joined(layout) as (parallel, device):
+        chunks = build_model(read_config(checkpoint), parallel=parallel, device=device, dtype=torch.float32)
+        init_from_scratch(chunks, parallel=parallel, seed=3)
+        load_checkpoint(checkpoint, chunks, None, parallel=parallel)
+        save_hf(chunks, target, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("name", "written_as", "files", "read_as"),
+    [
+        ("qwen2_tied", "d1m2p2", 4, ParallelLayout(dp=2)),
+        ("llama", "d2m1p1", 1, ParallelLayout(tp=2, pp=2)),
+        ("deepseek_v3", "d1m2p2e2", 4, ParallelLayout(pp=2)),
+        ("qwen3_moe", "(attn:d1m2p1|ffn:d1m1p1e2)", 2, EXPERT_LAYOUTS["dp2 ep2"]),
+    ],
+)
+def test_a_checkpoint_is_written_as_a_layout_would_and_any_layout_loads_it(
+    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str, written_as: str, files: int, read_as: ParallelLayout
+) -> None:
+    source, _ = model_folders[name]
+    flags = ("--to-megatron", "--check", "--layout", written_as)
+    assert convert(ranks, source, tmp_path / "megatron", *flags)[0] == 0
+    assert len(list((tmp_path / "megatron").glob("*.distcp"))) == files
+    ranks.run(loaded, read_as.world_size, read_as, tmp_path / "megatron", tmp_path / "hf")
+    assert_same_bytes(tensors_of(source), tensors_of(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_the_output_has_the_format_that_is_asked_for(
+    ranks: RankPool, model_folders: Any, tmp_path: Path, flag: str, dtype: torch.dtype
+) -> None:
+    source, _ = model_folders["deepseek_v3"]
+    assert convert(ranks, source, tmp_path / "mg", "--to-megatron", "--check", "--dtype", flag)[0] == 0
+    ranks.run(write_checkpoint, 1, ParallelLayout(), source, tmp_path / "checkpoint", {})
+    assert convert(ranks, tmp_path / "checkpoint", tmp_path / "hf", "--check", "--dtype", flag)[0] == 0
+    assert convert(ranks, tmp_path / "mg", tmp_path / "again", "--check")[0] == 0
+    for folder in ("hf", "again"):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        for name, tensor in tensors_of(tmp_path / folder).items():
+            expected = tensors_of(source)[name]
+            assert torch.equal(tensor, expected.to(expected.dtype if name.endswith("_bias") else dtype)), name
+
+
+def test_a_recover_checkpoint_is_its_actor_unless_another_engine_is_named(
+    ranks: RankPool, model_folders: Any, tmp_path: Path
+) -> None:
+    source, _ = model_folders["qwen3"]
+    for step in (8, 10):
+        for engine, options in (("actor", {}), ("critic", {"is_critic": True})):
+            target = tmp_path / "recover" / f"globalstep{step}" / engine
+            ranks.run(write_checkpoint, 1, ParallelLayout(), source, target, options)
+    (tmp_path / "recover" / "globalstep10" / "run.json").write_text("{}")
+    (tmp_path / "recover" / "globalstep8" / "actor" / ".metadata").unlink()  # not the newest: never looked at
+    for i, folder in enumerate(("recover", "recover/globalstep10", "recover/globalstep10/actor")):
+        assert convert(ranks, tmp_path / folder, tmp_path / f"hf{i}", "--check")[0] == 0
+        assert_same_bytes(tensors_of(source), tensors_of(tmp_path / f"hf{i}"))
+    assert convert(ranks, tmp_path / "recover", tmp_path / "critic", "--engine", "critic")[0] == 0
+    assert "score.weight" in tensors_of(tmp_path / "critic")
+    status, _, err = convert(ranks, tmp_path / "recover", tmp_path / "no", "--engine", "reward")
+    assert status == 2 and "actor, critic" in err
+
+
+def test_an_output_that_exists_is_replaced_only_when_asked(ranks: RankPool, model_folders: Any, tmp_path: Path) -> None:
+    source, _ = model_folders["qwen2"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+    assert convert(ranks, source, tmp_path / "out", "--to-megatron", "--layout", "d1m3p1", "--overwrite")[0] == 2
+    assert (tmp_path / "out" / "mine").read_text() == "kept"
+    assert convert(ranks, source, tmp_path / "out", "--to-megatron", "--overwrite")[0] == 0
+    assert not (tmp_path / "out" / "mine").exists() and (tmp_path / "out" / "metadata.json").exists()
+
+
+def test_everything_that_a_model_folder_needs_is_copied(ranks: RankPool, model_folders: Any, tmp_path: Path) -> None:
+    hf = shutil.copytree(model_folders["qwen2"][0], tmp_path / "hf")
+    texts = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ x }}", "generation_config.json": '{"top_k": 3}'}
+    for name, text in texts.items():
+        (hf / name).write_text(text)
+    assert convert(ranks, hf, tmp_path / "megatron", "--to-megatron")[0] == 0
+    assert convert(ranks, tmp_path / "megatron", tmp_path / "again")[0] == 0
+    for name, text in texts.items():
+        assert (tmp_path / "again" / name).read_text() == text
+
+
 def test_a_critic_converts_with_its_value_head(ranks: RankPool, model_folders: Any, tmp_path: Path) -> None:
     layout = ParallelLayout(tp=2)
     options = {"is_critic": True, "dtype": torch.bfloat16}
@@ -90,6 +197,12 @@ def test_a_critic_converts_with_its_value_head(ranks: RankPool, model_folders: A
         ("output exists", ("exists and is not empty",)),
         ("truncated safetensors", ("model.safetensors", "truncated")),
         ("mixed dtypes", ("F32", "BF16", "one dtype")),
+        ("missing shard", ("model-2.safetensors", "no such file")),
+        ("unknown architecture", ("model_type='gpt2'", "qwen2, qwen3")),
+        ("shapes", ("(48, 32)", "config.json says (50, 32)")),
+        ("no space", ("GiB", "free")),
+        ("layout that does not fit", ("num_attention_heads=4", "3")),
+        ("checkpoint of another shape", ("config.json says (2,",)),
         ("truncated checkpoint", ("cannot be read",)),
         ("checkpoint without a shard", (".distcp", "cannot be read")),
         ("checkpoint without .metadata", (".metadata",)),
@@ -120,6 +233,15 @@ def test_bad_input_is_one_error_and_nothing_is_written(
         tensors = load_file(file)
         tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
         save_file(tensors, file)
+    elif what == "missing shard":
+        names = load_file(file)
+        weight_map = dict.fromkeys(names, "model.safetensors") | {"model.norm.weight": "model-2.safetensors"}
+        (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    elif what in CONFIG_CHANGES:
+        config = source / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **CONFIG_CHANGES[what]}))
+    elif what == "layout that does not fit":
+        flags.append("--layout=d1m3p1")
     elif what == "checkpoint without .metadata":
         (source / ".metadata").unlink()
     elif what == "checkpoint with a truncated common.pt":
@@ -139,9 +261,10 @@ def test_bad_input_is_one_error_and_nothing_is_written(
         assert [path.name for path in target.iterdir()] == ["mine"]
 
 
-def test_the_command_line_runs(model_folders: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["tools/convert.py", "mcore_adapter/tools/convert.py"])
+def test_the_command_line_runs_from_anywhere(model_folders: Any, tmp_path: Path, path: str) -> None:
     source, _ = model_folders["qwen2"]
-    command = [sys.executable, "-m", "tools.convert", "--checkpoint_path", source, "--output_path", tmp_path / "out"]
-    done = subprocess.run([*command, "--to-megatron"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, ROOT / path, "--checkpoint_path", source, "--output_path", tmp_path / "out"]
+    done = subprocess.run([*command, "--to-megatron"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'out'}\n"), done.stderr
     assert done.stderr == ""

@@ -108,6 +108,17 @@ def test_rotation_restarts_with_every_sequence_and_its_gradient_rotates_back(cp:
         torch.testing.assert_close(leaf.grad, x[own], rtol=0, atol=2e-6)
 
 
+def test_bfloat16_is_rotated_in_float32_and_its_gradient_is_bfloat16() -> None:
+    x = torch.randn(6, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    angles = torch.arange(6.0)[:, None, None, None].expand(6, 1, 1, 8).contiguous()
+    cu_seqlens = torch.tensor([0, 6], dtype=torch.int32)
+    rotated = rotary_thd(x, cu_seqlens, angles)
+    assert torch.equal(rotated, rotary_thd(x.detach().float(), cu_seqlens, angles))
+    rotated.backward(rotated.detach())
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(x.grad, x.detach(), rtol=0.01, atol=0)
+
+
 def test_rotations_of_other_packings_are_not_mixed_up() -> None:
     x = torch.randn(12, 1, 8)
     angles = torch.arange(12.0)[:, None, None, None].expand(12, 1, 1, 8).contiguous()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def actor_run(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, Any]:
+def actor_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -> dict[str, Any]:
     with rank.joined(layout) as (parallel, device):
-        engine = make_engine(parallel, device, model)
+        engine = make_engine(parallel, device, model, **settings)
         batch = random_batch()
         shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
         steps = [
@@ -94,6 +97,17 @@ def test_a_layout_trains_as_one_process_does(ranks, folder, one_process, layout)
 def test_an_untied_model_with_query_norms_trains_the_same_at_tp2_pp2(ranks, folder, one_process):
     results = ranks.run(actor_run, 4, LAYOUTS["tp2_pp2"], str(folder / "qwen3"))
     assert_same_steps(results, one_process["qwen3"])
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), LAYOUTS["cp2"]], ids=["alone", "cp2"])
+def test_the_first_step_in_bfloat16_is_that_of_float32_to_its_rounding(ranks, folder, one_process, layout):
+    """bfloat16 keeps 8 bits of a number: one rounding is 0.4 % at most."""
+    run = partial(actor_run, dtype="bfloat16")
+    results = ranks.run(run, layout.world_size, layout, str(folder / "qwen3"))
+    first, reference = results[0]["steps"][0], one_process["qwen3"][0]["steps"][0]  # later ones amplify the rounding
+    assert first["grad_norm"] == pytest.approx(reference["grad_norm"], rel=0.02)
+    assert first["loss"] == pytest.approx(reference["loss"], rel=0.02)
+    torch.testing.assert_close(whole(results), whole(one_process["qwen3"]), rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
@@ -342,3 +356,103 @@ def test_what_was_trained_is_what_is_exported(ranks, folder, tmp_path):
         logp = model(one.token_ids[None]).logits[0, :-1].log_softmax(-1).gather(1, one.token_ids[1:, None])[:, 0]
     expected = torch.cat((torch.zeros(1), logp)) * one.loss_mask
     torch.testing.assert_close(logprobs[: one.num_tokens], expected, rtol=1e-5, atol=1e-5)
+
+
+def options_run(
+    rank: Rank, layout: ParallelLayout, model: str, overlap: bool, dtype: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Minibatches of several microbatches, with log-probabilities and weights read between them."""
+    with rank.joined(layout) as (parallel, device):
+        device.overlaps_communication = overlap
+        engine = make_engine(parallel, device, model, dtype=dtype, **settings)
+        steps, read = [], []
+        for seed in range(STEPS):
+            batch = random_batch(seed=seed)
+            for _ in range(2):  # the second one meets weights that nobody has gathered
+                steps.append(engine.train_step(batch, policy_loss, max_tokens_per_mb=64))
+            shard = engine.logprobs(batch, max_tokens_per_mb=64)
+            read.append(float(shard.values.sum()) if shard is not None else 0.0)
+        return {"steps": steps, "logprobs": read, "weights": _weights(engine)}
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(dp=2), ParallelLayout(dp=2, pp=2), ParallelLayout(dp=2, pp=2, vpp=2)]
+)
+def test_communication_beside_the_computation_changes_nothing(ranks, folder, layout):
+    model = str(folder / "qwen2_tied")
+    plain = ranks.run(options_run, layout.world_size, layout, model, False, "float32", {})
+    overlapped = ranks.run(options_run, layout.world_size, layout, model, True, "float32", {})
+    for ours, theirs in zip(overlapped, plain, strict=True):
+        for step, reference in zip(ours["steps"], theirs["steps"], strict=True):
+            for key in step:
+                assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-6), key
+        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], rel=1e-5)
+        assert ours["weights"].keys() == theirs["weights"].keys()
+        for name, weight in ours["weights"].items():
+            torch.testing.assert_close(weight, theirs["weights"][name], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_reduced_in_bfloat16_train_nearly_the_same(ranks, folder):
+    layout, model = ParallelLayout(dp=2), str(folder / "qwen2_tied")
+    fp32, *_ = ranks.run(options_run, 2, layout, model, False, "bfloat16", {})
+    bf16, *_ = ranks.run(options_run, 2, layout, model, True, "bfloat16", {"grad_reduce_in_fp32": False})
+    pairs = [(a["grad_norm"], b["grad_norm"]) for a, b in zip(bf16["steps"], fp32["steps"], strict=True)]
+    assert all(a == pytest.approx(b, rel=0.03) for a, b in pairs)
+    assert any(a != b for a, b in pairs), "another format gives other sums"
+
+
+def test_an_optimizer_whose_state_visits_the_device_in_pieces_takes_the_same_steps(ranks, folder, tmp_path):
+    model = str(folder / "qwen2_tied")
+    (plain,) = ranks.run(pieces_run, 1, model, False, str(tmp_path / "plain"))
+    (moved,) = ranks.run(pieces_run, 1, model, True, str(tmp_path / "moved"))
+    assert moved["num_pieces"] > 3 and plain["num_pieces"] == 0
+    assert moved["steps"] == plain["steps"]
+    assert moved["again"] == plain["again"]
+
+
+def pieces_run(rank: Rank, model: str, offload: bool, target: str) -> dict[str, Any]:
+    """Steps, a checkpoint, and the same steps again from it."""
+    from mcore_adapter import optimizer_state
+
+    optimizer_state.PIECE_BYTES = 40_000
+    cut, pieces = optimizer_state._pieces, []
+    optimizer_state._pieces = lambda params: (pieces.append(p) or p for p in cut(params))
+    try:
+        with rank.joined(ParallelLayout()) as (parallel, device):
+            engine = make_engine(parallel, device, model, optimizer={"offload": offload})
+            step = lambda: engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)  # noqa: E731
+            steps = [step() for _ in range(2)]
+            engine.save(target)
+            steps += [step() for _ in range(2)]
+            num_pieces = len(pieces)
+            engine = make_engine(parallel, device, model, optimizer={"offload": offload})
+            engine.load(target)
+            return {"steps": steps, "again": [step() for _ in range(2)], "num_pieces": num_pieces}
+    finally:
+        optimizer_state._pieces, optimizer_state.PIECE_BYTES = cut, 1 << 30
+
+
+def fp8_run(rank: Rank, model: str) -> str:
+    with rank.joined(ParallelLayout()) as (parallel, device), pytest.raises(ValueError) as error:
+        make_engine(parallel, device, model, fp8=True)
+    return str(error.value)
+
+
+def test_8_bit_products_are_refused_where_there_are_none(ranks, folder):
+    (message,) = ranks.run(fp8_run, 1, str(folder / "qwen2_tied"))
+    assert "fp8=true needs a GPU" in message and "fp8=false" in message
+
+
+def dropped(rank: Rank, model: str) -> bool:
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        engine = make_engine(parallel, device, model)
+        engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)
+        held = weakref.ref(engine)
+        del engine
+    gc.collect()
+    return held() is None
+
+
+def test_an_engine_that_nobody_uses_is_gone(ranks: RankPool, folder: Path) -> None:
+    """With its process groups, whose threads would pile up."""
+    assert ranks.run(dropped, 1, str(folder / "qwen3")) == [True]

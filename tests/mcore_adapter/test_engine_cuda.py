@@ -152,6 +152,68 @@ def test_an_offloaded_engine_trains_on_as_if_nothing_had_happened(folder: Path, 
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=1e-3)
 
 
+def test_an_optimizer_whose_state_lives_on_the_host_takes_the_same_steps(folder: Path, gpu: Any) -> None:
+    plain = make_engine(*gpu, str(folder), dtype="bfloat16")
+    held = torch.cuda.memory_allocated()
+    hosted = make_engine(*gpu, str(folder), dtype="bfloat16", optimizer={"offload": True})
+    for ours, theirs in zip(steps_of(hosted), steps_of(plain), strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+    assert torch.cuda.memory_allocated() - held < held, "it holds no masters and no moments there"
+    for _ in range(2):  # leaves the device as a colocated trainer does
+        hosted.offload()
+        hosted.reload()
+    for ours, theirs in zip(steps_of(hosted), steps_of(plain), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=1e-3)
+
+
+def test_8_bit_products_train_nearly_as_bfloat16_does(folder: Path, gpu: Any) -> None:
+    plain = make_engine(*gpu, str(folder), dtype="bfloat16")
+    fp8 = make_engine(*gpu, str(folder), dtype="bfloat16", fp8=True)
+    assert (logprobs_of(fp8) - logprobs_of(plain)).abs().mean() < 0.1
+    for ours, theirs in zip(steps_of(fp8), steps_of(plain), strict=True):
+        assert ours["nll"] == pytest.approx(theirs["nll"], rel=0.02)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": "selective"}, {"recompute": "selective", "fp8": True}, {"grad_reduce_in_fp32": False}],
+    ids=["plain", "selective", "fp8", "bf16"],
+)
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_compute_what_one_does(
+    folder: Path, two_gpus: RankPool, one_gpu: Any, layout: str, options: dict[str, Any]
+) -> None:
+    if options and layout != "dp2":
+        pytest.skip("reduction and padding are those of dp2")
+    ours, *_ = two_gpus.run(gpu_run, 2, str(folder), layout, options)
+    for step, expected in zip(ours, one_gpu, strict=True):
+        assert step["nll"] == pytest.approx(expected["nll"], rel=0.02)
+        assert step["entropy"] == pytest.approx(expected["entropy"], rel=0.02)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.2 if "fp8" in options else 0.05)
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def one_gpu(folder: Path, two_gpus: RankPool) -> Any:
+    return two_gpus.run(gpu_run, 1, str(folder), None, {})[0]
+
+
+def gpu_run(rank: Any, folder: str, layout: str | None, options: dict[str, Any]) -> list[dict[str, float]]:
+    from allocation import ParallelLayout
+
+    sizes = {} if layout is None else {layout[:2]: 2}
+    with rank.joined(ParallelLayout(**sizes), kind="cuda") as (parallel, device):
+        return steps_of(make_engine(parallel, device, folder, dtype="bfloat16", **options))
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [None, 100])
 def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk: int | None) -> None:
@@ -175,7 +237,7 @@ def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk
     exact = ((hidden.double() @ weight.double().t()) / 0.7).log_softmax(-1)
     expected = exact.gather(1, targets[:, None])[:, 0]
     expected_entropy = -(exact.exp() * exact).sum(-1)
-    assert (logprobs - expected).abs().max() < 0.05 and (logprobs - expected).abs().mean() < 0.005
+    assert (logprobs - expected).abs().max() < 1e-3, "logits are not rounded on the way"
     if with_entropy:
         assert (entropy - expected_entropy).abs().max() < 0.01
     for ours, theirs in zip(gradients(logprobs, entropy), gradients(expected, expected_entropy), strict=True):

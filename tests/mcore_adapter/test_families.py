@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_hf_config import QWEN2
-from tiny_models import MODELS, make_model
+from test_hf_config import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
+from tiny_models import MODELS, checkpoint_tensors, make_model
 
-from mcore_adapter.families import (
-    Conversion,
-    MergeGateUp,
-    MergeQKV,
-    canonical_name,
-    hf_shapes,
-    layer_table,
-    outer_table,
-)
+from mcore_adapter.conversions import Conversion, MergeGateUp, MergeQKV
+from mcore_adapter.families import CORRECTION_BIAS, canonical_name, hf_shapes, layer_table, outer_table
 from mcore_adapter.hf_config import ModelConfigError, parse_config
 
 FAMILIES: list[dict[str, Any]] = [
@@ -26,6 +19,10 @@ FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen2", "tie_word_embeddings": False},
     {"model_type": "qwen3", "head_dim": 16},
     {"model_type": "llama", "tie_word_embeddings": False},
+    {"model_type": "mistral", "sliding_window": None},
+    QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
 ]
 
 
@@ -41,15 +38,16 @@ def test_the_shards_of_all_ranks_cover_every_tensor_exactly_once(
     for layer in range(config.num_layers):
         conversions += layer_table(config, layer).values()
     taken: dict[str, list[int]] = {name: [] for name in shapes}
+    length: dict[str, int] = {}
     for conversion in conversions:
         dim = conversion.tp_dim or 0
         sizes = {name: shapes[name][dim] for name in conversion.names}
+        length |= sizes
         for rank in range(tp if conversion.tp_dim is not None else 1):
             for piece in conversion.pieces(sizes, rank=rank, tp=tp):
                 taken[piece.name] += range(piece.start, piece.stop)
     for name, rows in taken.items():
-        split_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
-        assert sorted(rows) == list(range(shapes[name][1 if split_columns else 0])), name
+        assert sorted(rows) == list(range(length[name])), name
 
 
 def test_qkv_is_grouped_by_key_value_head() -> None:
@@ -85,10 +83,20 @@ def test_norms_inside_the_next_linear_layer_are_the_same_parameters() -> None:
         assert table[canonical_name(spelling)].names == (name,)
 
 
+def test_experts_have_one_name_however_they_are_stored_and_wherever_they_lie() -> None:
+    table = layer_table(parse_config({**QWEN2, **QWEN3_MOE}), 1)
+    for spelling in ("mlp.experts.local_experts.1.linear_fc2.weight", "mlp.experts.linear_fc2.weight1"):
+        assert table[canonical_name(spelling)].names == ("model.layers.1.mlp.experts.1.down_proj.weight",)
+        assert table[canonical_name(spelling, 2)].names == ("model.layers.1.mlp.experts.3.down_proj.weight",)
+
+
 def test_the_shapes_are_those_of_transformers() -> None:
     for name in MODELS:
         model = make_model(name)
         shapes = hf_shapes(parse_config(model.config.to_dict()), is_critic=False)
-        expected = {key: tuple(param.shape) for key, param in model.named_parameters()}
+        tensors = dict(model.named_parameters())
+        tensors |= {key: bias for key, bias in model.named_buffers() if key.endswith(CORRECTION_BIAS)}
+        expected = {key: tuple(tensor.shape) for key, tensor in checkpoint_tensors(tensors).items()}
         assert dict(sorted(shapes.items())) == dict(sorted(expected.items())), name
-        assert sum(torch.Size(shape).numel() for shape in shapes.values()) == model.num_parameters()
+        parameters = [shape for key, shape in shapes.items() if not key.endswith(CORRECTION_BIAS)]
+        assert sum(torch.Size(shape).numel() for shape in parameters) == model.num_parameters()

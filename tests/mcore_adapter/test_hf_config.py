@@ -24,6 +24,23 @@ QWEN2 = dict(
     use_sliding_window=False,
     sliding_window=64,
 )
+QWEN3_MOE = dict(
+    model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+)
+_DEEPSEEK = dict(
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+)
+DEEPSEEK_V2 = dict(_DEEPSEEK, model_type="deepseek_v2", q_lora_rank=None)
+DEEPSEEK_V3 = dict(_DEEPSEEK, model_type="deepseek_v3", q_lora_rank=8, n_group=2, topk_group=1)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
@@ -34,6 +51,23 @@ def test_what_a_family_fixes_without_saying_so_is_known() -> None:
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.tied) == (False, True, 128, False)
     llama = parse_config({**QWEN2, "model_type": "llama", "num_key_value_heads": None})
     assert (llama.qkv_bias, llama.qk_norm, llama.num_kv_heads) == (False, False, 4)
+
+
+def test_experts_and_latent_attention_are_read() -> None:
+    qwen = parse_config(
+        {**QWEN2, **QWEN3_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3]}
+    )
+    assert qwen.moe is not None and qwen.moe.sparse_layers == (False, True, False, False, False)
+    assert (qwen.qk_norm, qwen.moe.score_function, qwen.moe.normalize) == (True, "softmax", True)
+    v2 = parse_config({**QWEN2, **DEEPSEEK_V2})
+    assert v2.moe is not None and v2.mla is not None
+    assert (v2.moe.sparse_layers, v2.moe.shared_intermediate_size) == ((False, True), 32)
+    assert (v2.mla.q_lora_rank, v2.mla.qk_head_dim, v2.moe.correction_bias) == (None, 12, False)
+    v3 = parse_config({**QWEN2, **DEEPSEEK_V3})
+    assert v3.moe is not None and v3.mla is not None
+    assert (v3.moe.score_function, v3.moe.group_score, v3.moe.scaling, v3.moe.correction_bias) == (
+        "sigmoid", "top2", 2.5, True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,7 +89,7 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gpt2"}, ("model_type='gpt2'", "llama, qwen2, qwen3")),
+        ({"model_type": "gpt2"}, ("model_type='gpt2'", "deepseek_v2, deepseek_v3, llama, mistral, qwen2, qwen3")),
         ({"model_type": None}, ("model_type=None",)),
         ({"hidden_size": 0}, ("hidden_size=0", "positive")),
         ({"vocab_size": "100"}, ("vocab_size='100'", "integer")),
@@ -66,6 +100,15 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
         ({"model_type": ["qwen2"]}, ("model_type=['qwen2']",)),
         ({"num_key_value_heads": 3}, ("num_key_value_heads=3", "num_attention_heads=4")),
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "silu")),
+        ({"model_type": "mistral"}, ("sliding_window=64", "max_position_embeddings=128", "64")),
+        ({**QWEN3_MOE, "num_experts": None}, ("num_experts=None",)),
+        ({**QWEN3_MOE, "num_experts_per_tok": 5}, ("num_experts_per_tok=5", "num_experts=4")),
+        ({**DEEPSEEK_V2, "norm_topk_prob": True}, ("norm_topk_prob=True",)),
+        ({**DEEPSEEK_V2, "topk_method": "best"}, ("topk_method='best'", "greedy")),
+        ({**DEEPSEEK_V3, "scoring_func": "softmax"}, ("scoring_func='softmax'", "sigmoid")),
+        ({**DEEPSEEK_V3, "n_group": 3}, ("n_group=3", "4 experts")),
+        ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, ("rms_norm_eps=1e-05",)),
+        ({**DEEPSEEK_V3, "kv_lora_rank": None}, ("kv_lora_rank=None",)),
         ({"use_sliding_window": True}, ("use_sliding_window",)),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ("sliding",)),
         ({"model_type": "llama", "attention_bias": True}, ("attention_bias=True",)),

@@ -10,13 +10,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mcore_ranks import LAYOUTS, Rank, RankPool, build
-from tiny_models import MODELS
+from mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool, build
+from tiny_models import EXPERT_MODELS, MODELS, checkpoint_tensors
 from torch import Tensor
 
 from allocation import ParallelLayout
 
 LENS = ((8, 4, 36, 16, 80, 4), (4, 4, 4, 12, 8, 8))  # of two microbatches; multiples of 2 * cp and, in sum, of tp
+
+
+EVERY_TIME = ("one process", "pp2 vpp2", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2")
+
+
+def cases(names: Any, layouts: dict[str, ParallelLayout]) -> Any:
+    """(model, layout) for each of both; models with experts in their own layouts too, some of them only at night."""
+    params = []
+    for name in names:
+        has_experts = name in EXPERT_MODELS
+        for key, layout in {**layouts, **(EXPERT_LAYOUTS if has_experts else {})}.items():
+            marks = [pytest.mark.nightly] if has_experts and key not in EVERY_TIME else []
+            params.append(pytest.param(name, layout, id=f"{name}-{key}", marks=marks))
+    return pytest.mark.parametrize(("name", "layout"), params)
 
 
 def sequences() -> list[list[Tensor]]:
@@ -169,8 +183,7 @@ def reference_logits(model: Any) -> list[Tensor]:
         return [torch.cat([model(s[None]).logits[0] for s in mb]) for mb in sequences()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@cases(MODELS, LAYOUTS)
 def test_logits_are_those_of_transformers(
     ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout
 ) -> None:
@@ -196,8 +209,7 @@ def test_bfloat16_weights_compute_in_bfloat16_as_transformers_does(ranks: RankPo
         assert (ours - theirs).abs().mean() < 0.02 * theirs.abs().mean()
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS.values(), ParallelLayout(dp=2)], ids=[*LAYOUTS, "dp2"])
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
+@cases(["qwen2_tied", "qwen3", *EXPERT_MODELS], {**LAYOUTS, "dp2": ParallelLayout(dp=2)})
 def test_gradients_are_those_of_transformers(
     ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout
 ) -> None:
@@ -208,7 +220,8 @@ def test_gradients_are_those_of_transformers(
         logits = torch.cat([model(s[None]).logits[0] for s in microbatch])
         loss = F.cross_entropy(logits, torch.cat(microbatch).roll(-1), reduction="sum")
         (loss * layout.dp).backward()  # here every data-parallel rank is given the same batch, and gradients add up
-    expected = {n: p.grad for n, p in model.named_parameters()}
+    expected = checkpoint_tensors({n: p.grad for n, p in model.named_parameters()})
+    gradients = {n: g for n, g in gradients.items() if not n.endswith("e_score_correction_bias")}
     assert gradients.keys() == expected.keys()
     for key, gradient in expected.items():
         torch.testing.assert_close(
@@ -255,7 +268,8 @@ def build_error(rank: Rank, layout: ParallelLayout, folder: Path) -> str:
     [
         ({"vocab_size": 97}, ParallelLayout(tp=2), ("vocab_size=97", "tensor parallel size, 2")),
         ({"num_key_value_heads": 1}, ParallelLayout(tp=2), ("num_key_value_heads=1", "tensor parallel size, 2")),
-        ({"num_hidden_layers": 3}, ParallelLayout(pp=2), ("num_hidden_layers=3", "pipeline stages", "2")),
+        ({"num_hidden_layers": 3}, ParallelLayout(pp=2, vpp=2), ("num_hidden_layers=3", "pipeline stages", "4")),
+        ({}, ParallelLayout(dp=2, ep=2), ("ep=2", "mixture-of-experts")),
     ],
 )
 def test_a_model_that_the_layout_cannot_cut_is_an_error(

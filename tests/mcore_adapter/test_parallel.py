@@ -67,7 +67,7 @@ def join_error(rank: Rank, layout: ParallelLayout) -> str:
     ("layout", "words"),
     [
         (ParallelLayout(tp=2), ("d1m2p1", "needs 2 ranks", "world_size=1")),
-        (ParallelLayout(dp=2, ep=2), ("ep=2", "mixture-of-experts")),
+        (ParallelLayout(dp=2, etp=2), ("m2 of ffn", "not supported")),
     ],
     ids=str,
 )

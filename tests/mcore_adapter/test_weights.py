@@ -12,11 +12,12 @@ import pytest
 import torch
 from mcore_ranks import LAYOUTS, Rank, RankPool, build
 from safetensors.torch import load_file, save_file
+from test_model import cases
 from tiny_models import MODELS, write_model
 from torch import Tensor
 
 from allocation import ParallelLayout
-from mcore_adapter.safetensors_folder import INDEX_FILE, SINGLE_FILE, ShardWriter
+from mcore_adapter.safetensors_folder import INDEX_FILE, SINGLE_FILE, ShardWriter, TensorSpec
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -44,7 +45,8 @@ def round_trip(rank: Rank, layout: ParallelLayout, source: Path, target: Path, o
 
 
 def elements_read_and_held(rank: Rank, layout: ParallelLayout, source: Path) -> tuple[int, int]:
-    """What loading takes from the files, and the size of the parameters of this rank."""
+    """What loading takes from the files, and the size of what this rank holds."""
+    from mcore_adapter.model import named_conversions
     from mcore_adapter.safetensors_folder import SafetensorsFolder
 
     read, sizes = SafetensorsFolder.read, []
@@ -57,7 +59,7 @@ def elements_read_and_held(rank: Rank, layout: ParallelLayout, source: Path) -> 
     with rank.joined(layout) as (parallel, device), pytest.MonkeyPatch.context() as patch:
         patch.setattr(SafetensorsFolder, "read", counted)
         chunks = build(source, parallel, device)
-        return sum(sizes), sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        return sum(sizes), sum(tensor.numel() for tensor, _ in named_conversions(chunks))
 
 
 def from_scratch(rank: Rank, layout: ParallelLayout, source: Path, target: Path, is_critic: bool) -> None:
@@ -114,8 +116,7 @@ def save_error(rank: Rank, layout: ParallelLayout, source: Path, target: Path, d
 # Round trips
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@cases(MODELS, LAYOUTS)
 def test_hugging_face_to_megatron_and_back_is_byte_equal(
     ranks: RankPool,
     model_folders: Any,
@@ -340,9 +341,10 @@ def test_a_folder_that_cannot_be_made_fails_on_every_rank(
 
 def test_shards_are_cut_by_size_and_indexed(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(7)}
-    writer = ShardWriter(tmp_path, dict.fromkeys(tensors, 40), max_shard_bytes=100)
-    for name, tensor in tensors.items():
-        writer.add({name: tensor})
+    specs = dict.fromkeys(tensors, TensorSpec(torch.float32, (10,)))
+    writer = ShardWriter(tmp_path, specs, max_shard_bytes=100)
+    for name, tensor in reversed(tensors.items()):
+        writer.add(name, tensor)
     writer.finish()
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == 280

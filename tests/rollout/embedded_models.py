@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
     "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 8, "num_key_value_heads": 1}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
+    "mistral": ("Mistral", {"tie_word_embeddings": False, "sliding_window": None}),
     "llama3_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
 }
 

@@ -286,3 +286,27 @@ def test_a_generator_serves_several_event_loops(folder: Path, model: Any) -> Non
 def test_settings_that_do_not_exist_are_refused(folder: Path, setting: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EmbeddedGenerator(folder, **setting)
+
+
+@pytest.mark.parametrize("num_lanes", [8, 2])
+def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path, num_lanes: int) -> None:
+    requests = [request(i, prompt(5 + i), max_new_tokens=80, min_new_tokens=80) for i in range(4)]
+
+    async def script(generator: EmbeddedGenerator) -> None:
+        running = [asyncio.ensure_future(generator.generate(r)) for r in requests]
+        await asyncio.sleep(0.05)
+        partial = await generator.partial()
+        whole = await asyncio.gather(*running)
+        assert partial and await generator.partial() == {}
+        for r, expected in zip(requests, whole, strict=True):
+            part = partial.get(r.request_id)
+            if part is None:
+                continue
+            n = len(part.token_ids)
+            assert part.finish_reason == "abort" and 0 < n < 80
+            assert part.token_ids.tolist() == expected.token_ids[:n].tolist()
+            assert part.logprobs.tolist() == expected.logprobs[:n].tolist()
+            again = await generator.generate(replace(r, request_id=f"{r.request_id} again", output=part))
+            assert again.token_ids.tolist() == expected.token_ids.tolist()
+
+    play(script, folder, max_running=num_lanes)

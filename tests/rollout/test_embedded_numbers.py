@@ -130,7 +130,8 @@ def test_stop_tokens_outside_of_the_vocabulary_do_nothing(qwen2: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported: qwen2, qwen3, llama"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported: qwen2, qwen3, llama, mistral"),
+        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window=1 is below max_position_embeddings"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn' is not supported"),

@@ -7,15 +7,16 @@ import gc
 import pickle
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
 from simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from virtual_clock import run_virtual, settle
 
+from rollout.dataset import PromptDataset
 from rollout.producer import RolloutProducer
-from rollout.types import Generator, Prompt, Trajectory
+from rollout.types import Completion, Generator, Prompt, Trajectory
 
 
 class CallWorkflow:
@@ -43,9 +44,21 @@ class CallWorkflow:
         return [trajectory(prompt, np.array([began_at, self.version]))] if result is None else result
 
 
+class NoRequests:
+    """The generators of workflows that sample by themselves."""
+
+    async def partial(self) -> dict[str, Completion]:
+        return {}
+
+
 def make_producer(workflow: object, num_prompts: int = 20, **settings: object) -> RolloutProducer:
-    settings = {"batch_size": 4, "max_staleness": 1} | settings
-    return RolloutProducer(make_dataset(num_prompts), workflow, generator=None, **settings)
+    settings = {"batch_size": 4, "max_staleness": 1, "generator": NoRequests()} | settings
+    return RolloutProducer(make_dataset(num_prompts), workflow, **settings)
+
+
+def names(dataset: PromptDataset, positions: Iterable[int]) -> list[str]:
+    """What the prompts at these positions of the stream are called, with their epoch."""
+    return [f"{p.query_id}@{p.epoch}" for p in map(dataset.at, positions)]
 
 
 async def train(producer: RolloutProducer, workflow: CallWorkflow, steps: range) -> list[str]:
@@ -216,11 +229,10 @@ def test_a_restored_run_consumes_every_prompt_once_and_samples_what_was_in_fligh
                 workflow.push()
                 producer.set_version(step + 1)
             await asyncio.sleep(0.5)
-            state = producer.state_dict()
+            state = await producer.state_dict()
             assert state["buffer"]["ready"]
             assert state["in_flight"]
-            names = [f"{p.query_id}@{p.epoch}" for p in map(make_dataset(30).at, state["in_flight"])]
-            return taken, pickle.dumps(state), names
+            return taken, pickle.dumps(state), names(make_dataset(30), state["in_flight"])
 
     async def second_half(state: bytes) -> tuple[list[str], list[str]]:
         workflow = CallWorkflow()
@@ -243,26 +255,81 @@ def test_a_checkpoint_of_a_checkpoint_still_has_what_was_in_flight() -> None:
         first = make_producer(CallWorkflow(), max_staleness=1)
         async with first:
             await settle()
-            state = first.state_dict()
+            state = await first.state_dict()
         second = make_producer(CallWorkflow(), max_staleness=1, max_in_flight=1)
         second.load_state_dict(state)
         async with second:
             await settle()
-            assert second.state_dict()["in_flight"] == state["in_flight"] == list(range(8))
+            assert list((await second.state_dict())["in_flight"]) == list(state["in_flight"]) == list(range(8))
 
     run_virtual(main())
 
 
 def test_a_checkpoint_of_other_settings_is_refused() -> None:
-    state = make_producer(CallWorkflow()).state_dict()
+    state = asyncio.run(make_producer(CallWorkflow()).state_dict())
     for settings, said in (
         ({"batch_size": 8}, "batch_size=8, but the recover checkpoint was written with 4"),
         ({"max_staleness": 4}, "max_staleness=4, but the recover checkpoint was written with 1"),
         ({"over_age": "mask"}, "over_age=mask, but the recover checkpoint was written with wait"),
+        ({"in_order": True}, "in_order=True, but the recover checkpoint was written with False"),
         ({"num_prompts": 21}, "num_prompts=20, this one 21"),
     ):
         with pytest.raises(ValueError, match=said):
             make_producer(CallWorkflow(), **settings).load_state_dict(state)
+
+
+def test_a_checkpoint_of_other_settings_begins_at_its_step_on_request() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        first = make_producer(workflow)
+        async with first:
+            await train(first, workflow, range(2))
+            state = await first.state_dict()
+        workflow = CallWorkflow()
+        workflow.version = 2
+        second = make_producer(workflow, max_staleness=2)
+        second.load_state_dict(state, ignore_changes=True)
+        async with second:
+            await train(second, workflow, range(2, 3))
+        assert workflow.order[:12] == names(make_dataset(20), range(8, 20))
+
+    run_virtual(main())
+
+
+def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        first = make_producer(workflow)
+        async with first:
+            before = await train(first, workflow, range(2))
+            await asyncio.sleep(5)
+            state = await first.state_dict()
+        assert len(state["buffer"]["ready"]) == 8
+        workflow = CallWorkflow()
+        workflow.version = 2
+        second = make_producer(workflow)
+        second.load_state_dict(state, keep_sampled=False)
+        async with second:
+            after = await train(second, workflow, range(2, 5))
+        assert sorted(before + after) == sorted(f"q{i}@0" for i in range(20))
+
+    run_virtual(main())
+
+
+def test_in_order_every_step_gets_its_own_prompts_whoever_is_first() -> None:
+    async def main() -> None:
+        workflow = LognormalWorkflow(group_size=2)
+        async with make_producer(workflow, num_prompts=10, max_staleness=2, in_order=True) as producer:
+            for step in range(12):
+                taken = await producer.take(step)
+                epoch, within = divmod(step, 3)
+                positions = [10 * epoch + i for i in range(4 * within, min(4 * within + 4, 10))]
+                assert producer.taken == positions
+                assert [group[0].query_id for group in taken] == names(make_dataset(10), positions)
+                workflow.push()
+                producer.set_version(step + 1)
+
+    run_virtual(main())
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

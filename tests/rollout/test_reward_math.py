@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from rollout.dataset_rows import scan_rows
-from rollout.math_reward import RIGHT, UnparsableAnswerError, final_answer, math_reward, quick_math_reward
+from rollout.math_answers import marked_answer
+from rollout.math_reward import RIGHT, UnparsableAnswerError, extracted_answer, math_reward, quick_math_reward
 from rollout.types import Prompt
 
 DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -66,6 +67,64 @@ def test_wrong_answers_are_wrong(solution: str, text: str) -> None:
     assert math_reward(prompt(solution), text) == -1.0
 
 
+PAIRS = Path(__file__).with_name("math_pairs.tsv")
+"""Written by hand: a solution, a completion ("⏎" is a line break), the verdict of a careful grader of MATH, its kind.
+
+A grader accepts any form of the same value (unreduced, rearranged, another bracket of a matrix), an answer without the
+solution's unit, base or half of the day, a percentage as its number or its fraction, words in any case; not a value
+rounded to what 6 places tell apart, another unit, another order in a tuple, or one of several answers.
+"""
+
+DISAGREEMENTS = {
+    ("12", "\\boxed{\\text{twelve}}"),
+    ("17", "The answer is seventeen."),
+    ("\\$0.75", "\\boxed{75 \\text{ cents}}"),
+    ("\\text{isosceles}", "\\boxed{\\text{isosceles triangle}}"),
+    ("a+bi", "\\boxed{a + b i}"),
+    ("12", "It could be 12 but I have no answer."),
+}
+"""Numbers in words, units to convert, synonyms and hedging are beyond math-verify; so is i apart from its variable."""
+
+
+def test_verdicts_agree_with_a_careful_grader_on_99_of_100_answers() -> None:
+    header, *lines = PAIRS.read_text().splitlines()
+    assert header.split("\t") == ["gold", "answer", "verdict", "kind"]
+    pairs = [line.split("\t") for line in lines]
+    verdicts = [verdict for _, _, verdict, _ in pairs]
+    assert len(pairs) >= 800
+    assert set(verdicts) == {"equal", "different"}
+    assert verdicts.count("different") > 0.4 * len(pairs)
+    differing = {(gold, text) for gold, text, verdict, _ in pairs if is_right(gold, text) != (verdict == "equal")}
+    assert differing == DISAGREEMENTS
+    assert len(differing) <= 0.01 * len(pairs)
+
+
+def is_right(gold: str, text: str) -> bool:
+    try:
+        return math_reward(prompt(gold), text.replace("⏎", "\n")) == RIGHT
+    except UnparsableAnswerError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("So $x = \\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
+        ("\\boxed{1} or $x = \\boxed{2}$", "1, 2"),
+        ("\\fbox{ 7 }", "7"),
+        ("\\boxed{7}, in \\boxed as asked", "7"),
+        ("as said\n#### 1,080", "1,080"),
+        ("**The answer is (B).**", "(B)"),
+        ("The final answer is $13$. I hope it is correct.", "13"),
+        ("First 3.\nThen it is 4, so 7 in all.", "Then it is 4, so 7 in all."),
+        ("\\boxed{42", ""),
+        ("", ""),
+    ],
+)
+def test_what_was_judged_can_be_read(text: str, answer: str) -> None:
+    assert extracted_answer(text) == answer
+
+
 @pytest.mark.parametrize("text", ["", "  \n", "I do not know", "\\boxed{42", "\\boxed{}", "####"])
 def test_a_text_without_an_answer_is_unparsable(text: str) -> None:
     with pytest.raises(UnparsableAnswerError):
@@ -90,7 +149,9 @@ def test_the_short_cut_for_integers_never_differs_from_math_verify(answer: str, 
     solution = f"\\boxed{{{answer if same else other}}}"
     text = f"so \\boxed{{ {answer} }}."
     expected = verify(
-        parse(solution, parsing_timeout=None), parse(final_answer(text), parsing_timeout=None), timeout_seconds=None
+        parse(solution, parsing_timeout=None),
+        parse(f"\\boxed{{{marked_answer(text)}}}", parsing_timeout=None),
+        timeout_seconds=None,
     )
     assert quick_math_reward(prompt(solution), text) == (RIGHT if expected else -1.0)
 

@@ -205,6 +205,62 @@ def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
     play(scene())
 
 
+def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(folder: Path, model: Any) -> None:
+    async def scene() -> None:
+        first, second = Recorded(folder), Recorded(folder)
+        router = Router([first], patience_seconds=DEADLINE_SECONDS)
+        requests = groups_of_four(2, max_new_tokens=300)
+        running = await started(router, requests)
+        await first.close()
+        late = asyncio.ensure_future(router.generate(groups_of_four(3)[-1]))
+        while not router.lost():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert not late.done() and not any(r.done() for r in running)
+        router.replace(0, second)
+        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+            assert_same(c, expected)
+        assert len((await late).token_ids) == 60
+        assert router.lost() == {}
+        await router.close()
+
+    play(scene())
+
+
+def test_patience_with_no_generator_left_ends_once_for_all_who_wait(folder: Path) -> None:
+    async def scene() -> None:
+        generator = Recorded(folder)
+        router = Router([generator], patience_seconds=0.2)
+        running = await started(router, groups_of_four(1, max_new_tokens=400))
+        await generator.close()
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+        assert all(isinstance(outcome, NoGeneratorError) for outcome in outcomes)
+        with pytest.raises(NoGeneratorError):
+            await asyncio.wait_for(router.generate(request(9, prompt(3))), timeout=0.1)
+        await router.close()
+
+    play(scene())
+
+
+def test_a_slow_generator_is_reported_and_keeps_its_requests(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.router._LEAST_SECONDS_TO_JUDGE", 0.0)
+
+    async def scene() -> None:
+        router = Router([Recorded(folder) for _ in range(2)])
+        await router.generate(request(0, prompt(5), max_new_tokens=100))
+        stats = router.stats()
+        assert stats == {"router/num_generators": 2.0, "router/slowest_share": 0.0}
+        assert "generator 1 is slow: 0 tokens/s" in caplog.text
+        await asyncio.gather(*(router.generate(request(i, prompt(5))) for i in (1, 2)))
+        assert router.stats()["router/slowest_share"] > 0
+        assert router.lost() == {}
+        await router.close()
+
+    play(scene())
+
+
 def test_a_request_that_cannot_be_served_blames_no_generator(folder: Path) -> None:
     async def scene() -> None:
         router = Router([Recorded(folder)])

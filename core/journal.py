@@ -1,0 +1,38 @@
+"""A file of one JSON object a line, each of a step, that a recovered run continues without a gap or a repetition.
+
+Invariant: every line is whole, and no step after the one that the run continues from is in the file twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Journal:
+    """Appends rows; every row is with the system when write() returns, so a killed process loses none."""
+
+    def __init__(self, path: Path, *, continue_after: int | None) -> None:
+        """`continue_after`: rows of later steps are removed first, they will be written anew. None: all rows stay."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if continue_after is not None and path.exists():
+            _drop_later(path, continue_after)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open for the whole run)
+
+    def write(self, step: int, row: Mapping[str, object]) -> None:
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _drop_later(path: Path, step: int) -> None:
+    kept = path.with_name(f".{path.name}.kept")
+    with open(path) as rows, open(kept, "w") as out:
+        for row in rows:
+            # A row that was cut off by a kill belongs to a step that was not committed.
+            if row.endswith("\n") and json.loads(row)["step"] <= step:
+                out.write(row)
+    os.rename(kept, path)

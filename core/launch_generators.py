@@ -1,0 +1,296 @@
+"""All generator replicas as the driver sees them: where weights go, who is alive, and who is started anew.
+
+A replica that dies, or does not answer for generator.health_timeout_seconds, is killed and started again on its own
+slots, while the others and the trainer go on. Invariant: a replica takes part in a push only once it has started, and
+gets requests only after a push has reached it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+from ray.exceptions import RayError
+
+from allocation import RoleAllocation, Slot
+from core.errors import LaunchError
+from core.launch_actors import GeneratorActor
+from core.memory import says_out_of_memory
+from core.processes import ask_for_stacks, kill_process
+from core.push_servers import beside_trainer
+
+if TYPE_CHECKING:
+    from core.launch import Cluster
+    from core.memory import MemoryLimits
+    from rollout.sglang_weights import ServerAddress
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 60.0
+"""For whatever is closed at the end; then it is killed."""
+_MAX_RESTARTS = 3
+"""Of one replica in a row, without having served in between; then the run goes on without it."""
+
+State = Literal["starting", "waiting for weights", "serving", "gone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSettings:
+    """See generator.* in the configuration."""
+
+    interval_seconds: float
+    timeout_seconds: float
+    restarts: bool
+    """Whether a lost replica is started anew; one that takes turns with the trainer on its GPUs is not."""
+
+
+@dataclass(eq=False)
+class _Replica:
+    """One generator, through all its lives."""
+
+    index: int
+    name: str
+    slots: Sequence[Slot]
+    actor: Any
+    starting: Any
+    """The call that ends when it is ready for weights."""
+    state: State = "starting"
+    asked: Any = None
+    """A health check under way."""
+    asked_at: float = 0.0
+    told_slow: bool = False
+    num_restarts: int = 0
+    failure: str = ""
+
+
+class GeneratorPool:
+    """See the file. Requests reach the replicas from the rollout actor."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        placed: RoleAllocation,
+        *,
+        gpus: bool,
+        threads: int,
+        health: HealthSettings,
+        memory: MemoryLimits,
+        **settings: object,
+    ):
+        """`settings`: what the actor's backend is made from, the same for every replica."""
+        self._cluster, self._placed, self._gpus, self._threads = cluster, placed, gpus, threads
+        self._health, self._memory = health, memory
+        self._settings = settings | {"tp": placed.layout.tp, "pp": placed.layout.pp}
+        self._new: list[_Replica] = []
+        self._membership_changed = False
+        self._replicas: list[_Replica] = []
+        for index, slots in enumerate(placed.replicas):
+            actor = self._start_actor(index, slots)
+            name = f"generator-{index}"
+            self._replicas.append(
+                _Replica(index=index, name=name, slots=slots, actor=actor, starting=actor.start.remote())
+            )
+
+    def _start_actor(self, index: int, slots: Sequence[Slot]) -> Any:
+        settings = self._memory.fit_generator(self._settings)
+        return self._cluster.start_actor(
+            GeneratorActor,
+            f"generator-{index}",
+            self._placed.backend,
+            self._threads,
+            {**settings, "gpus": tuple(s.gpu for s in slots) if self._gpus else ()},
+            node=slots[0].node,
+            env={"OMP_NUM_THREADS": str(self._threads)},
+        )
+
+    @property
+    def actors(self) -> list[Any]:
+        """Of all replicas, by index."""
+        return [replica.actor for replica in self._replicas]
+
+    def wait_started(self, timeout_seconds: float) -> None:
+        """Return when every replica is ready for weights; from now on they are looked after."""
+        refs, names = [r.starting for r in self._replicas], [r.name for r in self._replicas]
+        self._cluster.gather_started(refs, names=names, timeout_seconds=timeout_seconds)
+        for replica in self._replicas:
+            replica.state = "serving"
+            replica.asked_at = time.monotonic()
+        if self._health.restarts:
+            self._cluster.waiter.every_second(self.look)
+
+    def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
+        """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
+        return self._everywhere("receive", timeout_seconds, list(buckets), version)
+
+    def addresses(self, trainer: RoleAllocation) -> list[ServerAddress]:
+        """The servers that take part, each with the trainer's ranks on its GPUs."""
+        return beside_trainer(
+            self._everywhere("address", _END_SECONDS), [r.slots for r in self._taking_part()], trainer
+        )
+
+    def pause(self, timeout_seconds: float) -> None:
+        """Return when no replica samples."""
+        self._everywhere("pause", timeout_seconds)
+
+    def resume(self, version: int, timeout_seconds: float) -> list[float]:
+        """Go on with this version; returns how long each replica stopped sampling, in seconds."""
+        return self._everywhere("resume", timeout_seconds, version)
+
+    def release_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
+        """Give device memory back, while paused; see SGLangGenerator."""
+        self._everywhere("release_memory", timeout_seconds, list(tags))
+
+    def resume_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
+        """Take it again."""
+        self._everywhere("resume_memory", timeout_seconds, list(tags))
+
+    def close(self) -> None:
+        """End every replica; one that cannot be closed is killed with the cluster."""
+        try:
+            self._everywhere("close", _END_SECONDS)
+        except LaunchError as e:
+            logger.warning("a generator was not closed: %s", e)
+
+    def look(self) -> None:
+        """Ask who lives, start those anew that do not. Neither waits nor raises."""
+        for replica in self._replicas:
+            if replica.state == "serving":
+                self._check(replica)
+            elif replica.state == "starting" and (answer := _answer(replica.starting)) is not None:
+                if answer:
+                    self._lose(replica, answer)
+                else:
+                    replica.state = "waiting for weights"
+                    logger.info("%s has started again and waits for weights", replica.name)
+
+    def admit(self) -> int:
+        """The replicas that have started take part from now on; how many take part."""
+        for replica in self._replicas:
+            if replica.state == "waiting for weights":
+                replica.state, replica.asked, replica.asked_at = "serving", None, time.monotonic()
+                self._membership_changed = True
+                self._new.append(replica)
+        return len(self._taking_part())
+
+    def lose_the_dead(self) -> bool:
+        """Ask everyone who takes part now, after a push has failed. Whether somebody was lost that is started again."""
+        if not self._health.restarts:
+            return False
+        asked = [(replica, replica.actor.health.remote()) for replica in self._taking_part()]
+        refs = [ref for _, ref in asked]
+        ray.wait(refs, num_returns=len(refs), timeout=self._health.timeout_seconds)
+        dead = [(replica, answer) for replica, ref in asked if (answer := _answer(ref)) != ""]
+        for replica, answer in dead:
+            self._lose(replica, answer or f"did not answer within {self._health.timeout_seconds:g} s")
+        return bool(dead)
+
+    def lose(self, index: int, why: str) -> None:
+        """The rollout side has given this replica up. Raises LaunchError where it is not started again alone."""
+        replica = self._replicas[index]
+        if not self._health.restarts:
+            raise LaunchError(f"{replica.name} is lost: {why}")
+        if replica.state == "serving":
+            self._lose(replica, why)
+
+    def took_part(self) -> list[tuple[int, Any]]:
+        """(index, actor) of the replicas that got their first weights by the push that has just succeeded."""
+        new, self._new = self._new, []
+        for replica in new:
+            replica.num_restarts = 0
+        return [(replica.index, replica.actor) for replica in new if replica.state == "serving"]
+
+    def membership_changed(self) -> bool:
+        """Whether replicas have come or gone since this was last asked."""
+        changed, self._membership_changed = self._membership_changed, False
+        return changed
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a replica has started and waits for weights."""
+        return any(replica.state == "waiting for weights" for replica in self._replicas)
+
+    def raise_if_all_gone(self) -> None:
+        """Raises LaunchError when no replica is left and none will come back."""
+        if all(replica.state == "gone" for replica in self._replicas):
+            raise LaunchError(f"no generator is left: {self.failures()}")
+
+    def failures(self) -> str:
+        """What became of those that are not there."""
+        return "; ".join(f"{r.name}: {r.failure}" for r in self._replicas if r.failure)
+
+    def _taking_part(self) -> list[_Replica]:
+        return [replica for replica in self._replicas if replica.state == "serving"]
+
+    def _everywhere(self, method: str, timeout_seconds: float, *args: object) -> list[Any]:
+        members = self._taking_part()
+        return self._cluster.waiter.gather(
+            [getattr(r.actor, method).remote(*args) for r in members],
+            names=[r.name for r in members],
+            phase=f"{method} of the generators",
+            timeout_seconds=timeout_seconds,
+            key="push.timeout_seconds",
+        )
+
+    def _check(self, replica: _Replica) -> None:
+        """One health check at a time: sent, waited for, judged."""
+        now, limit = time.monotonic(), self._health.timeout_seconds
+        if replica.asked is None:
+            if now - replica.asked_at >= self._health.interval_seconds:
+                replica.asked, replica.asked_at = replica.actor.health.remote(), now
+            return
+        answer, late = _answer(replica.asked), now - replica.asked_at
+        if answer == "":
+            if replica.told_slow:
+                logger.info("%s has answered after %.0f s", replica.name, late)
+            replica.asked, replica.told_slow = None, False
+        elif answer is not None:
+            self._lose(replica, answer)
+        elif late > limit:
+            states = ask_for_stacks(self._cluster.log_folder, [replica.name], why="no answer to a health check")
+            state = states.get(replica.name, "on another machine")
+            self._lose(
+                replica, f"no answer to a health check within generator.health_timeout_seconds={limit:g} ({state})"
+            )
+        elif late > limit / 2 and not replica.told_slow:
+            replica.told_slow = True
+            logger.warning(
+                "%s is slow: no answer to a health check for %.0f s; lost after %g s", replica.name, late, limit
+            )
+
+    def _lose(self, replica: _Replica, why: str) -> None:
+        """Make sure that it is dead, and start it again unless it keeps dying."""
+        replica.failure = why.partition("\n")[0][:500]
+        replica.asked, replica.told_slow = None, False
+        self._membership_changed |= replica.state == "serving"
+        self._new = [other for other in self._new if other is not replica]
+        ray.kill(replica.actor, no_restart=True)
+        kill_process(self._cluster.log_folder, replica.name)
+        if says_out_of_memory(why):
+            self._memory.lower_generator(self._settings, gpus=self._gpus)
+        if replica.num_restarts == _MAX_RESTARTS:
+            replica.state = "gone"
+            logger.error("%s is lost for good: %s; the run goes on without it", replica.name, replica.failure)
+            return
+        replica.num_restarts += 1
+        logger.error(
+            "%s is lost: %s. Starting it again (%d of %d); the run goes on with the others",
+            replica.name, replica.failure, replica.num_restarts, _MAX_RESTARTS,
+        )  # fmt: skip
+        replica.actor, replica.state = self._start_actor(replica.index, replica.slots), "starting"
+        replica.starting = replica.actor.start.remote()
+
+
+def _answer(ref: Any) -> str | None:
+    """None: not yet; "": well; else what went wrong."""
+    if not ray.wait([ref], timeout=0)[0]:
+        return None
+    try:
+        ray.get(ref)
+    except RayError as e:
+        cause = getattr(e, "cause", None)
+        return str(cause or e).strip() or type(cause or e).__name__
+    return ""

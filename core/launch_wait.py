@@ -1,0 +1,156 @@
+"""Every wait of the driver for its workers: it ends with an answer, or in time with an error that says who, in which
+phase, and where the stacks are.
+
+Invariant: what one worker raises because another one died or hangs is told as what became of that other one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from core.errors import LaunchError
+from core.launch_signals import raise_if_interrupted
+from core.processes import FOLDER, ask_for_stacks
+from core.push_buckets import PushError
+from rollout.router import NoGeneratorError
+from rollout.sglang_server import ServerStartError
+from rollout.sglang_weights import ServerError, ServerGone
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_SECONDS = 1.0  # for a signal, while workers are waited for
+_OTHERS_SECONDS = 5.0  # for the news of a worker's death to arrive after what it did to another one
+
+
+class Waiter:
+    """Waits for calls on the workers of one attempt."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self._log_folder = log_folder
+        self._ask_nodes: Callable[[str], dict[str, str]] | None = None
+        self._chores: list[Callable[[], None]] = []
+        self._chores_done = 0.0
+
+    def ask_also(self, nodes: Callable[[str], dict[str, str]]) -> None:
+        """How processes on other machines are asked for their stacks: (why) -> name and state."""
+        self._ask_nodes = nodes
+
+    def every_second(self, chore: Callable[[], None]) -> None:
+        """Call `chore` about once a second, whether the waits are short or long. It must neither wait nor raise."""
+        self._chores.append(chore)
+
+    def _do_chores(self) -> None:
+        now = time.monotonic()
+        if now - self._chores_done >= _LOOK_EVERY_SECONDS:
+            self._chores_done = now
+            for chore in self._chores:
+                chore()
+
+    def gather(
+        self,
+        refs: Sequence[Any],
+        *,
+        names: Sequence[str],
+        phase: str,
+        timeout_seconds: float,
+        key: str,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """Results of `refs` in order; the first failure ends the wait. `names` are the workers', `key` the one of the
+        configuration that says the timeout; `meanwhile` is called about once a second.
+
+        Raises LaunchError when a worker, or a server of its, died or did not answer in time; otherwise the worker's
+        own exception, with a note that names the worker and holds its traceback."""
+        by_ref = dict(zip(refs, names, strict=True))
+        pending = list(refs)
+        deadline = time.monotonic() + timeout_seconds
+        results: dict[Any, Any] = {}
+        while pending:
+            raise_if_interrupted()
+            self._do_chores()
+            left = max(0.0, deadline - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, _LOOK_EVERY_SECONDS))
+            if ready:
+                try:
+                    results[ready[0]] = ray.get(ready[0])
+                except RayError as e:
+                    failure = self._failure(e, by_ref[ready[0]], phase, {r: by_ref[r] for r in pending})
+                    raise failure from (e if isinstance(failure, LaunchError) else None)
+                continue
+            if left == 0:
+                late = self._late([by_ref[r] for r in pending], f"no answer in {phase}")
+                raise LaunchError(f"{phase}: no answer within {key}={timeout_seconds:g} from {late}")
+            meanwhile()
+        return [results[r] for r in refs]
+
+    def _failure(self, error: RayError, worker: str, phase: str, others: dict[Any, str]) -> Exception:
+        """What ends the wait. A rank that fails may do so because another one has died or does not go on."""
+        if isinstance(error, RayTaskError):
+            failure = as_driver_sees(error, worker=worker)
+            if isinstance(failure, LaunchError) or not isinstance(failure, RuntimeError) or not others:
+                return failure
+            said = f"{worker} failed: {_first_line(failure)}"
+        else:
+            said = f"{worker} died: {_first_line(error)}"
+            failure = LaunchError(f"{phase}: {said}")
+        ready, hanging = (
+            ray.wait(list(others), num_returns=len(others), timeout=_OTHERS_SECONDS) if others else ([], [])
+        )
+        died = [others[ref] for ref in ready if _has_died(ref)]
+        if died:
+            return LaunchError(f"{phase}: {', '.join(died)} died; {said}")
+        if hanging:
+            late = self._late([others[r] for r in hanging], f"no answer in {phase} after {said}")
+            return LaunchError(f"{phase}: {said}; no answer from {late}")
+        return failure
+
+    def _late(self, names: Sequence[str], why: str) -> str:
+        """These workers and what state they are in, with everybody's stacks written."""
+        states = self.write_stacks(why)
+        said = ", ".join(f"{name} ({states[name]})" if name in states else name for name in names)
+        return f"{said}. All stacks are in {self._log_folder / FOLDER}"
+
+    def write_stacks(self, why: str) -> dict[str, str]:
+        """Let every process of the run write its stacks; name -> state."""
+        logger.error("%s: writing the stacks of all processes to %s", why, self._log_folder / FOLDER)
+        states = ask_for_stacks(self._log_folder, why=why)
+        with open(self._log_folder / FOLDER / "driver.txt", "a") as file:
+            file.write(f"\n--- {why}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        return states | (self._ask_nodes(why) if self._ask_nodes is not None else {})
+
+
+def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
+    """What a call on `worker` raised: LaunchError where new processes may do better, else its own exception."""
+    cause = error.cause if isinstance(error.cause, Exception) else error
+    if isinstance(cause, NoGeneratorError):
+        return LaunchError(f"{worker} lost every generator: {cause}")
+    # A server that is gone, or weights that did not arrive: the servers may hold old and new ones mixed. The messages
+    # name the server.
+    if isinstance(cause, PushError | ServerError | ServerGone | ServerStartError):
+        return LaunchError(str(cause))
+    cause.add_note(f"in {worker}:\n{error}")
+    return cause
+
+
+def _has_died(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except RayActorError:
+        return True
+    except RayError:
+        return False
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:500]

@@ -1,0 +1,102 @@
+"""What a run has learnt about memory: limits that were lowered when it ran out, for the rest of the run.
+
+A pass that does not fit is cut into more microbatches: the same sequences, the same sums. Invariant: a limit never
+grows, and what is here is what a recover checkpoint and the next attempt get.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from core.errors import LaunchError
+from mcore_adapter.out_of_memory import StepOutOfMemory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "memoryerror", "outofmemory")
+_ASSUMED_MEM_FRACTION = 0.85
+"""What a SGLang server takes of its GPU where actor.sglang.mem_fraction_static does not say, about."""
+_LESS_MEM_FRACTION, _LEAST_MEM_FRACTION = 0.1, 0.3
+
+
+def says_out_of_memory(message: str) -> bool:
+    """Whether this is how a process, or its log, says that memory ran out."""
+    return any(word in message.lower() for word in _WORDS)
+
+
+class MemoryLimits:
+    """Limits by name: the roles of the trainer in tokens (`actor_train`), and the generators' settings."""
+
+    def __init__(self, learnt: Mapping[str, float] = {}, *, tell: Callable[[dict[str, float]], None] = lambda _: None):
+        """`learnt`: by an earlier attempt. `tell` gets everything whenever a limit was lowered."""
+        self._learnt = dict(learnt)
+        self._tell = tell
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self._learnt)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take the lower of each limit here and in `state`."""
+        for name, value in state.items():
+            self._learnt[name] = min(value, self._learnt.get(name, value))
+
+    def tokens(self, role: str, configured: int) -> int:
+        """max_tokens_per_mb of a role."""
+        return int(min(configured, self._learnt.get(role, configured)))
+
+    def fitting(self, role: str, configured: int, call: Callable[[int], T]) -> T:
+        """`call(max_tokens_per_mb)`, again with half of it whenever memory ran out in a way that changed nothing.
+
+        Raises LaunchError when the call cannot be repeated in these processes, or not even one sequence fits."""
+        while True:
+            limit = self.tokens(role, configured)
+            try:
+                return call(limit)
+            except StepOutOfMemory as e:
+                self._halve(role, limit, e)
+                if not e.repeatable:
+                    raise LaunchError(
+                        f"{e}; {role} goes on with {self.tokens(role, configured)} tokens a microbatch"
+                    ) from e
+
+    def fit_generator(self, settings: Mapping[str, object]) -> dict[str, object]:
+        """The generators' settings, lowered as far as was necessary."""
+        fitted = dict(settings)
+        if "max_running" in self._learnt:
+            fitted["max_running"] = int(self._learnt["max_running"])
+        if "mem_fraction_static" in self._learnt:
+            flags = settings["sglang"]
+            assert isinstance(flags, Mapping), "flags by name"
+            fitted["sglang"] = {**flags, "mem_fraction_static": self._learnt["mem_fraction_static"]}
+        return fitted
+
+    def lower_generator(self, settings: Mapping[str, object], *, gpus: bool) -> None:
+        """A generator ran out of memory: half as many sequences at once; a server also takes less of its GPU."""
+        fitted = self.fit_generator(settings)
+        running, flags = fitted["max_running"], fitted.get("sglang") or {}
+        assert isinstance(running, int) and isinstance(flags, Mapping), "as the configuration has them"
+        lowered: dict[str, float] = {"max_running": max(1, running // 2)}
+        if gpus:
+            fraction = float(flags.get("mem_fraction_static") or _ASSUMED_MEM_FRACTION)
+            lowered["mem_fraction_static"] = round(max(_LEAST_MEM_FRACTION, fraction - _LESS_MEM_FRACTION), 3)
+        self._lower(lowered, "a generator ran out of memory")
+
+    def _halve(self, role: str, limit: int, error: StepOutOfMemory) -> None:
+        lowered = max(error.longest, min(limit, error.largest) // 2)
+        if lowered >= error.largest:
+            raise LaunchError(
+                f"{error}; its largest microbatch cannot be smaller: it holds {error.largest} tokens, the "
+                f"longest sequence {error.longest}. Use more tensor or pipeline parallelism (allocation_mode), "
+                "or shorter sequences"
+            ) from error
+        self._lower({role: lowered}, str(error))
+
+    def _lower(self, lowered: Mapping[str, float], why: str) -> None:
+        for name, value in lowered.items():
+            logger.warning("%s: for the rest of the run %s is %.10g", why, name, value)
+        self._learnt |= lowered
+        self._tell(self.state_dict())

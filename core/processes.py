@@ -1,0 +1,99 @@
+"""The processes of a run, by name: each leaves a file in the log folder that says which one it is, and writes all its
+Python stacks there when it is asked to.
+
+Asking is a signal, so it works on a process that hangs in a library, holds the interpreter's lock or was stopped.
+Invariant: a signal goes only to the very process that left its file: the start time is compared beside the number.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+FOLDER = "stacks"
+"""Below the log folder."""
+_WRITING_SECONDS = 0.5
+"""Time that a process gets to write its stacks before whoever asked goes on, which may be to kill it."""
+_open: list[TextIO] = []
+
+
+def register_process(name: str, log_folder: Path) -> None:
+    """Leave this process's file; from now on it answers to ask_for_stacks()."""
+    folder = log_folder / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    me = psutil.Process()
+    (folder / f"{name}.txt").unlink(missing_ok=True)
+    file = open(folder / f"{name}.txt", "a")  # noqa: SIM115 (the signal handler writes there as long as we live)
+    file.write(json.dumps({"pid": me.pid, "started": me.create_time(), "host": socket.gethostname()}) + "\n")
+    file.flush()
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    _open.append(file)
+
+
+def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:
+    """Let the processes of this machine write their stacks (`names`: only these); name -> its state: "running",
+    "stopped" or "gone". One that was stopped goes on, else it could not answer."""
+    states = {}
+    for name, file, process in _processes(log_folder, names):
+        states[name] = "gone"
+        with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if process is None:
+                continue
+            stopped = process.status() == psutil.STATUS_STOPPED
+            states[name] = "stopped" if stopped else "running"
+            with open(file, "a") as f:
+                f.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ({states[name]}): {why}\n")
+            for one in (process, *(child for child in process.children(recursive=True) if _answers(child))):
+                one.send_signal(signal.SIGUSR1)
+                if one.status() == psutil.STATUS_STOPPED:
+                    one.send_signal(signal.SIGCONT)
+    if any(state != "gone" for state in states.values()):
+        time.sleep(_WRITING_SECONDS)
+    return states
+
+
+def kill_process(log_folder: Path, name: str) -> None:
+    """End this process, if it is on this machine and still there."""
+    for _, _, process in _processes(log_folder, [name]):
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _processes(log_folder: Path, names: Collection[str] | None) -> Iterator[tuple[str, Path, psutil.Process | None]]:
+    """(name, file, the process or None when it has ended) of those on this machine."""
+    for file in sorted((log_folder / FOLDER).glob("*.txt")):
+        if names is not None and file.stem not in names:
+            continue
+        with suppress(OSError, ValueError, KeyError):
+            with open(file) as f:
+                said = json.loads(f.readline())
+            if said["host"] == socket.gethostname():
+                yield file.stem, file, _same(said["pid"], said["started"])
+
+
+def _answers(process: psutil.Process) -> bool:
+    """Whether it has a handler for the signal, as the processes of a SGLang server have, which write into their log."""
+    with suppress(OSError, psutil.Error):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        (caught,) = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+        return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1) and "sglang_inside" in " ".join(process.cmdline())
+    return False
+
+
+def _same(pid: int, started: float) -> psutil.Process | None:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE and pid != os.getpid():
+            return process
+    return None

@@ -1,0 +1,99 @@
+"""`WeightPush` that outlives generators: those that die in it are left out, those that have come back are brought in.
+
+Invariant: when push() returns, every generator that takes part samples with the pushed version, and the rollout side
+knows of all that take part.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from core.errors import LaunchError
+from core.launch_signals import raise_if_interrupted
+from core.push import PushReport, WeightPush
+
+if TYPE_CHECKING:
+    from core.launch import RolloutClient
+    from core.launch_generators import GeneratorPool
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_SECONDS = 0.5
+_COMPARE_EVERY_SECONDS = 10.0
+
+
+class FleetPush:
+    """Around the push that fits the allocation."""
+
+    def __init__(
+        self,
+        push: WeightPush,
+        generators: GeneratorPool,
+        rollout: RolloutClient,
+        *,
+        reconnect: Callable[[], None],
+        patience_seconds: float,
+    ) -> None:
+        """`reconnect` makes the senders join the generators that take part now; `patience_seconds` is how long a push
+        waits while there is none."""
+        self._push, self._generators, self._rollout = push, generators, rollout
+        self._reconnect, self._patience = reconnect, patience_seconds
+        self._version: int | None = None
+        self._compared_at = 0.0
+
+    def make_room(self) -> None:
+        self._push.make_room()
+
+    def push(self, version: int) -> PushReport:
+        """Raises LaunchError when no generator is left, or a push fails that no generator's death explains."""
+        self._version = version
+        while True:
+            self._wait_for_generators()
+            try:
+                if self._generators.membership_changed():
+                    self._reconnect()
+                report = self._push.push(version)
+                break
+            except LaunchError as e:
+                if not self._generators.lose_the_dead():
+                    raise
+                logger.warning("The push of version %d failed (%s); again with the generators that live", version, e)
+        for index, actor in self._generators.took_part():
+            self._rollout.replace_generator(index, actor)
+        self._compare()
+        return report
+
+    def catch_up(self) -> None:
+        """The trainer is idle and its weights are those of the last push: bring them to who has come back."""
+        if self._version is None:
+            return
+        self._generators.raise_if_all_gone()
+        self._compare()
+        if self._generators.waiting:
+            report = self.push(self._version)
+            logger.info("Version %d reached the generators that came back in %.2f s", self._version, report.seconds)
+
+    def _compare(self) -> None:
+        """Who gets no requests any more is lost, also where it seems to live. Asked now and then: the rollout side has
+        other work."""
+        if time.monotonic() - self._compared_at < _COMPARE_EVERY_SECONDS:
+            return
+        self._compared_at = time.monotonic()
+        for index, why in self._rollout.lost_generators().items():
+            self._generators.lose(index, why)
+
+    def _wait_for_generators(self) -> None:
+        deadline = time.monotonic() + self._patience
+        while not self._generators.admit():
+            self._generators.raise_if_all_gone()
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"no generator came back within generator.patience_seconds={self._patience:g}: "
+                    f"{self._generators.failures()}"
+                )
+            raise_if_interrupted()
+            time.sleep(_LOOK_EVERY_SECONDS)
+            self._generators.look()

@@ -1,0 +1,50 @@
+"""Batches and weights as numpy arrays: those cross the object store without copies, torch tensors do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_adapter.batch import PackedBatch
+from rollout.types import WeightBucket
+
+
+def batch_to_wire(batch: PackedBatch) -> dict[str, Any]:
+    """numpy arrays cross the object store without copies; torch tensors do not."""
+    return {
+        "token_ids": batch.token_ids.numpy(),
+        "cu_seqlens": batch.cu_seqlens.numpy(),
+        "loss_mask": batch.loss_mask.numpy(),
+        "fields": {name: value.numpy() for name, value in batch.fields.items()},
+    }
+
+
+def batch_from_wire(wire: dict[str, Any]) -> PackedBatch:
+    """The inverse of `batch_to_wire`; the tensors own their memory (the store's pages are read-only)."""
+    return PackedBatch(
+        token_ids=torch.from_numpy(wire["token_ids"].copy()),
+        cu_seqlens=torch.from_numpy(wire["cu_seqlens"].copy()),
+        loss_mask=torch.from_numpy(wire["loss_mask"].copy()),
+        fields={name: torch.from_numpy(value.copy()) for name, value in wire["fields"].items()},
+    )
+
+
+def bucket_to_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One flat byte array and where each tensor lies in it."""
+    layout = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
+    return {"layout": layout, "bytes": torch.cat(flat).numpy() if flat else np.empty(0, np.uint8)}
+
+
+def bucket_from_wire(wire: dict[str, Any]) -> WeightBucket:
+    """The inverse of `bucket_to_wire`."""
+    flat = torch.from_numpy(wire["bytes"].copy())
+    tensors, start = {}, 0
+    for name, dtype_name, shape in wire["layout"]:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        end = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        tensors[name] = flat[start:end].view(dtype).view(shape)
+        start = end
+    return WeightBucket(tensors=tensors)

@@ -1,0 +1,117 @@
+"""One rank's copied part of a checkpoint on its way to files: at once, or in a thread beside the training.
+
+Which rank writes what is agreed on when the part is copied, by collectives of the calling thread. Writing needs none,
+it touches host memory and files only. In a thread, ranks tell the first one by files beside the folder what they wrote,
+and so does the first rank with the outcome (mcore_adapter/checkpoint_outcome.py).
+Invariant: metadata.json is written last, and an outcome without error appears after it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+from mcore_adapter.checkpoint_outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
+from mcore_adapter.safetensors_folder import copy_tokenizer
+
+Written = list[Any] | OSError
+"""What torch's writer says about the shards of one rank, or why there are none."""
+
+
+class CopiedCheckpoint:
+    """The shards of which this rank holds the main replica; on the first rank also what is not sharded."""
+
+    def __init__(
+        self, path: Path, sharded: ShardedStateDict, small_files: Mapping[str, bytes], *, tokenizer_from: Path
+    ) -> None:
+        """Collective. `small_files`: content of whole files that the first rank writes."""
+        self._path, self._small_files, self._tokenizer_from = path, small_files, tokenizer_from
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        state = mcore_to_pyt_state_dict(by_key, is_loading=False)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        is_first = self._rank == 0
+        self._writer = dcp.FileSystemWriter(path)
+        self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._planner.set_up_planner(state, self._writer.storage_meta(), is_first)
+        self._writer.set_up_storage_writer(is_first, rank=self._rank, use_collectives=True)
+        local = self._planner.create_local_plan()
+        everyone: list[Any] | None = [None] * self._world_size if is_first else None
+        dist.gather_object(local, everyone)
+        plans: list[Any] | None = None
+        if everyone is not None:
+            plans, self._metadata = self._planner.create_global_plan(everyone)
+            plans = self._writer.prepare_global_plan(plans)
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, plans)
+        self._plan = self._planner.finish_plan(mine[0])
+
+    def write(self) -> Written:
+        """Write this rank's shards, and the small files on the first rank."""
+        try:
+            if self._rank == 0:
+                for name, content in self._small_files.items():
+                    (self._path / name).write_bytes(content)
+                copy_tokenizer(self._tokenizer_from, self._path)
+            return self._writer.write_data(self._plan, self._planner).value()
+        except OSError as error:
+            return error
+        except RuntimeError as error:  # torch's word for a full disk
+            return OSError(str(error))
+
+    def raise_first(self, everyone: Sequence[Written]) -> None:
+        """Raises OSError if a rank could not write its part."""
+        for rank, written in enumerate(everyone):
+            if isinstance(written, OSError):
+                raise OSError(f"{self._path}: rank {rank} could not write its part of the checkpoint: {written}")
+
+    def finish(self, everyone: Sequence[Written]) -> None:
+        """On the first rank: make the folder complete. Raises OSError."""
+        self._writer.finish(self._metadata, [written for written in everyone if not isinstance(written, OSError)])
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._path))
+
+    def write_in_background(self) -> None:
+        """Start a thread that writes this rank's part, and on the first rank waits for the others', finishes, and
+        leaves the outcome."""
+        threading.Thread(target=self._write_in_background, name="checkpoint", daemon=True).start()
+
+    def _write_in_background(self) -> None:
+        written = self.write()
+        if self._rank != 0:
+            put_whole(self._report_of(self._rank), pickle.dumps(written))
+            return
+        error = None
+        try:
+            everyone = [written, *(self._await_report(rank) for rank in range(1, self._world_size))]
+            self.raise_first(everyone)
+            self.finish(everyone)
+        except OSError as failure:
+            error = str(failure)
+        tell_outcome(self._path, error)
+
+    def _report_of(self, rank: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.rank{rank}")
+
+    def _await_report(self, rank: int) -> Written:
+        """Raises OSError when the folder is gone: whoever wanted it does so no more."""
+        report = self._report_of(rank)
+        while not report.exists():
+            if not self._path.exists():
+                raise FileNotFoundError(f"{self._path} was removed while it was written")
+            time.sleep(LOOK_EVERY_SECONDS)
+        written: Written = pickle.loads(report.read_bytes())
+        report.unlink()
+        return written

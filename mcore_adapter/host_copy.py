@@ -1,0 +1,130 @@
+"""Copies of what the next update changes, in host memory: what a checkpoint is written from while the training goes on.
+
+The memory is page-locked where the tensors are on a device, so that they leave it at full speed, and is used again by
+the next copy. Invariant: a copy may be written until the next one is taken, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_KEYS = ("param", "exp_avg", "exp_avg_sq")
+_CHUNK_ELEMENTS = 2**26
+"""How much of a sharded state is on the device twice while the first rank gathers it: 256 MiB in fp32."""
+
+
+class HostCopy:
+    """Host memory by name. On a device copies are under way until `wait()`."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`."""
+        host = self.room(name, tensor.numel(), tensor.dtype, on=tensor.device).view(tensor.shape)
+        self.fill(host, tensor)
+        return host
+
+    def room(self, name: str, numel: int, dtype: torch.dtype, *, on: torch.device) -> Tensor:
+        """[numel] memory for what is on the device `on`."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() != numel or buffer.dtype != dtype:
+            buffer = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=on.type != "cpu")
+            self._buffers[name] = buffer
+        return buffer
+
+    def fill(self, host: Tensor, tensor: Tensor) -> None:
+        host.copy_(tensor.detach(), non_blocking=tensor.device.type != "cpu")
+        if tensor.device.type != "cpu":
+            self._devices.add(tensor.device)
+
+    def wait(self) -> None:
+        """Return when every copy has arrived."""
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        self._devices.clear()
+
+
+@contextmanager
+def gathered_by(copy: HostCopy, optimizers: list[Any]) -> Iterator[None]:
+    """Inside, Megatron's distributed optimizers gather masters and moments into `copy`.
+
+    Megatron's own way mixes up the parameters behind the first bucket of a buffer, of which there are several where a
+    pipeline ties its embeddings: it lays buckets end to end, and reads them as if there were padding between them. It
+    also goes through pageable memory, to the device and back, and holds the whole on every rank."""
+    for i, optimizer in enumerate(optimizers):
+        optimizer.get_parameter_state_dp_zero = _Gather(copy, optimizer, f"optimizer{i}")
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            del optimizer.get_parameter_state_dp_zero
+
+
+class _Gather:
+    """Stands for one optimizer's get_parameter_state_dp_zero(): {buffer: {dtype: {key: [numel] fp32 on the host}}},
+    each tensor laid out as the buffer is, padding included.
+
+    The first data-parallel rank, which writes, has the values; the others have the shape alone. With empty_data all
+    have memory to load into."""
+
+    def __init__(self, copy: HostCopy, optimizer: Any, name: str) -> None:
+        self._copy, self._optimizer, self._name = copy, optimizer, name
+
+    def __call__(self, *, empty_data: bool = False, **options: Any) -> dict[Any, Any]:
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for index, by_dtype in enumerate(self._optimizer.gbuf_ranges):
+            numel = self._optimizer.buffers[index].numel
+            for dtype, buckets in by_dtype.items():
+                tensors = {key: torch.empty(numel) for key in _KEYS} if empty_data else self._buffer(index, buckets)
+                state[index] = {dtype: {"numel_unpadded": numel, **tensors}}
+        return state
+
+    def _buffer(self, index: int, buckets: list[Any]) -> dict[str, Tensor]:
+        buffer = self._optimizer.buffers[index]
+        is_first = self._optimizer.data_parallel_group.rank() == 0
+        device = buffer.grad_data.device
+        whole: dict[str, Tensor] = {}
+        for key in _KEYS:
+            if is_first:
+                name = f"{self._name}.{index}.{key}"
+                whole[key] = self._copy.room(name, buffer.numel, torch.float32, on=device)
+            else:
+                whole[key] = torch.zeros(1).expand(buffer.numel)
+            for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
+                place = whole[key][bucket.offset :][: bucket.grad_data.numel()]
+                self._bucket(key, ranges["param_map"], place, device)
+        return whole
+
+    def _bucket(self, key: str, param_map: Any, whole: Tensor, device: torch.device) -> None:
+        """Gather one bucket, sharded over the data-parallel ranks, into `whole`."""
+        group = self._optimizer.data_parallel_group
+        if group.size() == 1:
+            for param, ranges in param_map.items():
+                place = ranges["gbuf_local"]
+                self._copy.fill(whole[place.start : place.end], self._state(param, key).flatten())
+            return
+        local = whole.numel() // group.size()
+        shard = torch.zeros(local, dtype=torch.float32, device=device)
+        for param, ranges in param_map.items():
+            place = ranges["gbuf_local"]
+            shard[place.start : place.end].copy_(self._state(param, key).detach().flatten())
+        first = dist.get_global_rank(group, 0)
+        for start in range(0, local, _CHUNK_ELEMENTS):
+            part = shard[start : start + _CHUNK_ELEMENTS]
+            parts = [torch.empty_like(part) for _ in range(group.size())] if group.rank() == 0 else None
+            dist.gather(part, parts, dst=first, group=group)
+            for rank, received in enumerate(parts or ()):
+                self._copy.fill(whole[rank * local + start :][: part.numel()], received)
+            self._copy.wait()  # what was received is overwritten by the next chunk
+
+    def _state(self, param: Any, key: str) -> Tensor:
+        tensor: Tensor = self._optimizer._get_main_param_and_optimizer_states(param)[key]
+        return tensor

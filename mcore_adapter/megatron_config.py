@@ -1,0 +1,138 @@
+"""Megatron's TransformerConfig for a ModelConfig on a layout and device, and which stage holds which layers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from allocation import ParallelLayout
+from mcore_adapter.device import Device
+from mcore_adapter.hf_config import ModelConfig
+from mcore_adapter.moe_config import MLAConfig, MoEConfig
+from mcore_adapter.parallel import ParallelState
+from mcore_adapter.rope_config import RopeScaling, YarnRopeScaling
+
+Recompute = Literal["none", "selective", "full"]
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective"),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
+
+
+def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
+    """The layers of each model chunk in the order of the network: chunk i lies on stage i % pp, as its i // pp-th. What
+    does not divide evenly goes to the first ones, as the last one has the output layer."""
+    chunks = layout.pp * layout.vpp
+    base, extra = divmod(num_layers, chunks)
+    starts = [i * base + min(i, extra) for i in range(chunks + 1)]
+    return [range(*pair) for pair in zip(starts, starts[1:], strict=False)]
+
+
+def transformer_config(
+    config: ModelConfig,
+    *,
+    parallel: ParallelState,
+    device: Device,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    sequence_parallel: bool,
+    fp8: bool = False,
+) -> TransformerConfig:
+    """Megatron's own configuration of this model on this device."""
+    layout = parallel.layout
+    interleaved = layout.vpp > 1
+    family: dict[str, Any] = {**_latent_attention(config.mla, config.rope_scaling, config.rope_theta)}
+    if config.moe is not None:
+        family |= _experts(config.moe)
+    if config.num_layers % (layout.pp * layout.vpp):
+        family["pipeline_model_parallel_layout"] = _uneven(config.num_layers, layout)
+    make = MLATransformerConfig if config.mla else TransformerConfig
+    return make(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.qkv_bias,
+        qk_layernorm=config.qk_norm or config.mla is not None,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, dense models included
+        calculate_per_token_loss=True,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # Scaled by each tensor's present maximum: no history that a checkpoint would have to hold.
+        fp8="hybrid" if fp8 else None,
+        fp8_recipe="tensorwise",
+        **_RECOMPUTE[recompute],
+        **{**device.config_overrides(), **family},
+    )
+
+
+def _experts(moe: MoEConfig) -> dict[str, Any]:
+    """How tokens choose is not Megatron's business here: see router.py."""
+    return dict(
+        num_moe_experts=moe.num_experts,
+        moe_ffn_hidden_size=moe.intermediate_size,
+        moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
+        moe_layer_freq=1 if all(moe.sparse_layers) else [int(sparse) for sparse in moe.sparse_layers],
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=True,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+    )
+
+
+def _latent_attention(mla: MLAConfig | None, scaling: RopeScaling, theta: float) -> dict[str, Any]:
+    if mla is None:
+        return {}
+    rope: dict[str, Any] = dict(rope_type="rope", rotary_base=theta, apply_rope_fusion=False)
+    if isinstance(scaling, YarnRopeScaling):
+        rope |= dict(
+            rope_type="yarn",
+            rotary_scaling_factor=scaling.factor,
+            original_max_position_embeddings=scaling.original_max_position_embeddings,
+            beta_fast=scaling.beta_fast,
+            beta_slow=scaling.beta_slow,
+            mscale=scaling.mscale,
+            mscale_all_dim=scaling.mscale_all_dim,
+        )
+    return rope | dict(
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_head_dim=mla.qk_nope_head_dim,
+        qk_pos_emb_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+    )
+
+
+def _uneven(num_layers: int, layout: ParallelLayout) -> list[list[str]]:
+    stages = [["decoder"] * len(layers) for layers in layers_of_chunks(num_layers, layout)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages

@@ -1,0 +1,109 @@
+"""Where fp32 masters and Adam's moments lie: on the device, or in page-locked memory of the host.
+
+Invariant: every tensor is in one place; its pages of the host are taken at the first move and used again. An optimizer
+sees parameters, gradients and moments of what it updates on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASTER = ""
+"""Beside the names of moments: the parameter of the optimizer itself, a fp32 copy of what the model computes with."""
+PIECE_BYTES = 1 << 30
+"""Most bytes of moments that step_in_pieces() has on the device at once, unless one parameter needs more."""
+
+
+class OptimizerState:
+    """Masters and moments of Adam optimizers whose state is exactly exp_avg and exp_avg_sq."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+        self._optimizers, self._device = optimizers, device
+        self._pages: dict[tuple[Tensor, str], Tensor] = {}
+
+    def to_host(self) -> None:
+        """Move everything there; complete when it returns."""
+        for optimizer in self._optimizers:
+            self._move(optimizer, _params(optimizer), partial(self._page, wait=True))
+
+    def to_device(self) -> None:
+        for optimizer in self._optimizers:
+            self._move(optimizer, _params(optimizer), self._on_device)
+
+    def masters_to_device(self) -> None:
+        """The moments stay where they are."""
+        for optimizer in self._optimizers:
+            self._move(optimizer, _params(optimizer), self._on_device, moments=False)
+
+    def step_in_pieces(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        """One `step` of `optimizer`, whose masters are on the device: its moments come a piece at a time, are updated
+        and go back to the host."""
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = []
+            for group, params in zip(groups, whole, strict=True):
+                counted = {"step": group["step"]} if "step" in group else {}
+                for piece in _pieces(params):
+                    group.pop("step", None)  # every piece takes the same step
+                    group.update(counted, params=piece)
+                    self._move(optimizer, piece, self._on_device, masters=False)
+                    step()
+                    self._move(optimizer, piece, self._page, masters=False)
+                group["params"] = []
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def _move(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[Tensor],
+        to: Callable[[Tensor, str, Tensor], Tensor],
+        *,
+        masters: bool = True,
+        moments: bool = True,
+    ) -> None:
+        for param in params:
+            if masters:
+                param.data = to(param, MASTER, param.data)
+            state = optimizer.state.get(param, {}) if moments else {}
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = to(param, name, value)
+
+    def _on_device(self, _: Tensor, __: str, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+    def _page(self, param: Tensor, name: str, tensor: Tensor, *, wait: bool = False) -> Tensor:
+        page = self._pages.get((param, name))
+        if page is None:
+            page = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._pages[param, name] = page
+        # Copies to and from the host queue up behind each other on one stream: nobody reads a page too early.
+        return page if page is tensor else page.copy_(tensor, non_blocking=not wait)
+
+
+def _params(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _pieces(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in order, cut where their two moments would exceed PIECE_BYTES."""
+    piece: list[Tensor] = []
+    size = 0
+    for param in params:
+        num_bytes = 2 * param.numel() * param.element_size()
+        if piece and size + num_bytes > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(param)
+        size += num_bytes
+    if piece:
+        yield piece

@@ -1,0 +1,177 @@
+"""Which experts a token goes to: the router of every mixture-of-experts family, with replay and both ways to balance.
+
+Sits inside Megatron's MoE layer in the place of its own router, whose losses depend on how a batch is cut. Invariant:
+what a router computes for a token, and what it adds to the loss, depends on the batch alone, never on the microbatch,
+rank or packing in which the token passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from mcore_adapter.moe_config import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How the load of experts is kept even; 0 switches a way off."""
+
+    aux_loss_coeff: float = 0.0
+    """Weight of the auxiliary loss: the mean over the tokens of their sequence's imbalance, which is 1 at best."""
+    bias_update_rate: float = 0.0
+    """Change of each expert's correction bias after an update, towards an even load; for families that have one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingInputs:
+    """What the routers know of a microbatch beside hidden states: s rows of this rank, m tokens that predict another.
+
+    A row may stand for tokens of several sequences (shared prompts), a padding row stands for none.
+    """
+
+    rows: Tensor  # [m] int64: row of each token
+    sequences: Tensor  # [m] int64: its sequence, of num_sequences
+    lens: Tensor  # [num_sequences] float32: such tokens of each whole sequence
+    batch_tokens: int
+    """Such tokens of the whole batch."""
+    experts: Tensor | None  # [s, num_layers, k] int64 chosen beforehand; negative: the router chooses
+
+
+class _AttachLoss(torch.autograd.Function):
+    """probs, with `loss` added to what is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, loss: Tensor) -> Tensor:
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, grad.new_ones(())
+
+
+class Router(TopKRouter):
+    """Scores in float32; see MoEConfig for how experts are chosen and weighed."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        moe: MoEConfig,
+        balance: Balance,
+        device: torch.device,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        if not self.weight.is_meta:
+            self.weight.data = self.weight.data.to(device)
+        self.moe, self.balance = moe, balance
+        self.inputs: RoutingInputs | None = None
+        """Of the microbatch under way; None: nothing is known of it."""
+        zeros = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
+        del self.expert_bias, self.local_tokens_per_expert
+        self.register_buffer("expert_bias", zeros if moe.correction_bias else None)
+        self.register_buffer("load", zeros.clone(), persistent=False)
+        """Tokens that chose each expert since the last update."""
+        self.register_buffer("aux_loss", zeros.new_zeros(()), persistent=False)
+        """This rank's part of the auxiliary loss since the last update, before its coefficient."""
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """input [s, 1, h] -> the weight of each expert [s, num_experts], 0 where not chosen, and a mask of those."""
+        logits = self.gating(input).view(-1, self.moe.num_experts)
+        scores = logits.softmax(-1) if self.moe.score_function == "softmax" else logits.sigmoid()
+        experts = self._chosen(scores.detach())
+        weights = scores.gather(1, experts)
+        if self.moe.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        probs = torch.zeros_like(scores).scatter(1, experts, weights * self.moe.scaling)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+        # Where activations are recomputed, the first pass has no gradient: every token is counted once.
+        if self.training and torch.is_grad_enabled() and self.inputs is not None:
+            probs = self._balanced(probs, scores, chosen, self.inputs)
+        return probs, chosen
+
+    def _chosen(self, scores: Tensor) -> Tensor:
+        """[s, num_experts] -> [s, k] int64"""
+        if self.moe.correction_bias:
+            scores = scores + self.expert_bias
+        if self.moe.top_k_groups < self.moe.num_groups:
+            grouped = scores.unflatten(1, (self.moe.num_groups, -1))
+            best = grouped.amax(-1) if self.moe.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool)
+            kept.scatter_(1, best.topk(self.moe.top_k_groups, dim=-1).indices, True)
+            scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+        experts = scores.topk(self.moe.top_k, dim=-1).indices
+        if self.inputs is not None and self.inputs.experts is not None:
+            forced = self.inputs.experts[:, self.layer_number - 1]
+            experts = torch.where((forced >= 0).all(-1, keepdim=True), forced, experts)
+        return experts
+
+    def _balanced(self, probs: Tensor, scores: Tensor, chosen: Tensor, inputs: RoutingInputs) -> Tensor:
+        """Count the load, and attach the auxiliary loss to probs."""
+        if not (self.balance.aux_loss_coeff or self.balance.bias_update_rate):
+            return probs
+        own = chosen.index_select(0, inputs.rows).to(torch.float32)
+        self.load += own.sum(0)
+        if not self.balance.aux_loss_coeff:
+            return probs
+        empty = scores.new_zeros(len(inputs.lens), self.moe.num_experts, dtype=torch.float32)
+        counts = empty.index_add(0, inputs.sequences, own)
+        if self.tp_cp_group.size() > 1:  # other ranks hold other tokens of the same sequences
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        share = scores if self.moe.score_function == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        mass = empty.index_add(0, inputs.sequences, share.float().index_select(0, inputs.rows))
+        per_sequence = (counts * mass).sum(-1) / inputs.lens.clamp(min=1)
+        loss = per_sequence.sum() * (self.moe.num_experts / (self.moe.top_k * inputs.batch_tokens))
+        self.aux_loss += loss.detach()
+        return _AttachLoss.apply(probs, loss * self.balance.aux_loss_coeff)
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer whose router is told about the microbatch: its packing carries a `routing` beside it."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        router = self.mlp.router
+        router.inputs = getattr(packed_seq_params, "routing", None)
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            router.inputs = None
+
+
+def routers(chunks: Iterable[nn.Module]) -> Iterator[Router]:
+    """All routers of this rank."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Router))
+
+
+@torch.no_grad()
+def finish_update(
+    chunks: Iterable[nn.Module], moe: MoEConfig, balance: Balance, *, applied: bool, device: torch.device
+) -> dict[str, float]:
+    """After an optimizer step: move the correction biases (unless it was skipped), start counting anew; collective.
+    Returns the mean auxiliary loss of a layer (1: every expert has the same load), where there is one."""
+    total = torch.zeros((), device=device)
+    for router in routers(chunks):
+        if moe.correction_bias and balance.bias_update_rate and applied:
+            dist.all_reduce(
+                router.load, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            )
+            router.expert_bias.add_(torch.sign(router.load.mean() - router.load), alpha=balance.bias_update_rate)
+        total += router.aux_loss
+        router.load.zero_()
+        router.aux_loss.zero_()
+    if not balance.aux_loss_coeff:
+        return {}
+    dist.all_reduce(total)
+    return {"moe_aux_loss": float(total) / sum(moe.sparse_layers)}

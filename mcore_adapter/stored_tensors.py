@@ -1,0 +1,232 @@
+"""A checkpoint's model tensor by tensor, without building the model: where each part of each parameter lies in a
+distributed checkpoint, reading such parts and writing them. What tools/convert.py streams through.
+
+Megatron itself says where (a model without memory is asked for its sharded state), so every family is covered.
+Invariant: nothing here holds more than the part asked for and the stored chunk that it comes from.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_adapter.checkpoint import model_state
+from mcore_adapter.conversions import Conversion
+from mcore_adapter.device import Device
+from mcore_adapter.hf_config import ModelConfig
+from mcore_adapter.model import build_model, named_conversions
+from mcore_adapter.parallel import ParallelState
+from mcore_adapter.safetensors_folder import WeightsError
+
+METADATA_FILE = ".metadata"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPart:
+    """Rows [first_row, first_row + shape[0]) of an unsharded parameter, and where they lie in the checkpoint."""
+
+    conversion: Conversion
+    first_row: int
+    shape: tuple[int, ...]
+    key: str
+    global_shape: tuple[int, ...]
+    """Of the tensor `key`: perhaps of all layers or experts."""
+    prefix: tuple[int, ...]
+    """Place in the leading dimensions of `key` that the parameter does not have (layer, expert)."""
+    offset: tuple[int, ...]
+    """Place in the remaining dimensions."""
+    dtype: torch.dtype
+
+
+def stored_parts(
+    config: ModelConfig, *, parallel: ParallelState, device: Device, dtype: torch.dtype, is_critic: bool
+) -> list[StoredPart]:
+    """Every part of every parameter, in the order of Megatron's modules. `parallel` must be a world of one rank."""
+    assert parallel.world_size == 1, "parts of whole parameters"
+    with torch.device("meta"):
+        model = build_model(config, parallel=parallel, device=device, dtype=dtype, is_critic=is_critic)
+    of_storage = {param.untyped_storage()._cdata: conversion for param, conversion in named_conversions(model)}
+    state = model_state(model, parallel=parallel)
+    apply_factories(state)
+    parts = []
+    for tensor in nested_values(state):
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        leading = tensor.prepend_axis_num
+        shape = tuple(tensor.data.shape)
+        parts.append(
+            StoredPart(
+                conversion=of_storage[tensor.data.untyped_storage()._cdata],
+                first_row=tensor.data.storage_offset() // math.prod(shape[1:]),
+                shape=shape,
+                key=tensor.key,
+                global_shape=tuple(tensor.global_shape),
+                prefix=tuple(tensor.global_offset[:leading]),
+                offset=tuple(tensor.global_offset[leading:]),
+                dtype=tensor.dtype,
+            )
+        )
+    return parts
+
+
+class StoredTensors:
+    """The tensors of a distributed checkpoint, whichever layout wrote it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError where the list of tensors cannot be read."""
+        self._folder, self._reader = folder, dcp.FileSystemReader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, KeyError) as error:
+            raise OSError(f"{folder / METADATA_FILE}: cannot be read: {error}") from error
+        self._tensors = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+        self._last: tuple[MetadataIndex, Tensor] | None = None
+
+    def check(self, parts: Sequence[StoredPart]) -> None:
+        """Raises WeightsError where the checkpoint is not of the model that these parts belong to, OSError where a file
+        is missing or too short."""
+        for part in parts:
+            entry = self._tensors.get(part.key)
+            if entry is None:
+                raise WeightsError(f"{self._folder}: {part.key} is missing; config.json says there is one")
+            if tuple(entry.size) != part.global_shape:
+                found = tuple(entry.size)
+                raise WeightsError(f"{self._folder}: {part.key} is {found}; config.json says {part.global_shape}")
+        sizes: dict[str, int] = {}
+        for key in {part.key for part in parts}:
+            for chunk in self._tensors[key].chunks:
+                info = self._storage[MetadataIndex(key, chunk.offsets)]
+                sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        for name, size in sizes.items():
+            path = self._folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found is None or found < size:
+                state = "is missing" if found is None else f"has {found} bytes, not {size}"
+                raise OSError(f"{path}: the checkpoint cannot be read, this file {state}")
+
+    def read(self, part: StoredPart, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the parameter, all of them within `part`."""
+        low = start - part.first_row + part.offset[0]
+        wanted = (
+            (low, low + stop - start),
+            *((o, o + n) for o, n in zip(part.offset[1:], part.shape[1:], strict=True)),
+        )
+        result: Tensor | None = None
+        for chunk in self._tensors[part.key].chunks:
+            leading = len(part.prefix)
+            if not all(o <= p < o + n for p, o, n in zip(part.prefix, chunk.offsets, chunk.sizes, strict=False)):
+                continue
+            offsets, sizes = chunk.offsets[leading:], chunk.sizes[leading:]
+            overlap = [(max(a, o), min(b, o + n)) for (a, b), o, n in zip(wanted, offsets, sizes, strict=True)]
+            if any(a >= b for a, b in overlap):
+                continue
+            whole = self._chunk(MetadataIndex(part.key, chunk.offsets))
+            own = whole[tuple(p - o for p, o in zip(part.prefix, chunk.offsets, strict=False))]
+            found = own[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, offsets, strict=True))]
+            if tuple(overlap) == wanted:
+                return found
+            if result is None:
+                result = found.new_empty(tuple(b - a for a, b in wanted))
+            result[tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(overlap, wanted, strict=True))] = found
+        assert result is not None, f"{part.key} has no chunk at {part.prefix} {wanted}"
+        return result
+
+    def _chunk(self, index: MetadataIndex) -> Tensor:
+        if self._last is None or self._last[0] != index:
+            self._last = None  # let go of it before the next one comes
+            info = self._storage[index]
+            path = self._folder / info.relative_path
+            try:
+                with open(path, "rb") as stream:
+                    view: Any = self._reader._slice_file(stream, info)
+                    self._last = index, _mapped(path, info.offset, view)
+            except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+                raise OSError(f"{path}: the checkpoint cannot be read: {error}") from error
+        return self._last[1]
+
+
+def _mapped(path: Path, offset: int, view: Any) -> Tensor:
+    """The tensor that torch.save() wrote at `offset` of a file, without reading it."""
+    with torch.serialization.skip_data():
+        like = torch.load(view, map_location="cpu", weights_only=True)
+    if not like.numel():
+        return like
+    view.seek(0)
+    begin = offset + torch._C.PyTorchFileReader(view).get_record_offset("data/0")
+    content = np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(like.untyped_storage().nbytes(),))
+    return torch.from_numpy(content).view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+class StoredTensorsWriter:
+    """Writes tensors chunk by chunk, each into the file of a rank, as if that rank had saved it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add(self, part: StoredPart, at: Sequence[int], tensor: Tensor, *, rank: int) -> None:
+        """The piece of `part` that begins `at` this place within it."""
+        name = f"__{rank}_0.distcp"
+        stream = self._files.setdefault(name, open(self._folder / name, "ab"))  # noqa: SIM115  closed by finish()
+        begin = stream.tell()
+        offsets = torch.Size((*part.prefix, *(o + a for o, a in zip(part.offset, at, strict=True))))
+        sizes = torch.Size((*(1 for _ in part.prefix), *tensor.shape))
+        torch.save(tensor.contiguous().view(sizes), stream)
+        entry = self._tensors.setdefault(
+            part.key,
+            TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(part.global_shape), []),
+        )
+        entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+        index = MetadataIndex(part.key, offsets, len(entry.chunks) - 1)
+        self._storage[index] = _StorageInfo(name, begin, stream.tell() - begin)
+
+    def finish(self) -> None:
+        """Write the list of tensors."""
+        for stream in self._files.values():
+            stream.close()
+        metadata = Metadata(state_dict_metadata=dict(self._tensors), storage_data=self._storage)
+        buffer = io.BytesIO()
+        pickle.dump(metadata, buffer)
+        (self._folder / METADATA_FILE).write_bytes(buffer.getvalue())
+
+    def __enter__(self) -> StoredTensorsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._files.values():
+            stream.close()
+
+
+def rows_of(parts: Sequence[StoredPart], start: int, stop: int) -> Iterator[tuple[StoredPart, int, int]]:
+    """The parts of a parameter that make up its rows [start, stop), each with its share of them."""
+    for part in parts:
+        a, b = max(start, part.first_row), min(stop, part.first_row + part.shape[0])
+        if a < b:
+            yield part, a, b

@@ -1,0 +1,212 @@
+"""Checkpoint <-> Hugging Face folder, tensor by tensor: no model is built, no tensor is kept.
+
+What is copied where follows the same tables as loading and exporting (conversions.py); stored_tensors.py knows where
+parameters lie in a checkpoint. Invariant: a source of which anything is missing or of another shape is refused before
+the first byte is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from torch import Tensor
+
+from allocation import ParallelLayout
+from mcore_adapter.checkpoint import converted_common, finish_folder, write_common
+from mcore_adapter.conversions import Conversion, OfExpert
+from mcore_adapter.device import get_device
+from mcore_adapter.families import CORRECTION_BIAS, EMBEDDING, hf_shapes, outer_table
+from mcore_adapter.hf_config import ModelConfig
+from mcore_adapter.megatron_config import layers_of_chunks
+from mcore_adapter.model import check_layout
+from mcore_adapter.parallel import ParallelState
+from mcore_adapter.safetensors_folder import SafetensorsFolder, ShardWriter, WeightsError, copy_tokenizer
+from mcore_adapter.stored_tensors import StoredPart, StoredTensors, StoredTensorsWriter, rows_of, stored_parts
+from mcore_adapter.weights import check_names, hf_config_json, tensor_specs, write_config
+
+Progress = Callable[[int], None]
+"""Told the bytes written by each step."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rows [start, stop) (or columns, where those are split) of a Hugging Face tensor, and the row of the unsharded
+    parameter with which they begin."""
+
+    start: int
+    stop: int
+    row: int
+
+
+class ModelFile:
+    """Where every tensor of one model lies in both formats."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, parallel: ParallelState) -> None:
+        """`parallel`: a world of one rank on the CPU, inside Device.activate()."""
+        self.config, self.dtype = config, dtype
+        self.shapes = hf_shapes(config, is_critic=config.is_critic)
+        self.parts: dict[Conversion, list[StoredPart]] = {}
+        for part in stored_parts(
+            config, parallel=parallel, device=get_device("cpu"), dtype=dtype, is_critic=config.is_critic
+        ):
+            self.parts.setdefault(part.conversion, []).append(part)
+        self.specs = tensor_specs(self.shapes, dtype)
+        self._of_name = {name: conversion for conversion in self.parts for name in conversion.names}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    def places(self, conversion: Conversion) -> Iterator[tuple[str, _Place]]:
+        """The pieces of a parameter, in the order of its rows."""
+        dim, row = conversion.tp_dim or 0, 0
+        sizes = {name: self.shapes[name][dim] for name in conversion.names}
+        for piece in conversion.pieces(sizes, rank=0, tp=1):
+            yield piece.name, _Place(piece.start, piece.stop, row)
+            row += piece.stop - piece.start
+
+    def read_stored(self, stored: StoredTensors, name: str) -> Tensor:
+        """The Hugging Face tensor `name` out of a checkpoint."""
+        conversion = self._of_name[name]
+        parts = self.parts[conversion]
+        if conversion.tp_dim == 1:  # one tensor, whole
+            return stored.read(parts[0], 0, parts[0].shape[0])
+        result: Tensor | None = None
+        for of, place in self.places(conversion):
+            if of != name:
+                continue
+            for part, a, b in rows_of(parts, place.row, place.row + place.stop - place.start):
+                found = stored.read(part, a, b)
+                if tuple(found.shape) == self.shapes[name]:
+                    return found
+                if result is None:
+                    result = found.new_empty(self.shapes[name])
+                low = place.start + a - place.row
+                result[low : low + b - a] = found
+        assert result is not None, f"{name} has no rows"
+        return result
+
+    def read_folder(self, folder: SafetensorsFolder, part: StoredPart, dim: int, start: int, stop: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) [start, stop) of a stored part out of a Hugging Face folder."""
+        conversion = part.conversion
+        if dim == 1 or conversion.tp_dim == 1:
+            return folder.read(conversion.names[0], dim, start, stop)
+        low, high = part.first_row + start, part.first_row + stop
+        found = []
+        for name, place in self.places(conversion):
+            a, b = max(low, place.row), min(high, place.row + place.stop - place.start)
+            if a < b:
+                found.append(folder.read(name, 0, place.start + a - place.row, place.start + b - place.row))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def checkpoint_to_hf(source: Path, target: Path, model: ModelFile, progress: Progress) -> None:
+    """Fill the folder `target` from the checkpoint `source`. Raises OSError, WeightsError."""
+    stored = open_checkpoint(source, model)
+    write_config(target, model.config, dtype=model.dtype, is_critic=model.config.is_critic)
+    copy_tokenizer(source, target)
+    writer = ShardWriter(target, model.specs)
+    try:
+        for name, spec in model.specs.items():
+            writer.add(name, model.read_stored(stored, name))
+            progress(spec.nbytes)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def hf_to_checkpoint(source: Path, target: Path, model: ModelFile, layout: ParallelLayout, progress: Progress) -> None:
+    """Fill the folder `target` from the Hugging Face folder `source`, cut as ranks of `layout` would. Raises OSError,
+    WeightsError, ModelConfigError."""
+    check_layout(model.config, layout)
+    with open_folder(source, model) as folder, StoredTensorsWriter(target) as writer:
+        write_common(target, converted_common())
+        holders = _Holders(model, layout)
+        for parts in model.parts.values():
+            for part in parts:
+                dim, ranks = part.conversion.tp_dim or 0, holders.of(part.conversion)
+                share = part.shape[dim] // len(ranks)
+                for i, rank in enumerate(ranks):
+                    tensor = model.read_folder(folder, part, dim, i * share, (i + 1) * share).to(part.dtype)
+                    writer.add(part, (0,) * dim + (i * share,) + (0,) * (len(part.shape) - dim - 1), tensor, rank=rank)
+                    progress(tensor.nbytes)
+        writer.finish()
+    config = hf_config_json(model.config, dtype=model.dtype, is_critic=model.config.is_critic)
+    finish_folder(target, config, source)
+
+
+def different_tensors(
+    stored: StoredTensors, folder: SafetensorsFolder, model: ModelFile, dtype: torch.dtype, progress: Progress
+) -> list[str]:
+    """Names of the tensors that differ between a checkpoint and a Hugging Face folder in any byte; both as `dtype`."""
+    different = []
+    for name, spec in model.specs.items():
+        wanted = torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
+        first = model.read_stored(stored, name)
+        same = first.shape == folder.shape(name)
+        rows = max(1, (16 << 20) // max(1, first[0].nbytes)) if first.dim() else 1
+        for start in range(0, first.shape[0], rows) if same else ():
+            mine = first[start : start + rows].to(wanted).contiguous()
+            other = folder.read(name, 0, start, min(start + rows, first.shape[0])).to(wanted).contiguous()
+            same = same and torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+        if not same:
+            different.append(name)
+        progress(spec.nbytes)
+    return different
+
+
+def open_checkpoint(source: Path, model: ModelFile) -> StoredTensors:
+    """Raises OSError, WeightsError where it is damaged or not of this model."""
+    try:
+        dist_checkpointing.load_common_state_dict(str(source))
+    except (RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
+        raise OSError(f"{source / 'common.pt'}: cannot be read: {error}") from error
+    stored = StoredTensors(source)
+    stored.check([part for parts in model.parts.values() for part in parts])
+    return stored
+
+
+def open_folder(source: Path, model: ModelFile) -> SafetensorsFolder:
+    """Raises WeightsError where it is damaged or not of this model."""
+    folder = SafetensorsFolder(source)
+    check_names(folder, model.config, is_critic=model.config.is_critic, without=None)
+    for name, shape in model.shapes.items():
+        if folder.shape(name) != shape:
+            raise WeightsError(f"{folder.file_of(name)}: {name} is {folder.shape(name)}; config.json says {shape}")
+    return folder
+
+
+def model_dtype(config: ModelConfig, name: str | None) -> torch.dtype:
+    """`name`, or the dtype that the config names."""
+    return getattr(torch, name or config.dtype or "float32")
+
+
+class _Holders:
+    """Which rank of a layout writes which parameter."""
+
+    def __init__(self, model: ModelFile, layout: ParallelLayout) -> None:
+        self._layout, moe = layout, model.config.moe
+        self._experts_per_rank = moe.num_experts // layout.ep if moe else 0
+        self._stage_of_layer = {
+            layer: chunk % layout.pp
+            for chunk, layers in enumerate(layers_of_chunks(model.config.num_layers, layout))
+            for layer in layers
+        }
+        self._embedding = outer_table(model.config, is_critic=model.config.is_critic)[EMBEDDING]
+
+    def of(self, conversion: Conversion) -> Sequence[int]:
+        """Global ranks: those between which tensor parallelism splits it, in order, or the one that has it."""
+        layer = re.match(r"model\.layers\.(\d+)\.", conversion.names[0])
+        if layer is not None:
+            stage = self._stage_of_layer[int(layer[1])]
+        else:
+            stage = 0 if conversion == self._embedding else self._layout.pp - 1
+        first = stage * self._layout.world_size // self._layout.pp
+        if isinstance(conversion, OfExpert):
+            return (first + conversion.expert // self._experts_per_rank,)
+        return range(first, first + (self._layout.tp if conversion.tp_dim is not None else 1))

@@ -1,0 +1,15 @@
+"""`python mcore_adapter/tools/convert.py ...`: the path under which some know the converter.
+
+It is tools/convert.py, run as it stands: nothing is imported from there.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[2]
+    sys.path[0] = str(root)
+    runpy.run_path(str(root / "tools" / "convert.py"), run_name="__main__")

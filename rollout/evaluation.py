@@ -1,0 +1,181 @@
+"""Samples answers to a benchmark's questions and keeps them in a file: what tools/eval.py drives.
+
+One line of the file is one answer, written when it is judged, so that whatever ends an evaluation costs the answers
+under way and nothing else. Invariant: an answer is named by (query_id, mode, number) and its seed is a function of that
+name, so a continued evaluation asks for exactly what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rollout.dataset import Tokenizer
+from rollout.math_answers import extracted_answer
+from rollout.reward import RewardPool
+from rollout.types import FinishReason, GenerateRequest, Generator, Prompt, SamplingParams
+from rollout.workflow import sample_seed
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["greedy", "sample"]
+Name = tuple[str, Mode, int]
+"""(query_id, mode, number) of an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One completion, judged: a line of the file."""
+
+    query_id: str
+    mode: Mode
+    number: int
+    """0 for the greedy one, else 0 .. num_samples - 1."""
+    prompt: str
+    completion: str
+    answer: str
+    """The part of the completion that was judged."""
+    score: float
+    """1: equal to the solution; 0: not."""
+    tokens: int
+    """Of the completion."""
+    finish_reason: FinishReason
+
+    @property
+    def name(self) -> Name:
+        return self.query_id, self.mode, self.number
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """What is asked of every question."""
+
+    num_samples: int
+    """Sampled answers a question, besides the greedy one."""
+    sampling: SamplingParams
+    """Of the sampled ones; the greedy one differs in its temperature only."""
+    context_tokens: int
+    """Prompt and completion together have at most this many."""
+    seed: int
+
+    def names(self, prompt: Prompt) -> Iterator[Name]:
+        yield prompt.query_id, "greedy", 0
+        for number in range(self.num_samples):
+            yield prompt.query_id, "sample", number
+
+    def request(self, prompt: Prompt, mode: Mode, number: int) -> GenerateRequest:
+        """Raises ValueError for a prompt that leaves no room for an answer."""
+        room = self.context_tokens - len(prompt.token_ids)
+        if room < 1:
+            raise ValueError(
+                f"{prompt.query_id}: its prompt has {len(prompt.token_ids)} tokens and the model's context "
+                f"{self.context_tokens}; no answer fits: leave the question out, or take a model with a longer context"
+            )
+        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
+        if mode == "greedy":
+            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+        return GenerateRequest(
+            request_id=f"{prompt.query_id}/{mode}/{number}",
+            prompt_ids=prompt.token_ids.tolist(),
+            sampling=sampling,
+            seed=sample_seed(self.seed, 0, prompt.index, number),
+            group_id=prompt.query_id,
+        )
+
+
+class AnswerFile:
+    """The answers so far, and where further ones go. Use as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads what is there; a last line that was cut off is dropped. Raises ValueError for any other bad line."""
+        self._path = path
+        self.answers: dict[Name, Answer] = {}
+        for answer in read_answers(path, repair=True) if path.exists() else ():
+            self.answers[answer.name] = answer
+
+    def __enter__(self) -> AnswerFile:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+
+    def add(self, answer: Answer) -> None:
+        """Write it down; it survives the end of this process."""
+        self.answers[answer.name] = answer
+        self._file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def read_answers(path: Path, *, repair: bool = False) -> list[Answer]:
+    """The answers in a file. `repair` cuts off a last line without an end, which a kill may leave."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data) and repair:
+        os.truncate(path, whole)
+    answers = []
+    for number, line in enumerate(data[:whole].splitlines(), start=1):
+        try:
+            answers.append(Answer(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number}: not an answer of an evaluation ({error}); move the file away to start anew"
+            ) from error
+    return answers
+
+
+async def answer_questions(
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    rewards: RewardPool,
+    tokenizer: Tokenizer,
+    *,
+    plan: EvaluationPlan,
+    done: Collection[Name],
+    max_in_flight: int,
+    on_answer: Callable[[Answer], None],
+) -> None:
+    """Sample and judge every answer of `plan` that is not in `done`; on_answer is called as each one is known.
+
+    At most `max_in_flight` requests are out at once. A request that fails ends the evaluation with its error.
+    """
+    missing = (
+        (prompt, mode, number)
+        for prompt in prompts
+        for _, mode, number in (name for name in plan.names(prompt) if name not in done)
+    )
+
+    async def work() -> None:
+        for prompt, mode, number in missing:  # shared by all workers: each takes the next one
+            completion = await generator.generate(plan.request(prompt, mode, number))
+            text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            score = await rewards.score(prompt, text)
+            on_answer(
+                Answer(
+                    query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=text,
+                    answer=extracted_answer(text), score=float(score > 0), tokens=len(completion.token_ids),
+                    finish_reason=completion.finish_reason,
+                )
+            )  # fmt: skip
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(max_in_flight):
+                workers.create_task(work())
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def end_token_ids(tokenizer: Any, generation_config: dict[str, Any]) -> tuple[int, ...]:
+    """What ends an answer: the tokenizer's end and pad tokens, and the end tokens of generation_config.json (a chat
+    model's turn ends with another one than a text)."""
+    ends = generation_config.get("eos_token_id") or []
+    listed = ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id, *listed) if t is not None}))

@@ -1,0 +1,101 @@
+"""What one prompt's requests have sampled so far: between a workflow and the generators, for recover checkpoints.
+
+A workflow that is run again after a restart asks the same requests again: those that were finished are answered from
+the ledger, those under way go on with their tokens. A request is recognised by its prompt, sampling parameters and
+seed. Invariant: what one saved entry holds is used once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+
+Entry = tuple[bytes, Completion]
+"""Key of a request, and what it has."""
+
+
+class PromptLedger(Generator):
+    """The generators as one prompt's workflow sees them. `known`: the prompt's entries of a checkpoint."""
+
+    def __init__(self, generator: Generator, known: Sequence[Entry] = ()) -> None:
+        self._generator = generator
+        self._known = list(known)
+        self._finished: list[Entry] = []
+        self._running: dict[str, tuple[bytes, Completion | None]] = {}  # by request id: key, and what it came with
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        key = request_key(request)
+        known = self._take_known(key) if request.output is None else None
+        if known is not None and known.finish_reason != "abort":
+            self._finished.append((key, known))
+            return known
+        if known is not None:
+            request = replace(request, output=known)
+        self._running[request.request_id] = key, request.output
+        try:
+            completion = await self._generator.generate(request)
+        finally:
+            del self._running[request.request_id]
+        self._finished.append((key, completion))
+        return completion
+
+    def entries(self, partial: Mapping[str, Completion]) -> list[Entry]:
+        """Everything there is, given what the generators say that requests in flight have."""
+        running = [(key, partial.get(name, given)) for name, (key, given) in self._running.items()]
+        with_tokens = [(key, part) for key, part in running if part is not None and len(part.token_ids)]
+        return [*self._finished, *with_tokens, *self._known]
+
+    def _take_known(self, key: bytes) -> Completion | None:
+        for i, (other, completion) in enumerate(self._known):
+            if other == key:
+                del self._known[i]
+                return completion
+        return None
+
+    async def pause(self) -> None:
+        await self._generator.pause()
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        await self._generator.update_weights(bucket)
+
+    async def resume(self, version: int) -> None:
+        await self._generator.resume(version)
+
+    async def health(self) -> Health:
+        return await self._generator.health()
+
+    async def partial(self) -> Mapping[str, Completion]:
+        return await self._generator.partial()
+
+    async def close(self) -> None:
+        """The generators are shared with other prompts."""
+
+
+def request_key(request: GenerateRequest) -> bytes:
+    """Equal for requests that would sample the same."""
+    prompt = np.asarray(request.prompt_ids, np.int64).tobytes()
+    rest = repr((request.seed, request.sampling)).encode()
+    return hashlib.blake2b(prompt + rest, digest_size=16).digest()
+
+
+def to_plain(entry: Entry) -> dict[str, Any]:
+    """Plain types and numpy arrays."""
+    key, part = entry
+    return {
+        "key": key,
+        "token_ids": part.token_ids,
+        "logprobs": part.logprobs,
+        "versions": part.versions,
+        "finish_reason": part.finish_reason,
+    }
+
+
+def from_plain(plain: Mapping[str, Any]) -> Entry:
+    """The inverse of `to_plain`."""
+    return plain["key"], Completion(**{name: value for name, value in plain.items() if name != "key"})

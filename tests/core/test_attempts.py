@@ -1,0 +1,141 @@
+"""Whole runs whose processes are killed or stopped: the run goes on by itself, and nothing is left when it is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+from test_ppo_end_to_end import metrics_of, ppo
+
+from core.launch_guard import unused_shared_memory
+
+ONE_RESTART = {"recover_mode": "auto", "recover_retries": 1}
+
+
+def find(command, text: str) -> psutil.Process:
+    """The newest process of the run whose name or command line holds `text`."""
+    family = [psutil.Process(pid) for pid in command.remember_family() if psutil.pid_exists(pid)]
+    found = [p for p in family if p.is_running() and text in " ".join([p.name(), *p.cmdline()])]
+    assert found, f"no {text} among {[p.cmdline()[:3] for p in family]}"
+    return max(found, key=lambda p: p.create_time())
+
+
+def driver_of(command) -> psutil.Process:
+    """The attempt: the child of the command that is its fork."""
+    children = psutil.Process(command.process.pid).children()
+    (driver,) = [p for p in children if "core.quickstart" in p.cmdline()]
+    return driver
+
+
+@pytest.fixture
+def nothing_left() -> Callable[..., None]:
+    """Call it with a command that is over: neither a process nor a file in /dev/shm is left of it."""
+    before = set(os.listdir("/dev/shm"))
+
+    def check(command) -> None:
+        assert command.survivors(timeout=20) == []
+        # What other tests use at the same time does not count.
+        assert {path.name for path in unused_shared_memory()} - before == set()
+
+    return check
+
+
+def lost(command, number: int) -> str:
+    """What ended attempt `number`, once it is over and the next one has begun to train."""
+    match = wait_for_match(command, rf"Attempt {number} was lost after step (\d+): (.*)\. Restarting")
+    wait_for_match(command, rf"global step {int(match[1]) + 1}\) finishes", start=match.end())
+    return match[2]
+
+
+def wait_for_match(command, pattern: str, start: int = 0, timeout: float = 90) -> re.Match[str]:
+    deadline = time.monotonic() + timeout
+    while (match := re.compile(pattern).search(command.output(), start)) is None:
+        assert command.process.poll() is None, f"ended before {pattern!r}:\n{command.output()[-4000:]}"
+        assert time.monotonic() < deadline, f"no {pattern!r}:\n{command.output()[-4000:]}"
+        time.sleep(0.1)
+    return match
+
+
+def process_of(command, name: str) -> psutil.Process:
+    """The worker of this name in the attempt that runs now."""
+    command.remember_family()
+    said = json.loads((command.logs / "stacks" / f"{name}.txt").read_text().partition("\n")[0])
+    return psutil.Process(said["pid"])
+
+
+def test_a_run_outlives_its_driver_a_stopped_rank_and_its_ray(assets, run_command, nothing_left) -> None:
+    config = ppo(
+        assets,
+        allocation_mode="mock.d1m1p1+d2m1p1",
+        n_gpus_per_node=3,
+        recover_mode="auto",
+        recover_retries=3,  # a process may be lost before its attempt has written a checkpoint
+        deadlines={"call_seconds": 5.0},
+        exp_ctrl={"total_train_epochs": 1000, "total_train_steps": 400, "ckpt_freq_steps": 1},
+    )
+    command = run_command("ppo-math", config)
+    command.wait_for("global step 3)")
+    driver_of(command).kill()
+    assert lost(command, 1) == "the driver was killed by SIGKILL"
+
+    process_of(command, "trainer-rank1").send_signal(signal.SIGSTOP)
+    cause = lost(command, 2)
+    assert "no answer within deadlines.call_seconds=5 from" in cause and "trainer-rank1 (stopped)" in cause
+    for name in ("trainer-rank0", "trainer-rank1", "rollout", "generator-0", "driver"):
+        assert (command.logs / "stacks" / f"{name}.txt").is_file()
+
+    find(command, "raylet").kill()
+    lost(command, 3)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.finish() == 130
+    nothing_left(command)
+
+
+def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weights(
+    assets, run_command, nothing_left
+) -> None:
+    command = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode="embedded.d2m1p1+d1m1p1",
+            n_gpus_per_node=3,
+            **ONE_RESTART,
+            generator={"health_interval_seconds": 0.5, "health_timeout_seconds": 4.0},
+            exp_ctrl={"total_train_epochs": 1000},
+        ),
+    )
+    command.wait_for("global step 3)")
+    process_of(command, "generator-1").kill()
+    back = came_back(command, 1)
+    process_of(command, "generator-0").send_signal(signal.SIGSTOP)
+    gone = wait_for_match(command, r"generator-0 is lost: no answer to a health check within (.*) \(stopped\)")
+    assert gone[1] == "generator.health_timeout_seconds=4"
+    stacks = (command.logs / "stacks" / "generator-0.txt").read_text()
+    assert "(stopped): no answer to a health check" in stacks and "Thread 0x" in stacks and "File " in stacks
+    came_back(command, 0, start=back)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.finish() == 130
+    assert "Attempt 1 was lost" not in command.output()
+    rows = [m for m in metrics_of(command) if "task_reward" in m]
+    assert [m["step"] for m in rows] == list(range(1, len(rows) + 1))
+    # Whoever sampled with the weights that a process starts with would be older than that.
+    assert all(m["staleness/max"] <= 2 and m["n_seqs"] == 32 and m["rollout/num_failures"] == 0 for m in rows)
+    assert {m["router/num_generators"] for m in rows} >= {1.0, 2.0}
+    nothing_left(command)
+
+
+def came_back(command, index: int, start: int = 0, timeout: float = 90) -> int:
+    """Return when generator `index` has its weights and the run has made another step; how far the output is then."""
+    wait_for_match(command, rf"generator-{index} has started again", start, timeout)
+    deadline = time.monotonic() + timeout
+    while f"generator {index} is back" not in (command.logs / "rollout.log").read_text():
+        assert time.monotonic() < deadline, command.output()[-4000:]
+        time.sleep(0.1)
+    return wait_for_match(command, r"global step \d+\) finishes", len(command.output())).end()

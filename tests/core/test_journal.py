@@ -1,0 +1,33 @@
+"""Rows of a run that was killed: none twice, none torn."""
+
+import json
+from pathlib import Path
+
+from core.journal import Journal
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_rows_after_the_checkpoint_go_and_a_torn_one_too(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "metrics.jsonl"
+    first = Journal(path, continue_after=None)
+    for step in (0, 1, 2, 3):
+        first.write(step, {"loss": 0.1 + step})
+    with open(path, "a") as f:
+        f.write('{"step": 4, "lo')
+    second = Journal(path, continue_after=2)
+    second.write(3, {"loss": 1.0})
+    assert steps(path) == [0, 1, 2, 3]
+    assert json.loads(path.read_text().splitlines()[1])["loss"] == 1.1, "full precision"
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_begins_anew_starts_an_empty_file_and_one_without_recovery_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    Journal(path, continue_after=None).write(1, {})
+    Journal(path, continue_after=None).write(1, {})
+    assert steps(path) == [1, 1]
+    Journal(path, continue_after=-1).write(1, {})
+    assert steps(path) == [1]

@@ -1,0 +1,60 @@
+"""Processes that hang say where, whatever they hang in."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from core.processes import FOLDER, ask_for_stacks, kill_process
+
+ROOT = Path(__file__).resolve().parents[2]
+SLEEPER = """
+import sys, threading, time
+from pathlib import Path
+from core.processes import register_process
+register_process(sys.argv[1], Path(sys.argv[2]))
+def hanging_here():
+    print("ready", flush=True)
+    threading.Lock().acquire() and threading.Event().wait()
+hanging_here()
+"""
+
+
+def start(name: str, folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, name, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the_dead_are_called_gone(
+    tmp_path: Path,
+) -> None:
+    processes = {name: start(name, tmp_path) for name in ("running-0", "stopped-1", "gone-2", "unasked-3")}
+    try:
+        processes["stopped-1"].send_signal(signal.SIGSTOP)
+        processes["gone-2"].kill()
+        processes["gone-2"].wait()
+        while psutil.Process(processes["stopped-1"].pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        asked = ["running-0", "stopped-1", "gone-2"]
+        states = ask_for_stacks(tmp_path, asked, why="the test asks")
+        assert states == {"running-0": "running", "stopped-1": "stopped", "gone-2": "gone"}
+        for name in ("running-0", "stopped-1"):
+            said = (tmp_path / FOLDER / f"{name}.txt").read_text()
+            _, _, stacks = said.partition(f"{name} ({states[name]}): the test asks\n")
+            assert "in hanging_here" in stacks
+        assert "hanging_here" not in (tmp_path / FOLDER / "unasked-3.txt").read_text()
+        kill_process(tmp_path, "stopped-1")
+        assert processes["stopped-1"].wait(timeout=10) == -signal.SIGKILL
+        assert processes["running-0"].poll() is None
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()

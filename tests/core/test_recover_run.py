@@ -1,0 +1,149 @@
+"""Recover checkpoints of real runs: damage to any file, other layouts, changed settings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import Command
+
+from core.recover import RecoverStore, RunIdentity
+
+IDENTITY = RunIdentity(train_bs_n_seqs=4, group_size=2, n_nodes=1)
+
+
+def ppo(assets, **changes) -> dict:
+    """Ten steps an epoch, 4 prompts x 2 answers a step, and the same batches in every run."""
+    config = {
+        "allocation_mode": "mock.d1m1p1+d1m1p1",
+        "n_gpus_per_node": 2,
+        "recover_mode": "auto",
+        "group_size": 2,
+        "group_adv_norm": True,
+        "monitor": {"tensorboard": False},
+        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
+        "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": 4, "max_prompt_len": 8},
+        "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
+        "staleness": {"max_staleness": 2, "in_order": True},
+        "generator": {"mock_seconds_per_token": 0.002},
+        "reward": {"function": "tools.bench_reward:coin_reward", "num_workers": 1},
+        "exp_ctrl": {"total_train_steps": 3, "ckpt_freq_steps": 1},
+    }
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
+    return config
+
+
+def rows(command, name: str) -> list[dict]:
+    return [json.loads(line) for line in (command.logs / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(assets, tmp_path_factory) -> Path:
+    """What a finished run of three steps has left: logs, and globalstep2 and globalstep3 to recover from."""
+    command = Command("ppo-math", ppo(assets), tmp_path_factory.mktemp("finished"))
+    try:
+        assert command.finish() == 0, command.output()[-4000:]
+    finally:
+        command.stop()
+    return command.root
+
+
+@pytest.fixture
+def continue_with(finished: Path, run_command, tmp_path: Path) -> Callable:
+    """(config) -> Command: a run of the same trial after that one."""
+    shutil.copytree(finished, tmp_path / "root")
+    return partial(run_command, "ppo-math")
+
+
+def test_a_checkpoint_with_any_file_cut_flipped_or_missing_is_never_loaded(
+    finished: Path, tmp_path: Path, caplog
+) -> None:
+    two_checkpoints = next((finished / "recover").glob("*/test/trial"))
+    caplog.set_level(logging.WARNING)
+    assert sorted(p.name for p in two_checkpoints.iterdir()) == ["globalstep2", "globalstep3"]
+    files = [p.relative_to(two_checkpoints) for p in two_checkpoints.glob("globalstep3/**/*") if p.is_file()]
+    named = {p.name for p in files}
+    assert {"manifest.json", "COMMITTED", "run.json", "rollout.pkl", "metadata.json", ".metadata", "common.pt"} <= named
+    rng = random.Random(1)
+    for number, name in enumerate(files):
+        for damage in ("cut", "empty", "flip first", "flip", "flip last", "longer", "missing"):
+            folder = tmp_path / f"{number} {damage}"
+            shutil.copytree(two_checkpoints, folder)
+            harm(folder / name, damage, rng)
+            caplog.clear()
+            found = RecoverStore(folder, IDENTITY).newest()
+            assert found is not None and found.name == "globalstep2", (name, damage)
+            said = name.name in caplog.text or name.name == "COMMITTED"  # which may accuse the manifest
+            assert "globalstep3 is not used: " in caplog.text and said
+            shutil.rmtree(folder)
+    assert RecoverStore(two_checkpoints, IDENTITY).newest() == two_checkpoints / "globalstep3"
+
+
+def harm(path: Path, damage: str, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    assert content, f"{path} is empty: nothing to damage"
+    if damage == "missing":
+        path.unlink()
+        return
+    if damage.startswith("flip"):
+        place = {"flip first": 0, "flip last": len(content) - 1}.get(damage, rng.randrange(len(content)))
+        content[place] ^= 1 << rng.randrange(8)
+    new = {"cut": content[: rng.randrange(1, len(content))] if len(content) > 1 else b"", "empty": b""}
+    new["longer"] = content + b"x"
+    path.write_bytes(new.get(damage, content))
+
+
+def test_a_run_goes_on_under_another_layout_with_more_generators(assets, run_command, finished: Path) -> None:
+    undisturbed = run_command("ppo-math", ppo(assets, exp_ctrl={"total_train_steps": 6}))
+    assert undisturbed.finish() == 0, undisturbed.output()[-4000:]
+    consumed, metrics = (rows(undisturbed, name) for name in ("consumed.jsonl", "metrics.jsonl"))
+    shutil.rmtree(undisturbed.root)
+    shutil.copytree(finished, undisturbed.root)
+    moved = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode="mock.d2m1p1+d1m2p1",
+            n_gpus_per_node=4,
+            exp_ctrl={"total_train_steps": 6},
+        ),
+    )
+    assert moved.finish() == 0, moved.output()[-4000:]
+    assert "globalstep3: 3 steps are done." in moved.output()
+    assert rows(moved, "consumed.jsonl") == consumed
+    got = rows(moved, "metrics.jsonl")
+    assert [row["step"] for row in got] == [1, 2, 3, 4, 5, 6]
+    assert [row["task_reward"] for row in got] == [row["task_reward"] for row in metrics]
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in got] == pytest.approx([row[name] for row in metrics], rel=1e-3, abs=1e-6)
+        assert len({row[name] for row in got}) == 6, "the figures tell the steps apart"
+
+
+def test_a_changed_group_size_is_refused_and_let_go_on_request(assets, continue_with) -> None:
+    changed = ppo(assets, group_size=3, exp_ctrl={"total_train_steps": 5})
+    refused = continue_with(changed)
+    assert refused.finish() == 1
+    assert "group_size=3 (the checkpoint has 2)" in refused.output() and "Traceback" not in refused.output()
+    allowed = continue_with({**changed, "recover_ignore_changes": True})
+    assert allowed.finish() == 0, allowed.output()[-4000:]
+    got = rows(allowed, "metrics.jsonl")
+    assert [(row["step"], row["n_seqs"]) for row in got] == [(1, 8), (2, 8), (3, 8), (4, 12), (5, 12)]
+    consumed = [p for row in rows(allowed, "consumed.jsonl") for p in row["prompts"]]
+    assert consumed == list(range(20)), "no prompt is lost"
+
+
+def test_a_changed_batch_size_goes_on_at_the_same_prompt_on_request(assets, continue_with) -> None:
+    command = continue_with(
+        ppo(assets, dataset={"train_bs_n_seqs": 6}, recover_ignore_changes=True, exp_ctrl={"total_train_steps": 4})
+    )
+    assert command.finish() == 0, command.output()[-4000:]
+    assert "12 prompts were trained in 3 steps, which is step 2 now" in command.output()
+    trained = [row["prompts"] for row in rows(command, "consumed.jsonl")]
+    assert trained[-2:] == [list(range(12, 18)), list(range(18, 24))]

@@ -1,0 +1,53 @@
+"""Evaluation during training, on one held-out set and on several."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from core.rollout_service import RolloutService, named
+from rollout.embedded import EmbeddedGenerator
+from rollout.types import SamplingParams
+
+
+def service(assets, generator: EmbeddedGenerator, eval_paths: list[str]) -> RolloutService:
+    sampling = SamplingParams(max_new_tokens=3)
+    return RolloutService(
+        [generator], tokenizer_path=str(assets.model), dataset_path=str(assets.prompts), eval_paths=eval_paths,
+        num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2, max_staleness=0, over_age="wait",
+        in_order=False, num_epochs=1,
+        sampling=sampling, eval_sampling=sampling, max_in_flight=4, workflow="math", prompt_template="{prompt}",
+        reward="math", reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
+        health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
+    )  # fmt: skip
+
+
+def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) -> None:
+    (tmp_path / "hard").mkdir()
+    other = tmp_path / "hard" / "test.jsonl"
+    # Every answer of at most three digits to this one is wrong.
+    other.write_text(json.dumps({"prompt": "9+9=", "solutions": ["\\boxed{123456}"]}) + "\n")
+
+    async def evaluate(paths: list[str]) -> dict[str, float]:
+        generator = EmbeddedGenerator(assets.model, threads=1)
+        made = service(assets, generator, paths)
+        try:
+            await made.start()
+            assert made.describe()["num_eval_prompts"] == (7 if len(paths) == 2 else 6)
+            return await made.evaluate()
+        finally:
+            await made.close()
+            await generator.close()
+
+    alone = asyncio.run(evaluate([str(assets.prompts)]))
+    both = asyncio.run(evaluate([str(assets.prompts), str(other)]))
+    assert {f"prompts/{figure}" for figure in alone} < both.keys() and both["hard/accuracy"] == 0.0
+    assert {k: both[f"prompts/{k}"] for k in alone} == pytest.approx(alone)
+
+
+def test_sets_are_called_after_their_files_or_folders() -> None:
+    paths = ["a/aime24/test.jsonl", "b/amc23.jsonl", "c/amc23.jsonl"]
+    assert named(paths) == {"aime24": paths[0], "amc23": paths[1], "amc23-2": paths[2]}

@@ -1,0 +1,126 @@
+"""Attempts in processes of their own: real forks, real kills, in a script that the test starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from core import quickstart
+from core.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED
+
+ROOT = Path(__file__).resolve().parents[2]
+BEFORE = """
+import logging, os, signal, subprocess, sys, time
+from core.supervise import run_attempts
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+"""
+
+
+def script(body: str, *, retries: int) -> list[str]:
+    return [sys.executable, "-c", f"{BEFORE}\n{body}\nsys.exit(run_attempts(attempt, retries={retries}))"]
+
+
+def run(body: str, *, retries: int) -> tuple[int, str]:
+    done = subprocess.run(script(body, retries=retries), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_attempts_that_make_progress_do_not_count_and_those_that_do_not_end_the_run_with_a_summary() -> None:
+    body = """
+def attempt(self):
+    began = {1: 0, 2: 4, 3: 8}.get(self.number, 8)
+    self.tell(began=began, step=began)
+    self.tell(step=began + 5)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, said = run(body, retries=2)
+    assert code == GAVE_UP
+    assert said.count("Restarting from the last recover checkpoint") == 4
+    assert "Giving up: 3 attempts in a row without progress (recover_retries=2)" in said
+    table = said.partition("Giving up")[2]
+    assert "attempt 1: began with 0 steps done, reached 5, 0." in table
+    assert "attempt 5: began with 8 steps done, reached 13, 0." in table
+    assert table.count("the driver was killed by SIGKILL") == 5
+
+
+def test_a_final_failure_and_success_are_not_tried_again() -> None:
+    assert run("def attempt(self):\n    self.tell(final=True, cause='bad row'); return 1", retries=5)[0] == FAILED
+    body = "def attempt(self):\n    if self.number < 3: os._exit(1)\n    return 0"
+    code, said = run(body, retries=2)
+    assert code == DONE
+    assert "attempt 2: began with 0 steps done, reached 0" in said
+    assert "the driver ended without a word (exit code 1)" in said
+
+
+def test_what_an_attempt_learnt_about_memory_reaches_the_next_one() -> None:
+    body = """
+def attempt(self):
+    if self.number == 1:
+        self.tell(memory={"actor_train": 512})
+        os._exit(1)
+    return self.memory["actor_train"] - 512
+"""
+    assert run(body, retries=1)[0] == DONE
+
+
+def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_begins() -> None:
+    body = """
+def attempt(self):
+    if self.number == 1:
+        child = subprocess.Popen(["sh", "-c", "sleep 0.7 & wait"], start_new_session=True)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    import psutil
+    return len([p for p in psutil.process_iter(["name", "ppid"]) if p.info["name"] == "sleep"
+                and p.info["ppid"] == os.getppid()])
+"""
+    assert run(body, retries=1)[0] == DONE
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_attempt_which_ends_in_its_own_order(end: int) -> None:
+    body = """
+def attempt(self):
+    def stop(*_): raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)
+    try:
+        print("ready", flush=True)
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("cleaned up", flush=True)
+        return 130
+"""
+    process = subprocess.Popen(script(body, retries=3), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(end)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == INTERRUPTED and said == "cleaned up\n"
+
+
+def test_an_attempt_ends_with_the_process_that_the_user_started() -> None:
+    body = "def attempt(self):\n    print(os.getpid(), flush=True)\n    time.sleep(60)"
+    process = subprocess.Popen(script(body, retries=1), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    driver = int(process.stdout.readline())
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(driver) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(driver)
+
+
+def test_exit_codes_are_documented_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    for code in EXIT_CODES:
+        assert f"| {code} |" in page
+    assert quickstart.main(["sft", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "Exit codes:" in said and all(f"  {code:<4} {meaning}" in said for code, meaning in EXIT_CODES.items())

@@ -1,0 +1,73 @@
+"""Memory that runs out on one of two data-parallel ranks: both stay where they were; a smaller cut gives the same."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import make_engine, per_token, policy_loss, random_batch
+from mcore_ranks import Rank, RankPool
+from tiny_models import write_model
+
+from allocation import ParallelLayout
+from allocation.strain import VARIABLE
+from mcore_adapter.out_of_memory import StepOutOfMemory
+
+DP2 = ParallelLayout(dp=2)
+
+
+def run_out(rank: Rank, model: str, failing_rank: int | None) -> dict[str, Any]:
+    """Two updates and a pass without gradients, each tried with 100 tokens a microbatch, then with half as many."""
+    asked = [] if failing_rank is None else [f"{p}:rank={failing_rank}:over=50" for p in ("train", "logprobs")]
+    os.environ[VARIABLE] = ",".join(asked)
+    ran_out: list[tuple[str, int, int, bool]] = []
+
+    def fitting(call: Any) -> Any:
+        for limit in (100, 50):
+            try:
+                return call(limit)
+            except StepOutOfMemory as e:
+                ran_out.append((str(e), e.largest, e.longest, e.repeatable))
+        raise AssertionError("half fits")
+
+    try:
+        with rank.joined(DP2) as (parallel, device):
+            engine, batch = make_engine(parallel, device, model), random_batch()
+            steps = [
+                fitting(lambda limit: engine.train_step(batch, policy_loss, max_tokens_per_mb=limit)) for _ in range(2)
+            ]
+            # Each rank has its own results or none; the driver repeats the pass on all.
+            shard = fitting(lambda limit: engine.logprobs(batch, max_tokens_per_mb=limit))
+            again = engine.logprobs(batch, max_tokens_per_mb=50)
+            return {"steps": steps, "ran_out": ran_out, "shard": shard, "again": again}
+    finally:
+        del os.environ[VARIABLE]
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_ranks_agree_that_memory_ran_out_and_do_the_same_step_again(
+    ranks: RankPool, tmp_path: Path, failing_rank: int
+) -> None:
+    write_model("qwen2_tied", tmp_path / "model")
+    quiet = ranks.run(run_out, 2, str(tmp_path / "model"), None)
+    disturbed = ranks.run(run_out, 2, str(tmp_path / "model"), failing_rank)
+    longest = int(random_batch().seq_lens.max())
+    for number, (got, expected) in enumerate(zip(disturbed, quiet, strict=True)):
+        assert expected["ran_out"] == []
+        passes = 3 if number == failing_rank else 2  # a pass without gradients concerns a rank alone
+        assert len(got["ran_out"]) == passes
+        for said, largest, sequence, repeatable in got["ran_out"]:
+            assert said.startswith("out of memory in ") and f"on rank {number}" in said
+            assert 50 < largest <= 100 and sequence == longest and repeatable
+        for step, reference in zip(got["steps"], expected["steps"], strict=True):
+            for key in step.keys() - {"num_microbatches"}:
+                assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
+            assert step["num_microbatches"] > reference["num_microbatches"]
+    batch = random_batch()
+    both = [
+        torch.stack([per_token(batch, r["again"]) for r in runs]).nan_to_num().sum(0) for runs in (disturbed, quiet)
+    ]
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,69 @@
+"""At night: every family in products of layouts, up to eight ranks, trains as one process does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from mcore_ranks import RankPool
+from test_engine import actor_run, assert_same_steps
+from tiny_models import EXPERT_MODELS, MODELS
+
+from allocation import ParallelLayout
+
+pytestmark = pytest.mark.nightly
+
+DENSE = [
+    ParallelLayout(tp=2),
+    ParallelLayout(pp=2),
+    ParallelLayout(cp=2),
+    ParallelLayout(dp=2),
+    ParallelLayout(pp=2, vpp=2),
+    ParallelLayout(tp=2, pp=2),
+    ParallelLayout(tp=2, cp=2),
+    ParallelLayout(pp=3),
+    ParallelLayout(dp=2, pp=2, vpp=2),
+    ParallelLayout(dp=2, tp=2, pp=2),
+    ParallelLayout(dp=2, tp=2, cp=2),
+    ParallelLayout(tp=2, pp=2, cp=2),
+    ParallelLayout(dp=2, pp=2, cp=2),
+    ParallelLayout(dp=2, pp=4),
+    ParallelLayout(dp=8),
+]
+EXPERTS = [
+    ParallelLayout(dp=2, ep=2),
+    ParallelLayout(tp=2, ep=2),
+    ParallelLayout(cp=2, ep=2),
+    ParallelLayout(dp=4, ep=2),
+    ParallelLayout(dp=2, tp=2, ep=4),
+    ParallelLayout(dp=2, tp=2, pp=2, ep=2),
+    ParallelLayout(dp=2, tp=2, pp=2, ep=4),
+    ParallelLayout(tp=2, pp=2, cp=2, ep=2),
+    ParallelLayout(dp=2, pp=2, cp=2, ep=4),
+    ParallelLayout(dp=4, pp=2, vpp=2, ep=4),
+]
+CASES = [
+    *((name, layout) for name in MODELS for layout in DENSE),
+    *((name, layout) for name in EXPERT_MODELS for layout in EXPERTS),
+]
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, model_folders: Any) -> dict[str, Any]:
+    return {
+        name: ranks.run(run_of(name), 1, ParallelLayout(), str(folder)) for name, (folder, _) in model_folders.items()
+    }
+
+
+def run_of(name: str) -> Any:
+    balanced = dict(moe_aux_loss_coeff=0.05, moe_bias_update_rate=0.01)
+    return partial(actor_run, **balanced) if name in EXPERT_MODELS else actor_run
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_every_family_trains_in_every_layout_as_one_process_does(
+    ranks: RankPool, model_folders: Any, one_process: dict[str, Any], name: str, layout: ParallelLayout
+) -> None:
+    results = ranks.run(run_of(name), layout.world_size, layout, str(model_folders[name][0]))
+    assert_same_steps(results, one_process[name])

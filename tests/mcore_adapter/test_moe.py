@@ -1,0 +1,267 @@
+"""Training models with experts and latent attention: every layout as one process, balance, and replayed routing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import make_engine, per_token, policy_loss, random_batch
+from mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
+from test_engine import MAX_TOKENS, actor_run, assert_same_steps, whole
+from tiny_models import EXPERT_MODELS, make_model
+
+from allocation import ParallelLayout
+from mcore_adapter.batch import ROUTED_EXPERTS
+
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2),
+    "pp2 vpp2": ParallelLayout(pp=2, vpp=2),
+    "dp2 pp2 ep2": EXPERT_LAYOUTS["dp2 pp2 ep2"],
+    "tp2 ep2": EXPERT_LAYOUTS["tp2 ep2"],
+    "cp2 ep2": EXPERT_LAYOUTS["cp2 ep2"],
+}
+BALANCED = dict(moe_aux_loss_coeff=0.05, moe_bias_update_rate=0.01)
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, model_folders: Any) -> dict[str, Any]:
+    run = partial(actor_run, **BALANCED)
+    return {name: ranks.run(run, 1, ParallelLayout(), str(model_folders[name][0])) for name in EXPERT_MODELS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_a_layout_trains_as_one_process_does(
+    ranks: RankPool, model_folders: Any, one_process: dict[str, Any], name: str, layout: str
+) -> None:
+    """Loss, gradient norm, auxiliary loss and correction bias: none of them depends on where a token passes."""
+    where = LAYOUTS[layout]
+    results = ranks.run(partial(actor_run, **BALANCED), where.world_size, where, str(model_folders[name][0]))
+    assert_same_steps(results, one_process[name])
+    torch.testing.assert_close(whole(results), whole(one_process[name]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_the_auxiliary_loss_is_the_mean_imbalance_of_the_sequences(
+    model_folders: Any, one_process: dict[str, Any], name: str
+) -> None:
+    """Recomputed from the router logits of transformers, sequence by sequence."""
+    model = make_model(name)
+    config, batch = model.config, random_batch()
+    k = config.num_experts_per_tok
+    logits: list[torch.Tensor] = []
+    gates = [module.gate for _, module in model.named_modules() if hasattr(module, "gate")]
+    hooks = [gate.register_forward_hook(lambda *args: logits.append((args[2][0], args[2][2]))) for gate in gates]
+    total = 0.0
+    for i in range(batch.num_sequences):
+        tokens = batch.select([i]).token_ids
+        logits.clear()
+        with torch.no_grad():
+            model(tokens[None])
+        for scores, experts in logits:
+            shares = scores.softmax(-1) if name != "deepseek_v3" else scores.sigmoid()
+            shares = (shares / shares.sum(-1, keepdim=True))[:-1]
+            counts = torch.zeros_like(shares).scatter(1, experts[:-1], 1.0).sum(0)
+            n = len(tokens) - 1
+            total += float(shares.shape[1] * (counts / (k * n) * shares.mean(0)).sum()) * n / len(logits)
+    for hook in hooks:
+        hook.remove()
+    expected = total / (batch.num_tokens - batch.num_sequences)
+    assert one_process[name][0]["steps"][0]["moe_aux_loss"] == pytest.approx(expected, rel=1e-5)
+    assert expected > 0.9
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_one_process_computes_what_transformers_computes(ranks: RankPool, model_folders: Any, name: str) -> None:
+    folder, model = model_folders[name]
+    result = ranks.run(actor_run, 1, ParallelLayout(), str(folder))
+    batch = random_batch()
+    loss, all_logprobs = torch.zeros(()), []
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        logp = (model(one.token_ids[None]).logits[0] / 0.8).log_softmax(-1)
+        logprobs = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0])) * one.loss_mask
+        entropy = torch.cat((torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1])) * one.loss_mask
+        loss = loss - (one.fields["advantages"] * logprobs).sum() - 0.1 * entropy.sum()
+        all_logprobs.append(logprobs.detach())
+    loss = loss / batch.loss_mask.sum()
+    model.zero_grad()
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    first = result[0]["steps"][0]
+    assert "moe_aux_loss" not in first
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
+    torch.testing.assert_close(whole(result), torch.cat(all_logprobs), rtol=1e-5, atol=1e-5)
+
+
+def balance_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -> dict[str, Any]:
+    """Correction biases and imbalance over some steps that teach nothing else."""
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, **settings)
+        batch = random_batch()
+        batch.fields["advantages"].zero_()
+        steps = [engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS) for _ in range(8)]
+        biases = {
+            name: tensor.clone()
+            for bucket in engine.iter_hf_weights(1 << 20)
+            for name, tensor in bucket.items()
+            if name.endswith("e_score_correction_bias")
+        }
+        return {"steps": steps, "biases": biases}
+
+
+def test_the_auxiliary_loss_evens_the_load(ranks: RankPool, model_folders: Any) -> None:
+    run = partial(balance_run, moe_aux_loss_coeff=1.0, optimizer={"lr": 1e-2})
+    steps = ranks.run(run, 1, ParallelLayout(), str(model_folders["qwen3_moe"][0]))[0]["steps"]
+    assert steps[-1]["moe_aux_loss"] < steps[0]["moe_aux_loss"] - 0.01
+
+
+def test_correction_biases_move_by_the_rate_towards_the_idle_experts(ranks: RankPool, model_folders: Any) -> None:
+    run = partial(balance_run, moe_bias_update_rate=0.125, optimizer={"lr": 1e-9})
+    folder, model = model_folders["deepseek_v3"]
+    for layout in (ParallelLayout(), EXPERT_LAYOUTS["tp2 ep2"]):
+        after = ranks.run(run, layout.world_size, layout, str(folder))[0]["biases"]
+        before = {name: b for name, b in model.named_buffers() if name in after}
+        assert len(after) == 3
+        for name, bias in after.items():
+            moved = ((bias - before[name]) / 0.125).round(decimals=4)
+            assert torch.equal(moved, moved.round()) and 1 <= moved.abs().max() <= 8, name
+
+
+def replay_run(rank: Rank, layout: ParallelLayout, model: str, experts: torch.Tensor | None) -> dict[str, Any]:
+    """With these experts: log-probabilities and a step, recomputing activations or not."""
+    with rank.joined(layout) as (parallel, device):
+        batch = random_batch()
+        if experts is not None:
+            batch = batch.with_fields(**{ROUTED_EXPERTS: experts})
+        results = {}
+        for recompute in ("none", "full"):
+            engine = make_engine(parallel, device, model, recompute=recompute)
+            results[recompute] = (
+                engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS),
+                engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS),
+            )
+        return {"shard": results["none"][0], **results}
+
+
+def chosen_experts(model: Any, batch: Any) -> torch.Tensor:
+    """[T, layers, k] what transformers routes to; -1 in dense layers."""
+    layers = [hasattr(layer.mlp, "gate") for layer in model.model.layers]
+    out = torch.full((batch.num_tokens, len(layers), model.config.num_experts_per_tok), -1)
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda *args: found.append(args[2][2]))
+        for layer, sparse in zip(model.model.layers, layers, strict=True)
+        if sparse
+    ]
+    for i in range(batch.num_sequences):
+        found.clear()
+        with torch.no_grad():
+            model(batch.select([i]).token_ids[None])
+        out[batch.token_index([i])[:, None], torch.tensor(layers).nonzero()[:, 0]] = torch.stack(found, 1)
+    for hook in hooks:
+        hook.remove()
+    return out
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_that_are_given_are_the_experts_that_are_used(ranks: RankPool, model_folders: Any, name: str) -> None:
+    folder, model = model_folders[name]
+    batch = random_batch()
+    experts = chosen_experts(model, batch)
+    free, replayed = (
+        ranks.run(replay_run, 1, ParallelLayout(), str(folder), forced) for forced in (None, experts)
+    )  # fmt: skip
+    torch.testing.assert_close(whole(replayed), whole(free), rtol=1e-6, atol=1e-6)
+    assert replayed[0]["none"][1]["grad_norm"] == pytest.approx(free[0]["none"][1]["grad_norm"], rel=1e-5)
+
+    num_experts = 4 if name == "qwen3_moe" else 8
+    shifted = torch.where(experts >= 0, (experts + 1) % num_experts, experts)
+    other = ranks.run(replay_run, 1, ParallelLayout(), str(folder), shifted)
+    assert (whole(other) - whole(free)).abs().mean() > 0.01
+    assert other[0]["full"][1]["grad_norm"] == pytest.approx(other[0]["none"][1]["grad_norm"], rel=1e-5)
+    for layout in (EXPERT_LAYOUTS["dp2 pp2 ep2"], EXPERT_LAYOUTS["cp2 ep2"], EXPERT_LAYOUTS["tp2 ep2"]):
+        results = ranks.run(replay_run, layout.world_size, layout, str(folder), shifted)
+        torch.testing.assert_close(whole(results), whole(other), rtol=1e-5, atol=1e-5)
+        for step in (results[0]["none"][1], results[0]["full"][1]):
+            assert step["grad_norm"] == pytest.approx(other[0]["none"][1]["grad_norm"], rel=1e-5)
+
+
+def test_tokens_without_given_experts_choose_by_themselves(ranks: RankPool, model_folders: Any) -> None:
+    """What a generator cannot report (the last token of a completion) is left to the router."""
+    folder, model = model_folders["qwen3_moe"]
+    batch = random_batch()
+    experts = chosen_experts(model, batch)
+    experts[::2] = -1
+    free, partly = (ranks.run(replay_run, 1, ParallelLayout(), str(folder), e) for e in (None, experts))
+    torch.testing.assert_close(whole(partly), whole(free), rtol=1e-6, atol=1e-6)
+
+
+def replay_errors(rank: Rank, model: str, dense: str) -> list[str]:
+    messages = []
+    batch = random_batch()
+    right = torch.tensor([[0, 1]]).expand(batch.num_tokens, 4, 2)
+    cases = [(model, right[:, :3]), (model, right + 3), (model, right * 0), (dense, right)]
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        for folder, experts in cases:
+            engine = make_engine(parallel, device, folder, train=False)
+            with pytest.raises(ValueError) as error:
+                engine.logprobs(batch.with_fields(**{ROUTED_EXPERTS: experts}), max_tokens_per_mb=MAX_TOKENS)
+            messages.append(str(error.value))
+    return messages
+
+
+def test_experts_that_cannot_be_used_are_one_clear_error(ranks: RankPool, model_folders: Any) -> None:
+    paths = [str(model_folders[name][0]) for name in ("qwen3_moe", "qwen3")]
+    shape, range_, twice, dense = ranks.run(replay_errors, 1, *paths)[0]
+    assert "[T, layers, k]" in shape and "expert 4" in range_ and "twice" in twice and "no experts" in dense
+
+
+def uneven_folder(model_folders: Any, name: str, target: Path, num_layers: int) -> Path:
+    """A model like `name` of so many layers."""
+    _, model = model_folders[name]
+    settings = {key: value for key, value in model.config.to_dict().items() if key != "layer_types"}
+    config = type(model.config).from_dict({**settings, "num_hidden_layers": num_layers})
+    torch.manual_seed(0)
+    type(model)(config).save_pretrained(target)
+    return target
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "deepseek_v3"])
+@pytest.mark.parametrize(("num_layers", "layout"), [(3, ParallelLayout(pp=2)), (5, ParallelLayout(pp=2, vpp=2))])
+def test_stages_may_have_unequal_numbers_of_layers(
+    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str, num_layers: int, layout: ParallelLayout
+) -> None:
+    folder = str(uneven_folder(model_folders, name, tmp_path, num_layers))
+    expected = ranks.run(actor_run, 1, ParallelLayout(), folder)
+    results = ranks.run(actor_run, 2, layout, folder)
+    assert_same_steps(results, expected)
+    torch.testing.assert_close(whole(results), whole(expected), rtol=1e-5, atol=1e-5)
+
+
+def shared_run(rank: Rank, model: str, max_tokens: int) -> Any:
+    """A group of completions of one prompt, cut into few microbatches or many."""
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        batch = random_batch(6, shortest=20, longest=20)
+        tokens = batch.token_ids.clone().view(6, 20)
+        tokens[:, :10] = tokens[0, :10]
+        mask = batch.loss_mask.view(6, 20).clone()
+        mask[:, :10], mask[:, 10:] = False, True
+        batch = replace(batch, token_ids=tokens.flatten(), loss_mask=mask.flatten())
+        engine = make_engine(parallel, device, model, **BALANCED)
+        shard = engine.logprobs(batch, max_tokens_per_mb=max_tokens)
+        return per_token(batch, shard), engine.train_step(batch, policy_loss, max_tokens_per_mb=max_tokens)
+
+
+def test_a_shared_prompt_counts_for_each_of_its_completions(ranks: RankPool, model_folders: Any) -> None:
+    folder = str(model_folders["qwen3_moe"][0])
+    (together, one), (apart, many) = (ranks.run(shared_run, 1, folder, n)[0] for n in (1000, 20))
+    assert (one["num_microbatches"], many["num_microbatches"]) == (1, 6)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    for key in ("loss", "grad_norm", "moe_aux_loss"):
+        assert one[key] == pytest.approx(many[key], rel=1e-5), key

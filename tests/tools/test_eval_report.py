@@ -1,0 +1,85 @@
+"""The numbers of an evaluation's table, and two evaluations side by side."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rollout.evaluation import Answer
+from tools.eval import BAD_INPUT, main
+from tools.eval_compare import compare
+from tools.eval_report import pass_at_k, summarise, text_table
+
+
+def answer(query_id: str, score: float, *, number: int | None = None, tokens: int = 10) -> Answer:
+    mode = "greedy" if number is None else "sample"
+    return Answer(
+        query_id=query_id, mode=mode, number=number or 0, prompt="?", completion="!", answer=f"\\boxed{{{score}}}",
+        score=score, tokens=tokens, finish_reason="stop",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 3), (4, 0, 2), (4, 4, 2), (6, 1, 6), (7, 3, 1), (8, 5, 4)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int, c: int, k: int) -> None:
+    subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+
+
+def test_pass_at_k_wants_k_samples() -> None:
+    with pytest.raises(ValueError, match="pass@8 of 4 samples"):
+        pass_at_k(4, 1, 8)
+
+
+def test_a_row_of_the_table_averages_over_questions() -> None:
+    answers = [answer("a", 1.0), answer("b", 0.0, tokens=30)]
+    answers += [answer("a", float(i < 4), number=i) for i in range(8)]
+    answers += [answer("b", 0.0, number=i, tokens=20) for i in range(8)]
+    result = summarise("d", answers)
+    assert (result.num_questions, result.greedy_acc, result.greedy_length) == (2, 50.0, 20.0)
+    assert result.sample_length == 15.0
+    assert result.pass_at == {1: 25.0, 8: 50.0}
+    assert list(result.values().values()) == ["d", 2, 20.0, 15.0, 50.0, 25.0, 50.0, None]
+
+
+def test_the_table_looks_as_the_tutorials() -> None:
+    assert text_table(("dataset", "greedy_acc"), [("aime24", 50.0), ("amc23", None)]) == "\n".join(
+        (
+            "+---------+------------+",
+            "| dataset | greedy_acc |",
+            "+---------+------------+",
+            "|  aime24 |    50.0    |",
+            "|  amc23  |     -      |",
+            "+---------+------------+",
+        )
+    )
+
+
+def write(folder: Path, answers: list[Answer]) -> Path:
+    folder.mkdir()
+    (folder / "d.jsonl").write_text("".join(json.dumps(asdict(a)) + "\n" for a in answers))
+    return folder
+
+
+def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsys) -> None:
+    right_in_a, right_in_b = {"q1", "q2"}, {"q2", "q3", "q4", "q5"}
+    questions = [f"q{i}" for i in range(20)]
+    a = write(tmp_path / "a", [answer(q, float(q in right_in_a)) for q in questions])
+    b = write(tmp_path / "b", [answer(q, float(q in right_in_b), tokens=12) for q in questions])
+    differences, flips = compare(a, b)
+    accuracy, length = differences
+    assert (accuracy.measure, accuracy.a, accuracy.b, accuracy.num_questions) == ("greedy_acc", 10.0, 20.0, 20)
+    assert accuracy.low < 10.0 < accuracy.high and -10 <= accuracy.low <= 0 and 20 <= accuracy.high <= 35
+    assert (length.b - length.a, length.low, length.high) == (2.0, 2.0, 2.0), "every question is 2 tokens longer"
+    assert {(f.query_id, f.now_right) for f in flips} == {("q1", False), ("q3", True), ("q4", True), ("q5", True)}
+    assert main(["compare", str(a), str(b)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 questions answered right in B only" in printed and "1 questions answered right in A only" in printed
+
+
+def test_folders_without_a_common_dataset_are_refused(tmp_path: Path, capsys) -> None:
+    assert main(["compare", str(write(tmp_path / "a", [])), str(tmp_path)]) == BAD_INPUT
+    assert "no dataset in common" in capsys.readouterr().err

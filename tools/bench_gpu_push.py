@@ -1,0 +1,260 @@
+"""The weight push of `python -m tools.bench gpu`, out of one trainer rank: pauses, and the gaps that streams see."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from rollout.sglang_generator import SGLangGenerator
+from rollout.sglang_gpus import query_gpus
+from tools.bench_figure import Figure
+from tools.bench_gpu import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
+from tools.bench_gpu_servers import generator, load, prompts, server_settings
+
+STREAMS = 64
+"""Requests in flight on each server."""
+PUSHES = 5
+
+logger = logging.getLogger(__name__)
+
+
+def push(scene: Scene) -> Iterator[Figure]:
+    """A push while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
+    with trainer_world() as (parallel, device):
+        engine = make_engine(scene, parallel, device)
+        engine.offload()
+        free(device)
+        if scene.colocated:
+            yield from asyncio.run(_push_beside(scene, engine, device))
+        else:
+            yield from drive(_push_apart(scene, engine, device, scene.server_gpus[:2]))
+
+
+def drive(figures: AsyncIterator[Figure]) -> Iterator[Figure]:
+    """Each as soon as it is measured: what comes later may fail."""
+    with asyncio.Runner() as runner:
+        while (figure := runner.run(_next(figures))) is not None:
+            yield figure
+
+
+async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
+    return await anext(figures, None)
+
+
+def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
+    """What a run on one GPU (`beside`) or on two would send with."""
+    from allocation import parse
+    from core.push_config import choose_transport
+    from core.push_servers import SenderPlan, make_sender
+
+    text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
+    plan = SenderPlan(
+        type=choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)),
+        model_path=str(scene.model),
+        dtype="bfloat16",
+        bucket_bytes=bucket_bytes,
+        timeout_seconds=60.0,
+        folder=scene.folder,
+    )
+    return make_sender(plan, rank=0, world_size=1, device=device.torch_device, host="127.0.0.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """What one push cost, in seconds."""
+
+    gather: float
+    pause: float
+    send: float
+    resume: float
+    gigabytes: float
+
+
+async def push_once(
+    served: Sequence[SGLangGenerator], sending: Any, buckets: Callable[[], Any], version: int, *, verify: bool
+) -> Pushed:
+    """`sending` as core.push_buckets.Sender; `buckets` makes what it prepares."""
+    times = [time.perf_counter()]
+    await asyncio.to_thread(lambda: sending.prepare(buckets(), verify=verify))
+    times.append(time.perf_counter())
+    await asyncio.gather(*(one.pause() for one in served))
+    times.append(time.perf_counter())
+    report = await asyncio.to_thread(sending.send)
+    times.append(time.perf_counter())
+    await asyncio.gather(*(one.resume(version) for one in served))
+    times.append(time.perf_counter())
+    gather, pause, _, resume = np.diff(times)
+    return Pushed(gather=gather, pause=pause, send=report.seconds, resume=resume, gigabytes=report.num_bytes / 1e9)
+
+
+async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int | None]) -> AsyncIterator[Figure]:
+    """For bucket sizes, into one server and into two at once."""
+    async with AsyncExitStack() as stack:
+        started = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
+        served = await asyncio.gather(*started)
+        version = 0
+        for count, mib in ((1, 1024), (2, 1024), (1, 256), (1, 4096), (2, 4096)):
+            some = served[:count]
+            if len(some) < count:
+                continue
+            sending = sender(scene, device, mib << 20, beside=False)
+            await asyncio.to_thread(sending.connect, [one.address for one in some])
+            buckets = partial(engine.iter_hf_weights, mib << 20)
+            pushes, gaps = await pushes_into_streams(scene, some, sending, buckets, version)
+            version += 2 + PUSHES
+            await asyncio.to_thread(sending.close)
+            to = f"{mib}mib" if count == 1 else f"{mib}mib_to_{count}_servers"
+            for figure in push_figures(f"push.{scene.shape}_{to}", pushes, gaps, "<= 60"):
+                yield figure
+
+
+async def pushes_into_streams(
+    scene: Scene, served: Sequence[SGLangGenerator], sending: Any, buckets: Callable[[], Any], version: int
+) -> tuple[list[Pushed], list[float]]:
+    """Pushes while every server streams, and the longest gap that a stream saw around each of them; `version` is the
+    last one pushed."""
+    for _ in range(2):  # the first ones compile kernels and fill pools
+        version += 1
+        await push_once(served, sending, buckets, version, verify=version == 1)
+    async with AsyncExitStack() as stack:
+        entering = [stack.enter_async_context(streams(scene, one.address.url)) for one in served]
+        arrivals = [times for server in await asyncio.gather(*entering) for times in server]
+        pushes, gaps, calm = [], [], []
+        for _ in range(PUSHES):
+            before = time.perf_counter()
+            await asyncio.sleep(0.5)
+            start, version = time.perf_counter(), version + 1
+            pushes.append(await push_once(served, sending, buckets, version, verify=False))
+            await asyncio.sleep(0.3)
+            gaps.append(longest_gap(arrivals, start, time.perf_counter()))
+            calm.append(longest_gap(arrivals, before, start))
+            logger.info("%s, longest gap %.4f s, without a push %.4f s", pushes[-1], gaps[-1], calm[-1])
+    return pushes, gaps
+
+
+async def _push_beside(scene: Scene, engine: Any, device: Any) -> list[Figure]:
+    """Into a server on the same GPU, its memory released and resumed around it as in a colocated run."""
+    figures: list[Figure] = []
+    settings = server_settings(scene, scene.first_gpu, colocated=True)
+    async with generator(settings, "abort") as served:
+        address = replace(served.address, trainer_ranks=(0,))
+        for mib in (256, 1024, 4096):
+            sending = sender(scene, device, mib << 20, beside=True)
+            sending.connect([address])
+            buckets = partial(engine.iter_hf_weights, mib << 20)
+            pushes = [await push_once([served], sending, buckets, i + 1, verify=i == 0) for i in range(6)]
+            figures += push_figures(f"push.{scene.shape}_colocated_{mib}mib", pushes[2:], None, "<= 100")
+        figures += await _turns(scene, served, sending, engine, device)
+    return figures
+
+
+async def _turns(scene: Scene, served: SGLangGenerator, sending: Any, engine: Any, device: Any) -> list[Figure]:
+    """Seconds of each half of a turn, and what each side leaves on the GPU."""
+    seconds: dict[str, list[float]] = {"release": [], "reload": [], "offload": [], "resume": []}
+    used: dict[str, float] = {}
+    for turn in range(4):
+        start = time.perf_counter()
+        await served.pause()
+        await served.release_memory(["kv_cache", "weights"])
+        seconds["release"].append(time.perf_counter() - start)
+        used["released"] = query_gpus()[scene.first_gpu].used_mib / 1024
+        start = time.perf_counter()
+        engine.reload()
+        device.synchronize()
+        seconds["reload"].append(time.perf_counter() - start)
+        sending.prepare(engine.iter_hf_weights(4096 << 20), verify=False)
+        start = time.perf_counter()
+        await served.resume_memory(["weights"])
+        seconds["resume"].append(time.perf_counter() - start)
+        await asyncio.to_thread(sending.send)
+        start = time.perf_counter()
+        engine.offload()
+        free(device)
+        seconds["offload"].append(time.perf_counter() - start)
+        used["offloaded"] = device.memory_stats()["allocated_gib"]
+        start = time.perf_counter()
+        await served.resume_memory(["kv_cache"])
+        await served.resume(100 + turn)
+        seconds["resume"][-1] += time.perf_counter() - start
+        used["generating"] = query_gpus()[scene.first_gpu].used_mib / 1024
+    figures = [
+        Figure(name=f"push.colocated_{name}", value=float(np.median(s[1:])), unit="s", baseline=None, target="")
+        for name, s in seconds.items()
+    ]
+    labels = {
+        "released": "whole_gpu_with_the_server_released_and_the_trainer_offloaded",
+        "offloaded": "trainer_allocated_when_offloaded",
+        "generating": "whole_gpu_while_generating",
+    }
+    return figures + [
+        Figure(name=f"memory.colocated_{labels[name]}", value=value, unit="GiB", baseline=None, target="")
+        for name, value in used.items()
+    ]
+
+
+def push_figures(name: str, pushes: list[Pushed], gaps: list[float] | None, target: str) -> list[Figure]:
+    """Medians over the pushes; of `gaps` the median and the worst. `target` is that of the gap, or of the pause."""
+    floor = 1e3 * pushes[0].gigabytes * 1e9 / NVLINK_BYTES_PER_SECOND
+
+    def figure(what: str, values: Sequence[float], baseline: float | None, target: str = "") -> Figure:
+        value = 1e3 * float(np.median(values))
+        return Figure(name=f"{name}_{what}", value=value, unit="ms", baseline=baseline, target=target)
+
+    figures = [
+        figure("send", [p.send for p in pushes], floor),
+        figure("gather", [p.gather for p in pushes], None),
+        figure("pause", [p.pause + p.send + p.resume for p in pushes], floor, "" if gaps else target),
+    ]
+    if gaps:
+        figures += [figure("gap", gaps, floor), figure("longest_gap", [max(gaps)], floor, target)]
+    return figures
+
+
+@asynccontextmanager
+async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
+    """64 requests that stream for as long as this lasts; when it ends, the arrival times of each one's chunks."""
+    arrivals: list[list[float]] = []
+    many = load()
+
+    async def one(session: aiohttp.ClientSession, prompt: np.ndarray) -> None:
+        body = {
+            "input_ids": prompt, "stream": True,
+            "sampling_params": {"max_new_tokens": 20 * many.new_tokens, "temperature": 1.0, "ignore_eos": True},
+        }  # fmt: skip
+        times: list[float] = []
+        arrivals.append(times)
+        async with session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as response:
+            async for _ in response.content.iter_any():
+                times.append(time.perf_counter())
+
+    timeout, headers = aiohttp.ClientTimeout(total=None), {"Content-Type": "application/json"}
+    connector = aiohttp.TCPConnector(limit=0)
+    count = STREAMS if query_gpus() else 4
+    async with aiohttp.ClientSession(url, timeout=timeout, headers=headers, connector=connector) as session:
+        tasks = [asyncio.create_task(one(session, prompt)) for prompt in prompts(scene, count)]
+        await asyncio.sleep(2.0)
+        assert all(arrivals), "a stream did not begin"
+        yield arrivals
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with session.post("/abort_request", data=orjson.dumps({"abort_all": True})) as response:
+            await response.read()
+        await asyncio.sleep(0.5)
+
+
+def longest_gap(arrivals: list[list[float]], begin: float, end: float) -> float:
+    """Seconds between two chunks of one stream, at most, among gaps that ended between two moments."""
+    gaps = [after - before for times in arrivals for before, after in pairwise(times) if begin <= after <= end]
+    return max(gaps)

@@ -1,0 +1,166 @@
+"""The measurements of `python -m tools.bench gpu` with two trainer ranks, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollout.sglang_gpus import query_gpus
+from tools.bench_figure import Figure
+from tools.bench_gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
+from tools.bench_gpu_push import drive, push_figures, pushes_into_streams
+from tools.bench_gpu_servers import generator, server_settings
+
+RANKS = 2
+BUCKET_BYTES = 4 << 30
+_PATIENCE_SECONDS = 240.0
+
+
+def push(scene: Scene) -> Iterator[Figure]:
+    """Two trainer ranks (TP2) into two servers. Four GPUs; give --shape 7B."""
+    yield from drive(_push(scene))
+
+
+async def _push(scene: Scene) -> AsyncIterator[Figure]:
+    gpus = (scene.server_gpus[1:] if query_gpus() else []) or [None] * 2
+    ranks = TrainerRanks(scene, _tensor_parallel_rank)
+    try:
+        async with AsyncExitStack() as stack:
+            starting = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
+            served = await asyncio.gather(*starting)
+            await asyncio.to_thread(ranks.connect, [one.address for one in served])
+            pushes, gaps = await pushes_into_streams(scene, served, ranks, lambda: None, 0)
+            await asyncio.to_thread(ranks.close)
+            for figure in push_figures(f"push.{scene.shape}_tp2_to_2_servers", pushes, gaps, "<= 150"):
+                yield figure
+    finally:
+        ranks.kill()
+
+
+def overlap(scene: Scene) -> Iterator[Figure]:
+    """An update of two data-parallel ranks whose communication runs beside the computation, and after it. Two GPUs."""
+    rates: dict[bool, float] = {}
+    for overlapped in (True, False):
+        ranks = TrainerRanks(scene, _data_parallel_rank, overlapped)
+        try:
+            rates[overlapped], norm = ranks.results()[0]
+        finally:
+            ranks.kill()
+        name = "overlapped" if overlapped else "one_after_the_other"
+        yield Figure(name=f"update.{scene.shape}_dp2_{name}_grad_norm", value=norm, unit="", baseline=None, target="")
+    yield Figure(
+        name=f"update.{scene.shape}_dp2_tokens_per_second", value=rates[True], unit="tokens/s", baseline=rates[False],
+        target="",
+    )  # fmt: skip
+
+
+class TrainerRanks:
+    """Processes that run `function(rank, scene, tasks, results, *args)`; in the first place senders, as one."""
+
+    def __init__(self, scene: Scene, function: Callable[..., None], *args: Any) -> None:
+        scene.model  # noqa: B018 (written before the ranks look for it)
+        (scene.folder / "ranks").unlink(missing_ok=True)
+        context = multiprocessing.get_context("spawn")
+        self._tasks: list[Any] = [context.Queue() for _ in range(RANKS)]
+        self._results: Any = context.Queue()
+        self._processes = [
+            context.Process(target=function, args=(rank, scene, self._tasks[rank], self._results, *args), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def connect(self, servers: Sequence[Any]) -> None:
+        self._call("connect", servers)
+
+    def prepare(self, _: None, *, verify: bool) -> None:
+        """The ranks make the buckets themselves."""
+        self._call("prepare", verify)
+
+    def send(self) -> Any:
+        """The report of the first rank."""
+        return self._call("send")[0]
+
+    def close(self) -> None:
+        self._call("close")
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _call(self, name: str, *args: Any) -> dict[int, Any]:
+        for tasks in self._tasks:
+            tasks.put((name, args))
+        return self.results()
+
+    def results(self) -> dict[int, Any]:
+        """One of each rank."""
+        return dict(self._results.get(timeout=_PATIENCE_SECONDS) for _ in range(RANKS))
+
+
+@contextmanager
+def _joined(rank: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]:
+    """(parallel, device) of this rank."""
+    os.environ |= {"LOCAL_RANK": str(scene.first_gpu + rank), "NCCL_CUMEM_ENABLE": "0"}
+    from allocation import ParallelLayout
+    from mcore_adapter.device import get_device
+    from mcore_adapter.parallel import initialize_parallel
+
+    device = get_device("auto")
+    with device.activate():
+        parallel = initialize_parallel(
+            ParallelLayout(**layout), rank=rank, world_size=RANKS, init_method=f"file://{scene.folder}/ranks",
+            device=device, seed=1,
+        )  # fmt: skip
+        yield parallel, device
+
+
+def _data_parallel_rank(rank: int, scene: Scene, _: Any, results: Any, overlapped: bool) -> None:
+    with _joined(rank, scene, dp=RANKS) as (parallel, device):
+        device.overlaps_communication = overlapped
+        engine = make_engine(scene, parallel, device, recompute="selective")
+        batch = random_batch(scene, count=64 if query_gpus() else 4, length=2048 if query_gpus() else 64)
+        norms: list[float] = []
+        seconds = median_seconds(device, lambda: norms.append(ppo_update(engine, batch, 16384)["grad_norm"]))
+        results.put((rank, (batch.num_tokens / seconds, norms[0])))
+        engine.logprobs(batch, max_tokens_per_mb=16384)  # nobody leaves while another one communicates
+
+
+def _tensor_parallel_rank(rank: int, scene: Scene, tasks: Any, results: Any) -> None:
+    from allocation import parse
+    from core.push_config import choose_transport
+    from core.push_servers import SenderPlan, make_sender
+    from mcore_adapter.engine import MegatronEngine
+    from mcore_adapter.settings import EngineSettings
+
+    with _joined(rank, scene, tp=RANKS) as (parallel, device):
+        engine = MegatronEngine(
+            parallel=parallel,
+            device=device,
+            settings=EngineSettings(hf_path=str(scene.model), init_from_scratch=True, dtype="bfloat16"),
+            optimizer=None,
+        )
+        allocation = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
+        plan = SenderPlan(
+            type=choose_transport("auto", allocation),
+            model_path=str(scene.model),
+            dtype="bfloat16",
+            bucket_bytes=BUCKET_BYTES,
+            timeout_seconds=60.0,
+            folder=Path(scene.folder),
+        )
+        sending = make_sender(plan, rank=rank, world_size=RANKS, device=device.torch_device, host="127.0.0.1")
+        while True:
+            name, args = tasks.get()
+            if name == "prepare":
+                sending.prepare(engine.iter_hf_weights(BUCKET_BYTES), verify=args[0])
+                device.synchronize()
+                results.put((rank, None))
+            else:
+                results.put((rank, getattr(sending, name)(*args)))

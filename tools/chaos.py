@@ -1,0 +1,286 @@
+"""Kills a small run again and again, and compares what it did with the same run left alone.
+
+    python -m tools.chaos --kills 12 --seed 1
+
+SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
+moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
+itself; all else is its own business (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the
+same order, with the same losses, and the last checkpoint holds the same weights and optimizer moments, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tools.chaos_run import (
+    TARGETS,
+    Trial,
+    family,
+    find_target,
+    make_assets,
+    optimizer_state,
+    wait_gone,
+    wait_until,
+)
+
+KILLS_PER_RUN = 20
+RUNS_AT_ONCE = max(2, (os.cpu_count() or 1) // 2)  # starting a run keeps a core or two busy
+STEPS_PER_KILL = 3
+_PATIENCE_SECONDS = 120.0
+_COMPARED = ("loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens")
+
+
+Moment = Literal["in a step", "while a checkpoint is written", "while starting again"]
+LONGEST_DELAY_SECONDS: dict[Moment, float] = {
+    "in a step": 0.1,
+    "while a checkpoint is written": 0.03,
+    "while starting again": 4.0,
+}
+SHARES: dict[Moment, float] = {"in a step": 0.35, "while a checkpoint is written": 0.35, "while starting again": 0.3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Kill `target` once `after_step` steps are done: `delay` seconds later, or so long after the next recover
+    checkpoint begins to be written; while starting again, so long after the last kill."""
+
+    target: str
+    moment: Moment
+    after_step: int
+    delay: float
+
+    def __str__(self) -> str:
+        when = "" if self.moment == "while starting again" else f" of step {self.after_step + 1} or later"
+        return f"{self.target} {self.moment}{when}, after {self.delay:.3f} s"
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What comparing showed so far."""
+
+    lost: int = 0
+    duplicated: int = 0
+    losses_equal: bool = True
+    problems: list[str]
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems
+
+
+class RunFailed(Exception):
+    """A run did not come to its end; the message says what it was doing."""
+
+
+class Report:
+    """Progress on a terminal, plain lines elsewhere."""
+
+    def __init__(self, kills: int) -> None:
+        self.console = Console(highlight=False)
+        columns = (TextColumn("kills"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(
+            *columns, TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal
+        )
+        self._task = self._progress.add_task("", total=kills)
+
+    def __enter__(self) -> Report:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        if self.console.is_terminal:
+            self._progress.update(self._task, description=text)
+        else:
+            self.console.print(f"{time.strftime('%H:%M:%S')} {text}", soft_wrap=True)
+
+    def killed(self) -> None:
+        self._progress.advance(self._task)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=12, help="how many")
+    parser.add_argument("--seed", type=int, default=1, help="of targets and moments")
+    parser.add_argument("--folder", type=Path, help="keep everything here (default: a temporary folder)")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
+    with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        verdict = chaos(folder, given.kills, given.seed, report)
+    for problem in verdict.problems:
+        print(problem)
+    equal = "yes" if verdict.losses_equal else "no"
+    print(f"{given.kills} kills: {verdict.lost} lost, {verdict.duplicated} duplicated, losses bit-equal: {equal}")
+    return 0 if verdict.holds else 1
+
+
+def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
+    """As many killed runs as it takes, some at once, each compared with an undisturbed one of the same length."""
+    make_assets(folder)
+    rng = random.Random(seed)
+    plans = [plan(count, rng) for count in shares(kills)]
+    steps = STEPS_PER_KILL * max(map(len, plans)) + 5
+    undisturbed = Trial(folder=folder, name="undisturbed", steps=steps)
+    trials = [Trial(folder=folder, name=f"killed{number}", steps=steps) for number in range(len(plans))]
+    stop, verdict = threading.Event(), Verdict(problems=[])
+    with ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
+        try:
+            jobs = [(undisturbed, []), *zip(trials, plans, strict=True)]
+            for run in as_completed([pool.submit(run_killed, *job, report, stop) for job in jobs]):
+                try:
+                    run.result()
+                except RunFailed as failure:
+                    verdict.problems.append(str(failure))
+        except BaseException:
+            stop.set()  # the others end what they started
+            raise
+    for trial in trials:
+        compare(undisturbed, trial, verdict)
+    return verdict
+
+
+def shares(kills: int) -> list[int]:
+    """Kills of each run, at most KILLS_PER_RUN, in as many runs as go at once or more."""
+    runs = max(-(-kills // KILLS_PER_RUN), min(RUNS_AT_ONCE, kills))
+    return [kills // runs + (i < kills % runs) for i in range(runs)]
+
+
+def plan(count: int, rng: random.Random) -> list[Kill]:
+    """Kills of one run; every kind of process as often as any other."""
+    targets = ["command", "driver", *TARGETS]
+    chosen = [targets[i % len(targets)] for i in range(count)]
+    rng.shuffle(chosen)
+    kills = []
+    for i, target in enumerate(chosen):
+        # The first kill cannot hit a run that starts again.
+        moments = list(SHARES)[: 3 if i else 2]
+        moment = rng.choices(moments, [SHARES[m] for m in moments])[0]
+        after_step = STEPS_PER_KILL * i + rng.randrange(1, STEPS_PER_KILL)
+        delay = rng.uniform(0.0, LONGEST_DELAY_SECONDS[moment])
+        kills.append(Kill(target=target, moment=moment, after_step=after_step, delay=delay))
+    return kills
+
+
+def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.Event) -> None:
+    """Start, kill, start again where the command itself was killed, and let it finish."""
+    process = trial.start()
+    try:
+        for kill in kills:
+            process = _kill(trial, process, kill, stop)
+            trial.may_end |= kill.target == "command"
+            report.killed()
+            report.say(f"{trial.name}: killed {kill}; {trial.finished_steps} of {trial.steps} steps done")
+        while process.poll() != 0:
+            process = _running(trial, process)
+            if not wait_until(lambda running=process: running.poll() is not None, _PATIENCE_SECONDS, stop):
+                raise RunFailed(f"{trial.name} does not come to its end:\n{trial.log_tail()}")
+        report.say(f"{trial.name}: finished all {trial.steps} steps")
+    finally:
+        _end(process)
+
+
+def _kill(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: threading.Event) -> subprocess.Popen[bytes]:
+    """Wait for the moment, kill, and return the run that goes on."""
+    while True:
+        process = _running(trial, process)
+        _wait_for_moment(trial, process, kill, stop)
+        victim = find_target(process, kill.target)
+        if victim is not None:
+            victim.kill()
+            if kill.target == "command":
+                process.wait()
+            return process
+
+
+def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: threading.Event) -> None:
+    """Returns early when the run ends meanwhile, with what was killed before."""
+
+    def ended() -> bool:
+        return process.poll() is not None
+
+    if kill.moment != "while starting again" and not wait_until(
+        lambda: trial.finished_steps >= kill.after_step or ended(), _PATIENCE_SECONDS, stop
+    ):
+        raise RunFailed(f"{trial.name} made no progress:\n{trial.log_tail()}")
+    if kill.moment == "while a checkpoint is written":
+        wait_until(lambda: trial.is_writing() or ended(), 5.0, stop)
+    wait_until(ended, kill.delay, stop)
+
+
+def _running(trial: Trial, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """The process itself, or the same command once more where it was killed. Raises RunFailed where
+    the run ended otherwise: there is nothing left to kill, or it should have gone on by itself."""
+    code = process.poll()
+    if code is None:
+        return process
+    if not trial.may_end:
+        raise RunFailed(f"{trial.name} ended with exit code {code} by itself:\n{trial.log_tail()}")
+    trial.may_end = False
+    return trial.start()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nothing of the run stays, whatever happened here."""
+    if process.poll() is None:
+        below = family(psutil.Process(process.pid))
+        process.kill()
+        process.wait()
+        for left in wait_gone(below, 10.0):
+            left.kill()
+
+
+def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
+    """Prompts in their order, losses, and the tensors of the last checkpoint."""
+    wanted = [(row["step"], row["prompts"]) for row in expected.rows("consumed.jsonl")]
+    got = [(row["step"], row["prompts"]) for row in found.rows("consumed.jsonl")]
+    wanted_counts = Counter(p for _, prompts in wanted for p in prompts)
+    got_counts = Counter(p for _, prompts in got for p in prompts)
+    verdict.lost += (wanted_counts - got_counts).total()
+    verdict.duplicated += (got_counts - wanted_counts).total()
+    if wanted != got:
+        verdict.problems.append(f"{found.name}: other prompts, or another order: {first_difference(wanted, got)}")
+    figures = [[{k: row[k] for k in _COMPARED} for row in t.rows("metrics.jsonl")] for t in (expected, found)]
+    if figures[0] != figures[1]:
+        verdict.losses_equal = False
+        verdict.problems.append(f"{found.name}: other losses: {first_difference(*figures)}")
+    last = f"globalstep{expected.steps}"
+    if not (found.recover / last).exists():
+        verdict.problems.append(f"{found.name}: there is no checkpoint of its last step")
+        return
+    for (name, one), (_, other) in zip(
+        optimizer_state(expected.recover / last), optimizer_state(found.recover / last), strict=True
+    ):
+        if one.numpy().tobytes() != other.numpy().tobytes():
+            verdict.problems.append(f"{found.name}: {name} of the last checkpoint differs")
+
+
+def first_difference(wanted: list, got: list) -> str:
+    for one, other in zip(wanted, got, strict=False):
+        if one != other:
+            return f"{other} instead of {one}"
+    return f"{len(got)} steps instead of {len(wanted)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

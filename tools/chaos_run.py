@@ -1,0 +1,202 @@
+"""The run that tools/chaos.py kills: a tiny PPO run whose batches and losses are the same every time.
+
+What makes it repeatable: prompts are trained in order, tokens are made up by the mock generator from the seed, and the
+rewards are a function of the text. Real are the driver, Ray, the Megatron rank, the rollout side and every file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from tools.demo_data import make_tokenizer, write_jsonl
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGETS = {
+    "trainer rank": "ray::TrainerRank",
+    "generator": "ray::GeneratorActor",
+    "producer": "ray::RolloutActor",
+    "raylet": "raylet",
+}
+"""What can be killed beside the command and its driver, by what its command line begins with."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One run of `steps` steps under `folder`, as often started as it takes."""
+
+    folder: Path
+    name: str
+    steps: int
+    may_end: bool = False
+    """Since it was started last, the command itself was killed."""
+
+    @property
+    def logs(self) -> Path:
+        return _only(self.folder / "runs" / "logs", self.name)
+
+    @property
+    def recover(self) -> Path:
+        return _only(self.folder / "runs" / "recover", self.name)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The command that a user starts, and starts again when it ended."""
+        path = self.folder / f"{self.name}.yaml"
+        path.write_text(yaml.safe_dump(_config(self)))
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"OMP_NUM_THREADS": "1"}
+        with open(self.folder / f"{self.name}.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(path)],
+                cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def rows(self, name: str) -> list[dict]:
+        """What the run wrote to a .jsonl file of its logs; whole lines only."""
+        try:
+            text = (self.logs / name).read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    @property
+    def finished_steps(self) -> int:
+        """Steps of which a row is written."""
+        rows = self.rows("consumed.jsonl")
+        return rows[-1]["step"] if rows else 0
+
+    def is_writing(self) -> bool:
+        """Is a recover checkpoint being written?"""
+        try:
+            return any(True for _ in self.recover.glob(".writing-*"))
+        except FileNotFoundError:
+            return False
+
+    def log_tail(self) -> str:
+        return (self.folder / f"{self.name}.log").read_text(errors="replace")[-3000:]
+
+
+def make_assets(folder: Path) -> None:
+    """A model of a few thousand parameters and forty prompts."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    sums = [(a, b) for a in range(8) for b in range(5)]
+    write_jsonl(
+        folder / "prompts.jsonl", [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums]
+    )
+
+
+def _config(trial: Trial) -> dict:
+    return {
+        "experiment_name": "chaos",
+        "trial_name": trial.name,
+        "allocation_mode": "mock.d1m1p1+d1m1p1",
+        "n_gpus_per_node": 2,
+        "external_configs": {"cluster_config": {"fileroot": str(trial.folder / "runs")}},
+        "launch": {"threads_per_process": 1},
+        "monitor": {"tensorboard": False},
+        "recover_mode": "auto",
+        "recover_retries": 1000,
+        "actor": {"path": str(trial.folder / "model"), "optimizer": {"lr": 1e-3, "lr_scheduler_type": "cosine"}},
+        "dataset": {"path": str(trial.folder / "prompts.jsonl"), "train_bs_n_seqs": 4, "max_prompt_len": 8},
+        "group_size": 2,
+        "group_adv_norm": True,
+        "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
+        "staleness": {"max_staleness": 2, "in_order": True},
+        "generator": {"mock_seconds_per_token": 0.002},
+        "reward": {"function": "tools.bench_reward:coin_reward", "num_workers": 1},
+        "exp_ctrl": {
+            "total_train_epochs": -(-trial.steps // 10), "total_train_steps": trial.steps, "ckpt_freq_steps": 1
+        },
+    }  # fmt: skip
+
+
+def find_target(command: subprocess.Popen[bytes], target: str) -> psutil.Process | None:
+    """A living process of the run, by what it is: "command" is what was started, "driver" the process below it that
+    drives this attempt. None: it is not there now."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(command.pid)
+        if target == "command":
+            return started if command.poll() is None else None
+        if target == "driver":
+            return next((child for child in started.children() if child.cmdline() == started.cmdline()), None)
+        for process in family(started):
+            words = process.cmdline()
+            if words and Path(words[0]).name.startswith(TARGETS[target]):
+                return process
+    return None
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """Everything below a process now."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that are still there after so long."""
+    return psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, object]]:
+    """(name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(checkpoint / "actor")
+    known = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in known.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():  # that this is one process
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    yield from sorted(tensors.items())
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, stop: threading.Event) -> bool:
+    """Whether it became true in time. Raises Stopped when `stop` is set meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        if stop.wait(0.005):
+            raise Stopped
+    return True
+
+
+class Stopped(Exception):
+    """Somebody pressed Ctrl-C, or another run failed."""
+
+
+def _only(kind: Path, trial: str) -> Path:
+    """`kind`/<user>/chaos/<trial>. Raises FileNotFoundError while it is not there."""
+    for path in kind.glob(f"*/chaos/{trial}"):
+        return path
+    raise FileNotFoundError(kind)

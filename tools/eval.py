@@ -1,0 +1,111 @@
+"""Evaluate a model on benchmarks, or compare two evaluations.
+
+    python -m tools.eval --model_path M --output_path O --data_names math_500,aime24,amc23 --max_gen_tokens 32768
+    python -m tools.eval compare A B
+
+M is a Hugging Face folder, a saved step of a run, or a recover checkpoint. O gets one jsonl row an answer while it
+goes on; started again it goes on where it stopped, and writes the table as text, JSON, markdown and a bar chart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.eval_compare import CompareError, compare, report
+from tools.eval_data import EvalError
+
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done; 2: bad input, the reason on stderr; 130: interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        if argv[:1] == ["compare"]:
+            given = _compare_parser().parse_args(argv[1:])
+            print(report(*compare(given.A, given.B)))
+            return 0
+        return _evaluate(_parser().parse_args(argv))
+    except (CompareError, EvalError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("Interrupted; the same command goes on where this one stopped.", file=sys.stderr)
+        return 130
+
+
+def _evaluate(given: argparse.Namespace) -> int:
+    from tools.eval_run import evaluate, settings_from
+
+    if given.overwrite and given.output_path.exists():
+        shutil.rmtree(given.output_path)
+    print(asyncio.run(evaluate(settings_from(given))))
+    print(f"Answers, results.json, results.md and results.png are in {given.output_path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model_path", type=Path, required=True, help="Hugging Face folder, saved step, or recover checkpoint")
+    add("--output_path", type=Path, required=True, help="folder for answers and tables")
+    add("--data_names", default="math_500,aime24,amc23", help="benchmarks, or paths of jsonl files, with commas")
+    add("--max_gen_tokens", type=_positive, default=32768, help="longest answer")
+    add("--n_sampling", type=int, default=32, help="sampled answers a question, besides the greedy one")
+    add("--temperature", type=float, default=0.6, help="of the sampled answers")
+    add("--top_p", type=float, default=0.95, help="of the sampled answers")
+    add("--seed", type=int, default=1)
+    add("--num_questions", type=_positive, help="the first so many of each benchmark only")
+    add("--data_dir", type=Path, help="folder of the benchmarks; default: $SLIPSTREAM_DATA, data, ../shared/data")
+    add("--prompt_field", help="key of the question; default: detected")
+    add("--answer_field", help="key of the answer; default: detected")
+    add(
+        "--prompt_template",
+        help="text around a question, {prompt} in its place; default: the chat template with a request for a boxed "
+        "answer where the tokenizer has one, else the question alone",
+    )
+    add("--generator", choices=("auto", "sglang", "embedded"), default="auto", help="auto: sglang where a GPU is")
+    add("--tensor_parallel", type=_positive, default=1, help="GPUs of one SGLang server")
+    add("--max_running", type=_positive, default=256, help="answers that one generator decodes together")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on SGLang, float32 embedded")
+    add("--sglang_python", type=Path, help="interpreter that has SGLang, where this one has not")
+    add(
+        "--sglang",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a server argument by name, as mem_fraction_static=0.8; may be repeated",
+    )
+    add("--reward_workers", type=_positive, default=2, help="processes that judge answers")
+    add("--overwrite", action="store_true", help="start anew: delete what is in --output_path")
+    return parser
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.eval compare",
+        description="Two evaluations side by side: differences with 95 % bootstrap intervals, and what flipped.",
+    )
+    parser.add_argument("A", type=Path, help="--output_path of the first")
+    parser.add_argument("B", type=Path, help="of the second")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The model of an evaluation: what kind of folder it is, and the generators that run it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollout.sglang_gpus import query_gpus
+from rollout.types import Generator
+from tools.eval_data import EvalError
+
+Backend = Literal["auto", "sglang", "embedded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorChoice:
+    """Which generators answer."""
+
+    backend: Backend
+    tensor_parallel: int
+    max_running: int
+    dtype: str | None
+    sglang_python: Path | None
+    sglang: Mapping[str, str | int | float | bool]
+    """Server arguments by name."""
+
+    def resolved(self) -> Literal["sglang", "embedded"]:
+        """auto: SGLang where there is a GPU."""
+        if self.backend != "auto":
+            return self.backend
+        return "sglang" if query_gpus() else "embedded"
+
+
+def hugging_face_folder(path: Path, output: Path) -> Path:
+    """The folder itself where it is a Hugging Face one (a saved step is); a recover checkpoint is converted into
+    `output`/model first. Raises EvalError for anything else."""
+    if not path.is_dir():
+        raise EvalError(f"--model_path {path}: no such folder")
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return path
+    checkpoint = next((p for p in (path, path / "actor") if (p / "metadata.json").is_file()), None)
+    if checkpoint is None:
+        raise EvalError(
+            f"--model_path {path}: neither a Hugging Face folder (config.json and *.safetensors) nor a recover "
+            "checkpoint (metadata.json, or actor/metadata.json)"
+        )
+    converted = output / "model"
+    if not converted.exists():
+        command = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(checkpoint)]
+        done = subprocess.run([*command, "--output_path", str(converted)], capture_output=True, text=True)
+        if done.returncode:
+            raise EvalError(f"--model_path {path}: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
+    return converted
+
+
+def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool]:
+    """KEY=VALUE words; a value is a number or true/false where it reads as one. Raises EvalError."""
+    arguments: dict[str, str | int | float | bool] = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise EvalError(f"--sglang {word}: write KEY=VALUE, as mem_fraction_static=0.8")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        arguments[name] = parsed if isinstance(parsed, bool | int | float) else value
+    return arguments
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A json object, or an empty one where the file is missing."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+async def start_generators(stack: AsyncExitStack, model: Path, choice: GeneratorChoice, logs: Path) -> list[Generator]:
+    """The generators, ready; the stack closes them. Raises EvalError and what a server says that does not start."""
+    if choice.resolved() == "embedded":
+        from rollout.embedded import EmbeddedGenerator
+
+        embedded = EmbeddedGenerator(model, max_running=choice.max_running, dtype=choice.dtype or "float32")
+        stack.push_async_callback(embedded.close)
+        return [embedded]
+
+    from rollout.sglang_generator import SGLangGenerator
+    from rollout.sglang_gpus import check_gpus
+    from rollout.sglang_server import ServerSettings
+
+    gpus, tp = [gpu.index for gpu in query_gpus()], choice.tensor_parallel
+    if gpus and len(gpus) < tp:
+        raise EvalError(f"--tensor_parallel {tp}: this machine has {len(gpus)} GPUs; give at most that")
+    places = [tuple(gpus[i : i + tp]) for i in range(0, len(gpus) - tp + 1, tp)] or [()]
+    if gpus:  # else the server runs on the CPU, as it was asked for by name
+        check_gpus([gpu for place in places for gpu in place])
+    logs.mkdir(parents=True, exist_ok=True)
+    starting = [
+        SGLangGenerator.start(
+            ServerSettings(
+                name=f"generator-{i}", model_path=str(model), log_file=logs / f"generator-{i}.log", gpus=place, tp=tp,
+                dtype=choice.dtype or "bfloat16", max_running=choice.max_running, flags=choice.sglang,
+                **({"python": str(choice.sglang_python)} if choice.sglang_python else {}),
+            )
+        )
+        for i, place in enumerate(places)
+    ]  # fmt: skip
+    started = await asyncio.gather(*starting, return_exceptions=True)
+    for server in started:
+        if isinstance(server, SGLangGenerator):
+            stack.push_async_callback(server.close)
+    failures = [server for server in started if isinstance(server, BaseException)]
+    if failures:
+        raise failures[0]
+    return [server for server in started if isinstance(server, SGLangGenerator)]

@@ -1,0 +1,239 @@
+"""One evaluation from its settings to its table: between the command line (eval.py) and rollout/evaluation.py.
+
+Invariant: what settles an answer (model, benchmark, sampling, template) is written beside the answers before the first
+one, and an evaluation is continued only where it is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoTokenizer
+
+from rollout.evaluation import Answer, AnswerFile, EvaluationPlan, answer_questions, end_token_ids
+from rollout.reward import RewardPool
+from rollout.router import Router
+from rollout.types import Prompt, SamplingParams
+from tools.eval_data import Benchmark, EvalError, data_folders, find_benchmark, make_prompts, question_template
+from tools.eval_model import GeneratorChoice, hugging_face_folder, read_json, server_arguments, start_generators
+from tools.eval_report import summarise, write_report
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = "settings.json"
+_LOG_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """The command line, typed."""
+
+    model_path: Path
+    output_path: Path
+    benchmarks: Sequence[Benchmark]
+    num_questions: int | None
+    """The first so many of each benchmark; None: all."""
+    num_samples: int
+    sampling: SamplingParams
+    seed: int
+    prompt_template: str | None
+    generator: GeneratorChoice
+    reward_workers: int
+
+
+def settings_from(given: argparse.Namespace) -> EvalSettings:
+    """Checks what can be checked before anything is started. Raises EvalError and DatasetError."""
+    for option, ok, rule in (
+        ("n_sampling", given.n_sampling >= 0, "at least 0"),
+        ("temperature", given.temperature > 0, "greater than 0; the greedy answer is always given too"),
+        ("top_p", 0 < given.top_p <= 1, "in (0, 1]"),
+    ):
+        if not ok:
+            raise EvalError(f"--{option} {getattr(given, option)}: must be {rule}")
+    folders, names = data_folders(given.data_dir), [n.strip() for n in given.data_names.split(",") if n.strip()]
+    if not names:
+        raise EvalError("--data_names is empty; name benchmarks, as math_500,aime24")
+    fields = {"prompt_field": given.prompt_field, "answer_field": given.answer_field}
+    found = [find_benchmark(name, folders, **fields) for name in names]
+    twice = {b.name for b in found if sum(other.name == b.name for other in found) > 1}
+    if twice:
+        raise EvalError(f"--data_names: {', '.join(sorted(twice))} twice; their answers would go into one file")
+    return EvalSettings(
+        model_path=given.model_path,
+        output_path=given.output_path,
+        benchmarks=found,
+        num_questions=given.num_questions,
+        num_samples=given.n_sampling,
+        sampling=SamplingParams(
+            max_new_tokens=given.max_gen_tokens, temperature=given.temperature, top_p=given.top_p
+        ),
+        seed=given.seed,
+        prompt_template=given.prompt_template,
+        generator=GeneratorChoice(
+            backend=given.generator, tensor_parallel=given.tensor_parallel, max_running=given.max_running,
+            dtype=given.dtype, sglang_python=given.sglang_python, sglang=server_arguments(given.sglang),
+        ),
+        reward_workers=given.reward_workers,
+    )  # fmt: skip
+
+
+async def evaluate(settings: EvalSettings) -> str:
+    """Answer what is not yet answered, write the report, return the table."""
+    output = settings.output_path
+    output.mkdir(parents=True, exist_ok=True)
+    model = hugging_face_folder(settings.model_path, output)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template = question_template(settings.prompt_template, tokenizer)
+    for b in settings.benchmarks:
+        logger.info(
+            "%s: %d questions of %s, question %r, answer %r", b.name, len(b.rows), b.path, b.fields.prompt,
+            b.fields.answer,
+        )  # fmt: skip
+    logger.info("A question is asked as %r", template)
+    identity = _identity(settings, model, template)
+    _check_same(output / _SETTINGS, identity)
+
+    config = read_json(model / "config.json")
+    context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    ends = end_token_ids(tokenizer, read_json(model / "generation_config.json"))
+    sampling = replace(settings.sampling, stop_token_ids=ends)
+    if context and sampling.max_new_tokens > context:
+        logger.warning(
+            "--max_gen_tokens %d: the model's context of %d ends an answer before", sampling.max_new_tokens, context
+        )
+    plan = EvaluationPlan(
+        num_samples=settings.num_samples,
+        sampling=sampling,
+        context_tokens=context or 2**31,
+        seed=settings.seed,
+    )
+    prompts = {b.name: make_prompts(b, tokenizer, template)[: settings.num_questions] for b in settings.benchmarks}
+    answers = await _answer_all(settings, prompts, model, tokenizer, plan)
+    return write_report(output, [summarise(name, of) for name, of in answers.items()], identity)
+
+
+async def _answer_all(
+    settings: EvalSettings, prompts: dict[str, list[Prompt]], model: Path, tokenizer: Any, plan: EvaluationPlan
+) -> dict[str, list[Answer]]:
+    """All answers of every benchmark, old and new. Generators are started only where something is missing."""
+    wanted = {name: {n for prompt in of for n in plan.names(prompt)} for name, of in prompts.items()}
+    files = {name: AnswerFile(settings.output_path / f"{name}.jsonl") for name in prompts}
+    missing = {name: len(wanted[name] - files[name].answers.keys()) for name in prompts}
+    if any(missing.values()):
+        async with AsyncExitStack() as stack:
+            rewards = await stack.enter_async_context(RewardPool("math", num_workers=settings.reward_workers))
+            generators = await start_generators(stack, model, settings.generator, settings.output_path / "logs")
+            router = Router(generators)
+            stack.push_async_callback(router.close)
+            for name, of in prompts.items():
+                with files[name] as file, Meter(name, len(wanted[name]), len(wanted[name]) - missing[name]) as meter:
+
+                    def keep(answer: Answer, file: AnswerFile = file, meter: Meter = meter) -> None:
+                        file.add(answer)
+                        meter.add(answer)
+
+                    await answer_questions(
+                        of, router, rewards, tokenizer, plan=plan, done=file.answers.keys(),
+                        max_in_flight=-(-5 * settings.generator.max_running * len(generators) // 4), on_answer=keep,
+                    )  # fmt: skip
+    return {name: [a for n, a in files[name].answers.items() if n in wanted[name]] for name in prompts}
+
+
+class Meter:
+    """Answers, tokens/s and the share that is right: a bar on a terminal, a line now and then in a log."""
+
+    def __init__(self, name: str, total: int, done: int) -> None:
+        self._name, self._total, self._done = name, total, done
+        self._right = self._new = self._tokens = 0
+        self._start = self._said = time.monotonic()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
+        )
+        self._task = self._bar.add_task(name, total=total, completed=done, rate="")
+
+    def __enter__(self) -> Meter:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._bar.__exit__(*exc_info)
+        if self._new:
+            logger.info("%s: %s", self._name, self._state())
+
+    def add(self, answer: Answer) -> None:
+        """One more."""
+        self._new += 1
+        self._right += answer.score > 0
+        self._tokens += answer.tokens
+        self._bar.update(self._task, advance=1, rate=self._rate())
+        if self._bar.disable and time.monotonic() - self._said >= _LOG_EVERY_SECONDS:
+            self._said = time.monotonic()
+            logger.info("%s: %s", self._name, self._state())
+
+    def _rate(self) -> str:
+        return f"{self._tokens / max(time.monotonic() - self._start, 1e-9):,.0f} tokens/s"
+
+    def _state(self) -> str:
+        right = f"{100 * self._right / self._new:.1f} % of the new ones right"
+        return f"{self._done + self._new}/{self._total} answers, {self._rate()}, {right}"
+
+
+def _identity(settings: EvalSettings, model: Path, template: str) -> dict[str, Any]:
+    """What settles the answers, for the file beside them. How many questions and samples may change."""
+    weights = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in model.glob("*.safetensors"))
+    questions = {
+        b.name: hashlib.blake2b(repr([(r.query_id, r.prompt, r.solutions) for r in b.rows]).encode()).hexdigest()[:16]
+        for b in settings.benchmarks
+    }
+    sampling = settings.sampling
+    return {
+        "model_path": str(settings.model_path),
+        "weights": hashlib.blake2b(repr(weights).encode()).hexdigest()[:16],
+        "max_gen_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": settings.seed,
+        "prompt_template": template,
+        "dtype": settings.generator.dtype,
+        "generator": settings.generator.resolved(),
+        "questions": questions,
+    }
+
+
+def _check_same(path: Path, identity: dict[str, Any]) -> None:
+    """Write the settings down, or hold them against those of the answers that are there."""
+    before = read_json(path)
+    for key, now in identity.items():
+        then = before.get(key, now)
+        if key == "questions":
+            changed = sorted(name for name in now if name in then and then[name] != now[name])
+            if changed:
+                raise EvalError(
+                    f"{', '.join(changed)}: {path.parent} has answers to other questions of that name; give another "
+                    "--output_path, or --overwrite"
+                )
+            now.update({name: value for name, value in then.items() if name not in now})
+        elif then != now:
+            raise EvalError(
+                f"{key}={now!r}: the answers in {path.parent} were made with {then!r}; give the same, another "
+                "--output_path, or --overwrite"
+            )
+    path.write_text(json.dumps(identity, indent=1) + "\n")
