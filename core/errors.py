@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 
 class LaunchError(RuntimeError):
     """The cluster could not be started, or a worker of it died or did not answer. The message says which."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, fit for one line of a log; its type where it says nothing."""
+    return str(error).strip().partition("\n")[0][:500] or type(error).__name__
+
+
+def could_not_write(what: str, path: Path, error: Exception) -> OSError:
+    """What to raise: a library may hide a full disk behind an error of its own, so it says what is left there."""
+    folder = path if path.is_dir() else path.parent
+    left = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB left on its disk)" if folder.exists() else ""
+    return OSError(
+        f"{what} could not be written to {path}{left}: {error}. Recover checkpoints written before are as they were; "
+        "make room or set external_configs.cluster_config.fileroot to a larger disk"
+    )

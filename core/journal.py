@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from core.errors import could_not_write
+
 
 class Journal:
     """Appends rows; every row is with the system when write() returns, so a killed process loses none."""
@@ -19,10 +21,18 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         if continue_after is not None and path.exists():
             _drop_later(path, continue_after)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open for the whole run)
+        self._path = path
+        # Without a buffer a row that found no room is not tried once more when the file is closed.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
     def write(self, step: int, row: Mapping[str, object]) -> None:
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
+        """Raises OSError, with the space left on the disk, where the row finds no room."""
+        left = json.dumps({"step": step, **row}).encode() + b"\n"
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise could_not_write(f"the row of step {step}", self._path, error) from error
 
     def close(self) -> None:
         self._file.close()

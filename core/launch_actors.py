@@ -23,6 +23,7 @@ import ray
 import torch
 
 from allocation.strain import strain
+from core.errors import first_line
 from core.logs import log_to_file
 from core.wire import batch_from_wire, bucket_from_wire, bucket_to_wire
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from rollout.sglang_weights import ServerAddress
 
 logger = logging.getLogger(__name__)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or "no host memory"
 
 
 def _free_port(host: str) -> int:
@@ -101,7 +98,7 @@ class TrainerRank:
             if not is_out_of_memory(e):
                 raise
             holders = self._device.memory_holders()
-            raise MemoryError(f"out of memory in the initialisation of {engine}: {_first_line(e)}. {holders}") from None
+            raise MemoryError(f"out of memory in the initialisation of {engine}: {first_line(e)}. {holders}") from None
 
     def train_step(
         self, engine: str, wire: dict[str, Any], sequences: list[int], loss_fn: LossFn, **kwargs: Any
@@ -178,7 +175,7 @@ class TrainerRank:
             except (RuntimeError, MemoryError) as e:
                 if not is_out_of_memory(e):
                     raise
-                failure = f"out of memory in saving {engine}: {_first_line(e)}"
+                failure = f"out of memory in saving {engine}: {first_line(e)}"
             if last:
                 raise MemoryError(failure)
             logger.warning("%s; trying again with caches given back", failure)

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from core.errors import LaunchError
+from core.errors import LaunchError, first_line
 from core.launch_signals import raise_if_interrupted
 from core.processes import FOLDER, ask_for_stacks
 from core.push_buckets import PushError
@@ -97,9 +97,9 @@ class Waiter:
             failure = as_driver_sees(error, worker=worker)
             if isinstance(failure, LaunchError) or not isinstance(failure, RuntimeError) or not others:
                 return failure
-            said = f"{worker} failed: {_first_line(failure)}"
+            said = f"{worker} failed: {first_line(failure)}"
         else:
-            said = f"{worker} died: {_first_line(error)}"
+            said = f"{worker} died: {first_line(error)}"
             failure = LaunchError(f"{phase}: {said}")
         ready, hanging = (
             ray.wait(list(others), num_returns=len(others), timeout=_OTHERS_SECONDS) if others else ([], [])
@@ -150,7 +150,3 @@ def _has_died(ref: Any) -> bool:
     except RayError:
         return False
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:500]

@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from core.errors import could_not_write
 from core.journal import Journal
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,15 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if continue_after is None else continue_after + 1
+        self._folder = folder
         self._writer = SummaryWriter(str(folder), max_queue=50, purge_step=purge)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        except OSError as error:  # of an earlier step: its thread writes later
+            raise could_not_write(f"what TensorBoard is told of step {step}", self._folder, error) from error
 
     def close(self) -> None:
         self._writer.close()
@@ -132,10 +137,15 @@ class Monitor:
         self._progress.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, error_type: object, *error: object) -> None:
         self._progress.stop()
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as e:
+                if error_type is None:
+                    raise
+                logger.error("The run ends with another error; %s could not be closed: %s", type(sink).__name__, e)
         if self._consumed is not None:
             self._consumed.close()
 

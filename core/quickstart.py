@@ -25,6 +25,7 @@ from core.config_base import ConfigError
 from core.config_load import LoadedConfig, load_config
 from core.config_rules import cautions
 from core.config_show import help_text, ignored_lines, listing
+from core.errors import first_line
 from core.logs import log_to_terminal
 from core.paths import RunPaths
 from core.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
@@ -124,15 +125,11 @@ def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attemp
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # What a user can act on: the message says it all. The log file has the traceback, of a worker's too.
         logger.error("%s", error or type(error).__name__, exc_info=error)
-        attempt.tell(final=isinstance(error, ValueError | OSError), cause=_first_line(error))
+        attempt.tell(final=isinstance(error, ValueError | OSError), cause=first_line(error))
         return FAILED
     except BaseException as error:
-        attempt.tell(final=True, cause=f"{type(error).__name__}: {_first_line(error)}")
+        attempt.tell(final=True, cause=f"{type(error).__name__}: {first_line(error)}")
         raise
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:500] or type(error).__name__
 
 
 def _run(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:

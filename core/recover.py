@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from core.errors import LaunchError
+from core.errors import LaunchError, could_not_write
 from core.manifest import DamagedError, move_into_place, seal, verify
 
 logger = logging.getLogger(__name__)
@@ -212,14 +212,7 @@ class RecoverStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> OSError:
-        """A writer inside a library may hide a full disk behind an error of its own: say what is left."""
-        left = ""
-        if self._folder.exists():
-            left = f" ({shutil.disk_usage(self._folder).free / 2**20:.1f} MiB left on its disk)"
-        return OSError(
-            f"the recover checkpoint of step {step} could not be written to {self._folder}{left}: {error}. Older "
-            "checkpoints are as they were; make room or set external_configs.cluster_config.fileroot to a larger disk"
-        )
+        return could_not_write(f"the recover checkpoint of step {step}", self._folder, error)
 
     def load(self, checkpoint: Path, *, ignore_changes: bool = False) -> Recovered:
         """The driver's and the rollout's state. Raises RecoverError if the configuration changed in a way that the

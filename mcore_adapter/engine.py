@@ -8,7 +8,6 @@ nor on how the minibatch was cut into microbatches, beyond summation order.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from mcore_adapter.hf_config import ModelConfig, read_config
 from mcore_adapter.host_copy import HostCopy
 from mcore_adapter.microbatch import Microbatch, check_longest, plan_microbatches
 from mcore_adapter.model import FP8_ROWS, build_model, lm_head_weight
-from mcore_adapter.optimizer import TrainOptimizer, let_go, wrap_for_training
+from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
 from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
 from mcore_adapter.parallel import ParallelState
@@ -42,19 +41,6 @@ T = TypeVar("T")
 
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask") -> (loss, metrics), all of them sums over the trained tokens."""
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """`method` without holding its object: autograd's nodes hold the wrapper, out of sight of the garbage collector,
-    and would hold an engine that nobody uses any more, with all its process groups."""
-    held = weakref.WeakMethod(method)
-
-    def call() -> None:
-        living = held()
-        assert living is not None, "an engine that trains is in use"
-        living()
-
-    return call
 
 
 class _AnotherRankRanOut(Exception):
@@ -109,10 +95,9 @@ class MegatronEngine:
                 self._model,
                 overlap=overlap,
                 grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
-                before_reduction=_weakly(self._all_have_gradients),
+                before_reduction=self._all_have_gradients,
             )
             self._chunks = ddp
-            weakref.finalize(self, let_go, ddp).atexit = False
             self._optimizer = TrainOptimizer(ddp, optimizer, dtype)
         self._host_copy = HostCopy()
         layout = parallel.layout

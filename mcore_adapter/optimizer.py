@@ -8,6 +8,7 @@ of trained tokens of the whole minibatch before the backward pass.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,21 @@ class Update:
     applied: bool
 
 
+class _Wrapper(DistributedDataParallel):
+    """Megatron's wrapper, which autograd's nodes do not keep alive: the garbage collector does not see into them, and
+    a graph of the last step that a layer still holds would hold model, buffers and process groups for good."""
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        held, make_hook = weakref.ref(self), super()._make_backward_post_hook.__func__
+
+        def hook(*unused: Any) -> None:
+            wrapper = held()
+            assert wrapper is not None, "an engine that trains is in use"
+            make_hook(wrapper, param)()
+
+        return hook
+
+
 def wrap_for_training(
     chunks: list[GPTModel],
     *,
@@ -60,17 +76,10 @@ def wrap_for_training(
         overlap_param_gather=overlap,
     )
     config.finalize_model_grads_func = partial(_finalize_sums, before_reduction)
-    ddp = [DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)]
+    ddp = [_Wrapper(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)]
     if overlap:
         config.no_sync_func = ddp[0].no_sync if len(ddp) == 1 else [chunk.no_sync for chunk in ddp]
     return ddp
-
-
-def let_go(chunks: list[DistributedDataParallel]) -> None:
-    """Nobody uses these any more: break the circle of wrapper, hook and autograd node, which the garbage collector does
-    not see, and which would hold model, buffers and process groups."""
-    for chunk in chunks:
-        chunk.grad_accs.clear()
 
 
 def _finalize_sums(

@@ -38,8 +38,6 @@ EXPERT_LAYOUTS = {
     "dp2 pp2 ep2": ParallelLayout(dp=2, pp=2, ep=2),
 }
 """For models with experts."""
-_MAX_THREADS = 200
-"""Autograd's nodes may hold a model with experts, and with it process groups, whose threads slow everything down."""
 _GRACE_SECONDS = 3.0  # after a first failure: time for the other ranks to report theirs
 
 
@@ -104,8 +102,6 @@ class RankPool:
 
         Raises AssertionError with the ranks' tracebacks where one fails, and TimeoutError after `timeout` seconds.
         """
-        if any(len(os.listdir(f"/proc/{process.pid}/task")) > _MAX_THREADS for process in self._processes):
-            self.close()
         while len(self._processes) < world_size:
             self._spawn()
         folder = tempfile.mkdtemp(prefix="ranks-")
