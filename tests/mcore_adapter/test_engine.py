@@ -447,12 +447,13 @@ def dropped(rank: Rank, model: str) -> bool:
     with rank.joined(ParallelLayout()) as (parallel, device):
         engine = make_engine(parallel, device, model)
         engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)
-        held = weakref.ref(engine)
+        held = [weakref.ref(engine), *map(weakref.ref, engine._model)]
         del engine
     gc.collect()
-    return held() is None
+    return all(ref() is None for ref in held)
 
 
-def test_an_engine_that_nobody_uses_is_gone(ranks: RankPool, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_an_engine_that_nobody_uses_is_gone(ranks: RankPool, model_folders: Any, name: str) -> None:
     """With its process groups, whose threads would pile up."""
-    assert ranks.run(dropped, 1, str(folder / "qwen3")) == [True]
+    assert ranks.run(dropped, 1, str(model_folders[name][0])) == [True]
