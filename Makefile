@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Without --no-compile pip spends a minute compiling modules that are never imported.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
+# What is imported is compiled once, then: with this set, as in many containers, each process would do it again.
+unexport PYTHONDONTWRITEBYTECODE
 # The CPU build of torch: 0.2 GB instead of several with the CUDA libraries.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n 2 --dist loadfile

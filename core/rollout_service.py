@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from core.batch import RolloutBatch, pack_trajectories
 from rollout.buffer import OverAge
 from rollout.dataset import PromptDataset
+from rollout.evaluation import end_token_ids
 from rollout.producer import RolloutProducer
 from rollout.reward import RewardPool
 from rollout.router import Router
@@ -58,7 +59,7 @@ class RolloutService:
         generator_patience_seconds: float,
     ) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-        stop = stop_token_ids(self._tokenizer)
+        stop = end_token_ids(self._tokenizer, {})
         self._eval_sampling = replace(eval_sampling, stop_token_ids=stop)
         load = partial(PromptDataset.load, max_prompt_len=max_prompt_len, seed=seed, template=prompt_template)
         self._dataset = load(dataset_path, self._tokenizer, shuffle=shuffle)
@@ -169,11 +170,6 @@ class RolloutService:
         await self._producer.__aexit__(None, None, None)
         await self.router.close()
         await self._rewards.close()
-
-
-def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's end-of-sequence token, and its pad token where that is another."""
-    return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id) if t is not None}))
 
 
 def named(paths: Sequence[str]) -> dict[str, str]:

@@ -154,7 +154,8 @@ class PPOTrainer:
         settings = self._settings
         batch = rollout.to_packed()
         fields: dict[str, Tensor] = {}
-        handle = self._actor.group.put(batch)
+        needs_passes = settings.needs_old_logprobs or self._reference is not None or self._critic is not None
+        handle = self._actor.group.put(batch) if needs_passes else None
         if settings.needs_old_logprobs:
             with self._timer("old log-probs"):
                 fields["old_logprobs"] = self._logprobs(self._actor, batch, handle)

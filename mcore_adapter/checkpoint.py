@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -42,7 +41,6 @@ from mcore_adapter.host_copy import HostCopy, gathered_by
 from mcore_adapter.model import ModelChunk
 from mcore_adapter.optimizer import TrainOptimizer
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.safetensors_folder import copy_tokenizer
 from mcore_adapter.weights import hf_config_json
 
 logger = logging.getLogger(__name__)
@@ -91,8 +89,7 @@ def copy_checkpoint(
     _copy_weights(sharded, model, host)
     host.wait()
     config = hf_config_json(model[0].model_config, dtype=model[0].config.params_dtype, is_critic=model[0].is_critic)
-    small = {"common.pt": _saved(common), "config.json": (json.dumps(config, indent=2) + "\n").encode()}
-    return CopiedCheckpoint(path, sharded, small, tokenizer_from=tokenizer_from)
+    return CopiedCheckpoint(path, sharded, small_files(common, config), tokenizer_from=tokenizer_from)
 
 
 @contextmanager
@@ -239,22 +236,11 @@ def converted_common() -> dict[str, Any]:
     return {"slipstream": {"layout": "none", "num_updates": 0, "has_optimizer": False, "device": "none"}}
 
 
-def write_common(path: Path, common: dict[str, Any]) -> None:
-    """What is no tensor."""
-    (path / "common.pt").write_bytes(_saved(common))
-
-
-def _saved(common: dict[str, Any]) -> bytes:
+def small_files(common: dict[str, Any], config: dict[str, Any]) -> dict[str, bytes]:
+    """What is no tensor, as contents of files: Megatron's common part, and the config.json of Hugging Face."""
     buffer = io.BytesIO()  # torch.save to a file would turn a full disk into a RuntimeError
     torch.save(common, buffer)
-    return buffer.getvalue()
-
-
-def finish_folder(path: Path, config: dict[str, Any], tokenizer_from: Path) -> None:
-    """Write the rest of a checkpoint whose tensors are there; metadata.json last."""
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    copy_tokenizer(tokenizer_from, path)
-    save_config(CheckpointingConfig("torch_dist", 1), str(path))
+    return {"common.pt": buffer.getvalue(), "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

@@ -32,6 +32,18 @@ Written = list[Any] | OSError
 """What torch's writer says about the shards of one rank, or why there are none."""
 
 
+def write_small_files(path: Path, files: Mapping[str, bytes], tokenizer_from: Path) -> None:
+    """Everything of a checkpoint but its tensors and the mark."""
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    copy_tokenizer(tokenizer_from, path)
+
+
+def mark_complete(path: Path) -> None:
+    """Write metadata.json, without which a folder is no checkpoint."""
+    save_config(CheckpointingConfig("torch_dist", 1), str(path))
+
+
 class CopiedCheckpoint:
     """The shards of which this rank holds the main replica; on the first rank also what is not sharded."""
 
@@ -63,9 +75,7 @@ class CopiedCheckpoint:
         """Write this rank's shards, and the small files on the first rank."""
         try:
             if self._rank == 0:
-                for name, content in self._small_files.items():
-                    (self._path / name).write_bytes(content)
-                copy_tokenizer(self._tokenizer_from, self._path)
+                write_small_files(self._path, self._small_files, self._tokenizer_from)
             return self._writer.write_data(self._plan, self._planner).value()
         except OSError as error:
             return error
@@ -81,7 +91,7 @@ class CopiedCheckpoint:
     def finish(self, everyone: Sequence[Written]) -> None:
         """On the first rank: make the folder complete. Raises OSError."""
         self._writer.finish(self._metadata, [written for written in everyone if not isinstance(written, OSError)])
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._path))
+        mark_complete(self._path)
 
     def write_in_background(self) -> None:
         """Start a thread that writes this rank's part, and on the first rank waits for the others', finishes, and

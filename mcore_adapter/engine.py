@@ -7,11 +7,10 @@ nor on how the minibatch was cut into microbatches, beyond summation order.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from mcore_adapter.host_copy import HostCopy
 from mcore_adapter.microbatch import Microbatch, check_longest, plan_microbatches
 from mcore_adapter.model import FP8_ROWS, build_model, lm_head_weight
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
-from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
+from mcore_adapter.out_of_memory import MemoryGuard, PassSizes
 from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.router import Balance, finish_update
@@ -37,14 +36,8 @@ from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from mcore_adapter.shared_prompts import prompt_units
 from mcore_adapter.weights import init_from_scratch, iter_hf_weights, load_hf_weights, save_hf
 
-T = TypeVar("T")
-
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask") -> (loss, metrics), all of them sums over the trained tokens."""
-
-
-class _AnotherRankRanOut(Exception):
-    """This rank had memory for its gradients, another one had not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +78,21 @@ class MegatronEngine:
             load_hf_weights(self._model, settings.hf_path, parallel=parallel, seed=settings.seed)
         self._chunks: Sequence[Any] = self._model
         self._optimizer: TrainOptimizer | None = None
+        overlap = optimizer is not None and device.overlaps_communication and parallel.dp_cp_group.size() > 1
+        self._memory = MemoryGuard(parallel, device, overlap=overlap)
         if optimizer is None:
             for chunk in self._model:
                 chunk.requires_grad_(False).eval()
-            overlap = False
         else:
-            overlap = device.overlaps_communication and parallel.dp_cp_group.size() > 1
             ddp = wrap_for_training(
                 self._model,
                 overlap=overlap,
                 grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
-                before_reduction=self._all_have_gradients,
+                before_reduction=self._memory.all_have_gradients,
             )
             self._chunks = ddp
             self._optimizer = TrainOptimizer(ddp, optimizer, dtype)
         self._host_copy = HostCopy()
-        layout = parallel.layout
-        self._ranks_meet_late = layout.tp == layout.pp == layout.cp == layout.ep == 1 and not overlap
-        self._agreed = False
         self._sequence_parallel: bool = self._model[0].config.sequence_parallel
         self._packing = PackingLayout(
             cp_size=parallel.layout.cp,
@@ -151,11 +141,10 @@ class MegatronEngine:
             microbatches = self._pack(batch, plan[self._parallel.dp_rank])
             return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
 
+        sizes = self._sizes(batch, plan, max_tokens_per_mb)
         self._optimizer.zero_grad()
-        self._agreed = False
-        sums, num_microbatches = self._in_memory(gradients, batch, plan, max_tokens_per_mb, "training")
-        self._agreed = True
-        update = self._in_memory(self._optimizer.step, batch, plan, max_tokens_per_mb, "the update")
+        sums, num_microbatches = self._memory.gradients(gradients, sizes)
+        update = self._memory.update(self._optimizer.step, sizes)
         return {
             **self._reduce_metrics(sums, num_trained),
             **self._finish_routers(applied=update.applied),
@@ -268,46 +257,10 @@ class MegatronEngine:
     def _pack(self, batch: PackedBatch, plan: Sequence[Microbatch]) -> list[PackedMicrobatch]:
         return [pack_microbatch(batch, mb, self._packing, device=self._device.torch_device) for mb in plan]
 
-    def _in_memory(
-        self, call: Callable[[], T], batch: PackedBatch, plan: list[list[Microbatch]], max_tokens_per_mb: int, what: str
-    ) -> T:
-        """`call()`. Raises StepOutOfMemory where memory runs out in it: on all ranks where they have not `_agreed`."""
-        failure = ""
-        try:
-            return call()
-        except _AnotherRankRanOut:
-            failure = "memory ran out on another rank"
-        except (RuntimeError, MemoryError) as e:
-            if not is_out_of_memory(e):
-                raise
-            failure = str(e).strip().partition("\n")[0] or type(e).__name__
-        # Here the error is gone, and with it the frames that held on to the activations.
-        gc.collect()
-        self._device.empty_cache()
-        in_update = what == "the update"
-        repeatable = not in_update and (self._ranks_meet_late or self._parallel.world_size == 1)
-        if repeatable and not self._agreed:
-            self._agree(False)
+    def _sizes(self, batch: PackedBatch, plan: list[list[Microbatch]], max_tokens_per_mb: int) -> PassSizes:
         padded = self._packing.padded_lens(batch.seq_lens)
         largest = max(int(padded[microbatch].sum()) for rank in plan for microbatch in rank if microbatch)
-        raise StepOutOfMemory(
-            f"out of memory in {what} on rank {self._parallel.rank} ({failure})",
-            min(largest, max_tokens_per_mb), int(padded.max()), repeatable,
-        )  # fmt: skip
-
-    def _all_have_gradients(self) -> None:
-        """Before gradients are reduced. Raises _AnotherRankRanOut on all ranks unless every one has got here."""
-        if self._ranks_meet_late and not self._agree(True):
-            raise _AnotherRankRanOut
-
-    def _agree(self, well: bool) -> bool:
-        """Whether all is well on all ranks."""
-        self._agreed = True
-        if self._parallel.world_size == 1:
-            return well
-        ran_out = torch.tensor([0.0 if well else 1.0], device=self._device.torch_device)
-        dist.all_reduce(ran_out)
-        return not ran_out.item()
+        return PassSizes(largest=min(largest, max_tokens_per_mb), longest=int(padded.max()))
 
     def _head(
         self, microbatch: PackedMicrobatch, output: Tensor, temperature: float, with_entropy: bool
@@ -337,8 +290,7 @@ class MegatronEngine:
             strain("logprobs", rank=self._parallel.rank, tokens=max(m.token_ids.shape[1] for m in microbatches))
             return microbatches, run_schedule(self._model, microbatches, head, forward_only=True)
 
-        self._agreed = True  # no rank waits for another one before it has its results
-        microbatches, results = self._in_memory(run, batch, whole_plan, max_tokens_per_mb, "a pass without gradients")
+        microbatches, results = self._memory.inference(run, self._sizes(batch, whole_plan, max_tokens_per_mb))
         if not (self._parallel.is_last_stage and self._parallel.tp_rank == 0):
             return None
         own = [self._whole(mb, r) for mb, r, ids in zip(microbatches, results, plan, strict=True) if ids]

@@ -17,7 +17,8 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from allocation import ParallelLayout
-from mcore_adapter.checkpoint import converted_common, finish_folder, write_common
+from mcore_adapter.checkpoint import converted_common, small_files
+from mcore_adapter.checkpoint_files import mark_complete, write_small_files
 from mcore_adapter.conversions import Conversion, OfExpert
 from mcore_adapter.device import get_device
 from mcore_adapter.families import CORRECTION_BIAS, EMBEDDING, hf_shapes, outer_table
@@ -125,7 +126,6 @@ def hf_to_checkpoint(source: Path, target: Path, model: ModelFile, layout: Paral
     WeightsError, ModelConfigError."""
     check_layout(model.config, layout)
     with open_folder(source, model) as folder, StoredTensorsWriter(target) as writer:
-        write_common(target, converted_common())
         holders = _Holders(model, layout)
         for parts in model.parts.values():
             for part in parts:
@@ -137,7 +137,8 @@ def hf_to_checkpoint(source: Path, target: Path, model: ModelFile, layout: Paral
                     progress(tensor.nbytes)
         writer.finish()
     config = hf_config_json(model.config, dtype=model.dtype, is_critic=model.config.is_critic)
-    finish_folder(target, config, source)
+    write_small_files(target, small_files(converted_common(), config), source)
+    mark_complete(target)
 
 
 def different_tensors(

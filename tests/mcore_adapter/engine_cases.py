@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
+from mcore_ranks import Rank
 from torch import Tensor
 
+from allocation import ParallelLayout
+
 VOCAB = 96  # of tiny_models
+MAX_TOKENS = 128
+STEPS = 3
 
 
 def random_batch(num_sequences: int = 12, seed: int = 0, *, shortest: int = 5, longest: int = 40) -> Any:
@@ -60,8 +66,57 @@ def make_engine(parallel: Any, device: Any, folder: str, *, train: bool = True, 
     )
 
 
+def transformers_step(model: Any) -> tuple[float, float, Tensor]:
+    """The first step on random_batch() at temperature 0.8, each sequence on its own through a Hugging Face model: loss
+    of policy_loss, gradient norm, log-probabilities [T]."""
+    batch = random_batch()
+    loss, logprobs = torch.zeros(()), []
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        logp = (model(one.token_ids[None]).logits[0] / 0.8).log_softmax(-1)
+        chosen = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0])) * one.loss_mask
+        entropy = torch.cat((torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1])) * one.loss_mask
+        loss = loss - (one.fields["advantages"] * chosen).sum() - 0.1 * entropy.sum()
+        logprobs.append(chosen.detach())
+    loss = loss / batch.loss_mask.sum()
+    model.zero_grad()
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return loss.item(), grad_norm.item(), torch.cat(logprobs)
+
+
 def per_token(batch: Any, shard: Any) -> Tensor:
     """A shard's values at their places in the batch, NaN elsewhere."""
     out = torch.full((batch.num_tokens,), torch.nan)
     out[batch.token_index(shard.sequences)] = shard.values
     return out
+
+
+def actor_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -> dict[str, Any]:
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, **settings)
+        batch = random_batch()
+        shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
+        steps = [
+            engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS, temperature=0.8, with_entropy=True)
+            for _ in range(STEPS)
+        ]
+        owner = parallel.tp_rank == 0 and parallel.cp_rank == 0 and parallel.is_last_stage
+        return {"steps": steps, "shard": shard, "owner": owner}
+
+
+def whole(results: list[dict[str, Any]]) -> torch.Tensor:
+    """The per-token result of all shards together; every token must come from exactly one."""
+    batch = random_batch()
+    shards = torch.stack([per_token(batch, r["shard"]) for r in results if r["shard"] is not None])
+    assert torch.equal((~shards.isnan()).sum(0), torch.ones(batch.num_tokens, dtype=torch.int64))
+    return shards.nan_to_num().sum(0)
+
+
+def assert_same_steps(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["steps"] == results[0]["steps"], "every rank reports the same numbers"
+    for step, reference in zip(results[0]["steps"], expected[0]["steps"], strict=True):
+        assert step.keys() == reference.keys()
+        for key in step.keys() - {"num_microbatches"}:
+            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key

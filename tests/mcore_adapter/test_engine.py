@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import make_engine, per_token, policy_loss, random_batch, value_loss
+from engine_cases import (
+    MAX_TOKENS,
+    STEPS,
+    actor_run,
+    assert_same_steps,
+    make_engine,
+    per_token,
+    policy_loss,
+    random_batch,
+    transformers_step,
+    value_loss,
+    whole,
+)
 from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
@@ -25,8 +37,6 @@ LAYOUTS = {
     "pp2_vpp2": ParallelLayout(pp=2, vpp=2),
     "tp2_pp2": ParallelLayout(tp=2, pp=2),
 }
-STEPS = 3
-MAX_TOKENS = 128
 
 
 @pytest.fixture(scope="module")
@@ -37,33 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def actor_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -> dict[str, Any]:
-    with rank.joined(layout) as (parallel, device):
-        engine = make_engine(parallel, device, model, **settings)
-        batch = random_batch()
-        shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
-        steps = [
-            engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS, temperature=0.8, with_entropy=True)
-            for _ in range(STEPS)
-        ]
-        owner = parallel.tp_rank == 0 and parallel.cp_rank == 0 and parallel.is_last_stage
-        return {"steps": steps, "shard": shard, "owner": owner}
-
-
 def critic_run(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, Any]:
     with rank.joined(layout) as (parallel, device):
         engine = make_engine(parallel, device, model, is_critic=True, init_critic_from_actor=True)
         batch = random_batch()
         steps = [engine.train_step(batch, value_loss, max_tokens_per_mb=MAX_TOKENS) for _ in range(STEPS)]
         return {"steps": steps, "shard": engine.values(batch, max_tokens_per_mb=MAX_TOKENS)}
-
-
-def whole(results: list[dict[str, Any]]) -> torch.Tensor:
-    """The per-token result of all shards together; every token must come from exactly one."""
-    batch = random_batch()
-    shards = torch.stack([per_token(batch, r["shard"]) for r in results if r["shard"] is not None])
-    assert torch.equal((~shards.isnan()).sum(0), torch.ones(batch.num_tokens, dtype=torch.int64))
-    return shards.nan_to_num().sum(0)
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +63,6 @@ def one_process(ranks: RankPool, folder: Path) -> dict[str, list[dict[str, Any]]
         "qwen3": ranks.run(actor_run, 1, ParallelLayout(), str(folder / "qwen3")),
         "critic": ranks.run(critic_run, 1, ParallelLayout(), str(folder / "qwen3")),
     }
-
-
-def assert_same_steps(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert result["steps"] == results[0]["steps"], "every rank reports the same numbers"
-    for step, reference in zip(results[0]["steps"], expected[0]["steps"], strict=True):
-        assert step.keys() == reference.keys()
-        for key in step.keys() - {"num_microbatches"}:
-            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,22 +102,11 @@ def test_one_process_computes_what_transformers_computes(folder, one_process):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2_tied").float()
-    batch = random_batch()
-    loss, all_logprobs = torch.zeros(()), []
-    for i in range(batch.num_sequences):
-        one = batch.select([i])
-        logp = (model(one.token_ids[None]).logits[0] / 0.8).log_softmax(-1)
-        logprobs = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0])) * one.loss_mask
-        entropy = torch.cat((torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1])) * one.loss_mask
-        loss = loss - (one.fields["advantages"] * logprobs).sum() - 0.1 * entropy.sum()
-        all_logprobs.append(logprobs.detach())
-    loss = loss / batch.loss_mask.sum()
-    loss.backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    loss, grad_norm, logprobs = transformers_step(model)
     first = one_process["qwen2_tied"][0]["steps"][0]
-    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
-    torch.testing.assert_close(whole(one_process["qwen2_tied"]), torch.cat(all_logprobs), rtol=1e-5, atol=1e-5)
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
+    torch.testing.assert_close(whole(one_process["qwen2_tied"]), logprobs, rtol=1e-5, atol=1e-5)
 
 
 def packing_run(rank: Rank, model: str) -> dict[str, Any]:

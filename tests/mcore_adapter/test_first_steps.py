@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_cases import actor_run, assert_same_steps
 from mcore_ranks import RankPool
-from test_engine import actor_run, assert_same_steps
 from tiny_models import EXPERT_MODELS, MODELS
 
 from allocation import ParallelLayout

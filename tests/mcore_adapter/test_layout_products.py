@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from engine_cases import actor_run, assert_same_steps
 from mcore_ranks import RankPool
-from test_engine import actor_run, assert_same_steps
 from tiny_models import EXPERT_MODELS, MODELS
 
 from allocation import ParallelLayout

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import make_engine, per_token, policy_loss, random_batch
+from engine_cases import (
+    MAX_TOKENS,
+    actor_run,
+    assert_same_steps,
+    make_engine,
+    per_token,
+    policy_loss,
+    random_batch,
+    transformers_step,
+    whole,
+)
 from mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
-from test_engine import MAX_TOKENS, actor_run, assert_same_steps, whole
 from tiny_models import EXPERT_MODELS, make_model
 
 from allocation import ParallelLayout
@@ -79,24 +88,12 @@ def test_the_auxiliary_loss_is_the_mean_imbalance_of_the_sequences(
 def test_one_process_computes_what_transformers_computes(ranks: RankPool, model_folders: Any, name: str) -> None:
     folder, model = model_folders[name]
     result = ranks.run(actor_run, 1, ParallelLayout(), str(folder))
-    batch = random_batch()
-    loss, all_logprobs = torch.zeros(()), []
-    for i in range(batch.num_sequences):
-        one = batch.select([i])
-        logp = (model(one.token_ids[None]).logits[0] / 0.8).log_softmax(-1)
-        logprobs = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0])) * one.loss_mask
-        entropy = torch.cat((torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1])) * one.loss_mask
-        loss = loss - (one.fields["advantages"] * logprobs).sum() - 0.1 * entropy.sum()
-        all_logprobs.append(logprobs.detach())
-    loss = loss / batch.loss_mask.sum()
-    model.zero_grad()
-    loss.backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    loss, grad_norm, logprobs = transformers_step(model)
     first = result[0]["steps"][0]
     assert "moe_aux_loss" not in first
-    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
-    torch.testing.assert_close(whole(result), torch.cat(all_logprobs), rtol=1e-5, atol=1e-5)
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
+    torch.testing.assert_close(whole(result), logprobs, rtol=1e-5, atol=1e-5)
 
 
 def balance_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -> dict[str, Any]:
