@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import random
 import shutil
@@ -209,8 +210,10 @@ class GeneratorActor:
         else:
             from rollout.embedded import EmbeddedGenerator
 
+            # The first push brings the weights, before anything is asked of it.
+            config = json.loads((Path(self._settings["model_path"]) / "config.json").read_text(encoding="utf-8"))
             self._generator = EmbeddedGenerator(
-                self._settings["model_path"],
+                config,
                 max_running=self._settings["max_running"],
                 interrupt=self._settings["interrupt"],
                 dtype=self._settings["dtype"],

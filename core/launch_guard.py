@@ -19,7 +19,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,18 +78,30 @@ def _holds_something(process: psutil.Process) -> bool:
 
 
 def unused_shared_memory() -> set[Path]:
-    """This user's files in /dev/shm that no living process has open or mapped, as far as this process may see."""
-    mine = set()
+    """This user's files in /dev/shm that no living process has open or mapped, as far as this process may see.
+
+    Files are known by their inode: whoever makes a semaphore maps it under another name than it has in the end."""
+    mine: dict[int, Path] = {}
     for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
         with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid():
-                mine.add(path)
+            if (status := path.stat()).st_uid == os.getuid():
+                mine[status.st_ino] = path
     for process in psutil.process_iter() if mine else ():
         with contextlib.suppress(OSError, psutil.Error):
-            mapped = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-            opened = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-            mine -= {path for path in mine if str(path) in mapped or str(path) in opened}
-    return mine
+            for inode in _shared_inodes(Path(f"/proc/{process.pid}")):
+                mine.pop(inode, None)
+    return set(mine.values())
+
+
+def _shared_inodes(process: Path) -> Iterator[int]:
+    """Of what a process has mapped or open in /dev/shm. Raises OSError."""
+    here = f"{_SHARED_MEMORY}/"
+    for line in (process / "maps").read_text(errors="replace").splitlines():
+        if here in line:
+            yield int(line.split(maxsplit=5)[4])
+    for link in (process / "fd").iterdir():
+        if os.readlink(link).startswith(here):
+            yield link.stat().st_ino
 
 
 def guard(driver: psutil.Process, names: Sequence[str]) -> bool:

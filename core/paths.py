@@ -1,9 +1,14 @@
-"""Where a run writes. Every path of a run is under `fileroot`; nothing is created here."""
+"""Where a run writes, and that it is the only one that writes there. Every path of a run is under `fileroot`."""
 
 from __future__ import annotations
 
+import fcntl
 import getpass
 import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +29,37 @@ class RunPaths:
         return cls(
             logs=root / "logs" / trial, checkpoints=root / "checkpoints" / trial, recover=root / "recover" / trial
         )
+
+
+class RunningError(ValueError):
+    """Another run of the same trial is under way."""
+
+
+@contextmanager
+def sole_run(logs: Path, *, patience_seconds: float = 10.0) -> Iterator[None]:
+    """While this holds no other run of the trial starts. Raises RunningError where one is under way; one that was just
+    killed has `patience_seconds` to be gone."""
+    logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience_seconds
+    with open(logs / ".running", "a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise RunningError(
+                        f"trial_name={logs.name}: a run of it is under way ({file.read().strip()}); wait for its end, "
+                        "end it, or choose another trial_name"
+                    ) from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def _user() -> str:

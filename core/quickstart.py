@@ -27,7 +27,7 @@ from core.config_rules import cautions
 from core.config_show import help_text, ignored_lines, listing
 from core.errors import first_line
 from core.logs import log_to_terminal
-from core.paths import RunPaths
+from core.paths import RunningError, RunPaths, sole_run
 from core.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 
 logger = logging.getLogger("quickstart")
@@ -51,7 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(problems)
     except ConfigError as error:
         return _refuse(str(error), count=len(error.problems))
-    return _start(arguments.experiment, loaded, console, dry_run=arguments.dry_run)
+    cluster = loaded.config.external_configs.cluster_config
+    paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
+    if arguments.dry_run:
+        return _start(arguments.experiment, loaded, paths, console, dry_run=True)
+    try:
+        with sole_run(paths.logs):
+            return _start(arguments.experiment, loaded, paths, console, dry_run=False)
+    except RunningError as error:
+        return _refuse(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,11 +92,8 @@ def _refuse(message: str, *, count: int = 1) -> int:
     return BAD_INPUT
 
 
-def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: bool) -> int:
+def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Console, *, dry_run: bool) -> int:
     config = loaded.config
-    paths = RunPaths.for_trial(
-        config.external_configs.cluster_config.fileroot, config.experiment_name, config.trial_name
-    )
     log_file = None if dry_run else paths.logs / "master_worker.log"
     log_to_terminal(log_file, level=config.monitor.log_level, console=console)
     console.print(listing(config))

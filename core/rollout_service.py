@@ -44,6 +44,7 @@ class RolloutService:
         over_age: OverAge,
         in_order: bool,
         num_epochs: int,
+        num_steps: int | None,
         sampling: SamplingParams,
         eval_sampling: SamplingParams,
         max_in_flight: int,
@@ -91,6 +92,7 @@ class RolloutService:
             over_age=over_age,
             in_order=in_order,
             num_epochs=num_epochs,
+            num_steps=num_steps,
             max_in_flight=max_in_flight,
             stats_sources=(self._rewards.stats, self.router.stats),
         )

@@ -319,6 +319,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
         "over_age": config.staleness.over_age,
         "in_order": config.staleness.in_order,
         "num_epochs": config.exp_ctrl.total_train_epochs,
+        "num_steps": config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
         "sampling": sampling,
         "eval_sampling": eval_sampling,
         "max_in_flight": max(2, -(-5 * slots // (4 * config.group_size))),

@@ -50,6 +50,8 @@ class StepSchedule:
     """Prompts of one step."""
     num_epochs: int | None = None
     """None: no end."""
+    num_steps: int | None = None
+    """Where the run ends before its epochs do."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -57,16 +59,21 @@ class StepSchedule:
 
     @property
     def total_prompts(self) -> int | None:
-        return None if self.num_epochs is None else self.num_epochs * self.num_prompts
+        limits = [] if self.num_epochs is None else [self.num_epochs * self.num_prompts]
+        limits += [] if self.num_steps is None else [self._before(self.num_steps)]
+        return min(limits, default=None)
 
     def consumed_before(self, step: int) -> int:
         """Prompts that steps 0..step-1 consume together."""
+        consumed, total = self._before(step), self.total_prompts
+        return consumed if total is None else min(consumed, total)
+
+    def _before(self, step: int) -> int:
         epoch, within = divmod(step, self.steps_per_epoch)
-        consumed = epoch * self.num_prompts + min(within * self.batch_size, self.num_prompts)
-        return consumed if self.total_prompts is None else min(consumed, self.total_prompts)
+        return epoch * self.num_prompts + min(within * self.batch_size, self.num_prompts)
 
     def batch_of(self, step: int) -> int:
-        """Prompts that `step` consumes; 0 after the last epoch."""
+        """Prompts that `step` consumes; 0 after the last step."""
         return self.consumed_before(step + 1) - self.consumed_before(step)
 
     def step_of(self, position: int) -> int:
@@ -102,7 +109,7 @@ class StalenessBuffer:
         self._last: dict[str, float] = {}
 
     def may_start(self, position: int, version: int) -> bool:
-        """The rule of admission, and the end of the last epoch."""
+        """The rule of admission, and the end of the last step."""
         total = self.schedule.total_prompts
         return (total is None or position < total) and self.schedule.step_of(position) <= version + self.max_staleness
 
@@ -251,8 +258,8 @@ class StalenessBuffer:
         self.next_step = step
 
     def _num_steps(self) -> str:
-        epochs = self.schedule.num_epochs
-        return "endless" if epochs is None else str(epochs * self.schedule.steps_per_epoch)
+        total = self.schedule.total_prompts
+        return "endless" if total is None else str(self.schedule.step_of(total - 1) + 1)
 
 
 def _decrease(counter: Counter[int], key: int) -> None:

@@ -42,11 +42,13 @@ class RolloutProducer:
         over_age: OverAge = "wait",
         in_order: bool = False,
         num_epochs: int | None = None,
+        num_steps: int | None = None,
         max_in_flight: int | None = None,
         max_retries: int = 3,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
-        """`batch_size`: prompts of one step. `num_epochs`: prompts after that are not started; None: no end.
+        """`batch_size`: prompts of one step. `num_epochs`, `num_steps`: prompts after the first of the two
+        ends are not started; None: no end.
 
         `max_in_flight` caps the prompts sampled at once; best what the generators really run at once, as prompts that
         only queue there age for nothing. A workflow that raises is run again `max_retries` times, with the same seeds;
@@ -56,7 +58,9 @@ class RolloutProducer:
         for name, value, least in limits:
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        schedule = StepSchedule(num_prompts=len(dataset), batch_size=batch_size, num_epochs=num_epochs)
+        schedule = StepSchedule(
+            num_prompts=len(dataset), batch_size=batch_size, num_epochs=num_epochs, num_steps=num_steps
+        )
         self._buffer = StalenessBuffer(schedule, max_staleness=max_staleness, over_age=over_age, in_order=in_order)
         self._dataset = dataset
         self._workflow = workflow

@@ -10,6 +10,7 @@ Invariant: `names` maps each Hugging Face name to a view into that storage, so t
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,12 +125,9 @@ class ModelWeights:
         return name.endswith("rotary_emb.inv_freq") or (self._config.tie_word_embeddings and name == "lm_head.weight")
 
     def load_folder(self, path: str | Path) -> None:
-        """Read every *.safetensors of a Hugging Face folder. Raises ValueError where one is missing, truncated or
-        does not hold this model."""
-        files = sorted(Path(path).glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"{path}: no *.safetensors file")
-        for file in files:
+        """Read the weights of a Hugging Face folder. Raises ValueError where a file is missing, truncated or does not
+        hold this model."""
+        for file in _weight_files(Path(path)):
             try:
                 for name, tensor in _read(file):
                     self.update({name: tensor})
@@ -139,6 +137,19 @@ class ModelWeights:
                 raise ValueError(f"{file}: {e}") from e
         if self.missing:
             raise ValueError(f"{path} lacks {len(self.missing)} parameters, among them {min(self.missing)}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that the index names: a folder may hold the same weights in another form beside them."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{index}: not an index of safetensors files ({type(e).__name__})") from None
+    if not single.is_file():
+        raise ValueError(f"{folder}: neither {single.name} nor {index.name}")
+    return [single]
 
 
 def _read(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -146,6 +147,14 @@ def test_a_killed_run_continues_where_its_last_checkpoint_was(assets, run_comman
     assert [m["lr"] for m in rows] == pytest.approx([1e-3 * (1 - (m["step"] - 1) / 15) for m in rows])
     kept = sorted(p.name for p in next(Path(second.root).glob("recover/*/test/trial")).iterdir())
     assert kept == ["globalstep14", "globalstep15"]
+
+
+def test_a_model_of_random_weights_needs_none_on_the_disk(assets, run_command, tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    shutil.copytree(assets.model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    command = run_command("ppo-math", ppo(assets, actor={"path": str(folder), "init_from_scratch": True}))
+    assert command.finish() == 0, command.output()[-4000:]
+    assert trained_steps(command) == list(range(1, 6))
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -39,6 +40,19 @@ def test_a_schedule_cuts_every_epoch_into_whole_steps(num_prompts: int, batch_si
     assert schedule.batch_of(num_steps) == 0
     assert [schedule.consumed_before(step) for step in range(num_steps)] == [step[0] for step in steps]
     assert {k // num_prompts for k in steps[-1]} == {num_epochs - 1}
+
+
+@settings(max_examples=100, deadline=None)
+@given(num_prompts=st.integers(1, 30), batch_size=st.integers(1, 40), num_steps=st.integers(1, 9))
+def test_a_schedule_that_is_cut_short_starts_no_prompt_of_a_later_step(
+    num_prompts: int, batch_size: int, num_steps: int
+) -> None:
+    whole = StepSchedule(num_prompts=num_prompts, batch_size=batch_size, num_epochs=3)
+    cut = replace(whole, num_steps=num_steps)
+    buffer = StalenessBuffer(cut, max_staleness=100)
+    started = [k for k in range(3 * num_prompts) if buffer.may_start(k, 0)]
+    assert started == [k for k in range(3 * num_prompts) if whole.step_of(k) < num_steps]
+    assert [cut.batch_of(step) for step in range(num_steps)] == [whole.batch_of(step) for step in range(num_steps)]
 
 
 def due_by_brute_force(buffer: StalenessBuffer, started: dict[int, int], finished: set[int], step: int) -> bool:

@@ -19,6 +19,7 @@ from embedded_models import (
     run,
     write_model,
 )
+from safetensors.torch import save_file
 
 from rollout.embedded import EmbeddedGenerator
 from rollout.embedded.config import InferenceConfig
@@ -163,8 +164,16 @@ def test_a_missing_folder_a_truncated_file_and_absent_parameters_are_named(tmp_p
     with pytest.raises(ValueError, match="model.safetensors cannot be read.*truncated"):
         EmbeddedGenerator(tmp_path)
     file.unlink()
-    with pytest.raises(ValueError, match="no \\*.safetensors file"):
+    with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
         EmbeddedGenerator(tmp_path)
+
+
+def test_weights_in_another_form_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    write_model("qwen2", tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    weights = ModelWeights(InferenceConfig.from_folder(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    weights.load_folder(tmp_path)
+    assert not weights.missing
 
 
 def test_tensors_of_another_model_are_refused_before_anything_changes(qwen2: Any) -> None:
