@@ -131,7 +131,9 @@ def test_whole_numbers_may_be_written_in_any_notation(tmp_path: Path, text: str,
     assert isinstance(max_tokens, int)
 
 
-@pytest.mark.parametrize("text", ["1.5", "true", "abc", "inf", "nan", "[1]", "{a: 1}", "null"])
+@pytest.mark.parametrize(
+    "text", ["1.5", "true", "abc", "inf", "nan", "[1]", "{a: 1}", "null", "1_", "1__0", "9" * 5000]
+)
 def test_what_is_not_a_whole_number_is_refused(tmp_path: Path, text: str) -> None:
     (message,) = errors(tmp_path, SMALLEST_PPO, f"group_size={text}")
     assert message.startswith(f"override 'group_size={text}': group_size: must be an integer, got ")
