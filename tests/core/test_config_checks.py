@@ -46,6 +46,14 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
     assert "model/config.json: no such file" in message
 
 
+def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), f"actor.path={'m' * 300}")
+    assert "actor.path: mmm" in message and ("no such folder" in message or "File name too long" in message)
+    (tmp_path / "odd" / "config.json").mkdir(parents=True)
+    (message,) = problems(tmp_path / "run.yaml", f"actor.path={tmp_path / 'odd'}")
+    assert "actor.path: odd/config.json: Is a directory; a model is a local Hugging Face folder" in message
+
+
 def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     (message,) = problems(path, "actor.type._class=llama")
@@ -145,6 +153,11 @@ def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: st
     (tmp_path / "prompts.jsonl").write_text(content)
     (found,) = problems(path)
     assert f"dataset.path: {message}" in found
+
+
+def test_a_data_set_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "dataset.path=/proc/self/mem")  # opens; every read is an EIO
+    assert message.endswith("/proc/self/mem: cannot read the data set: Input/output error; name a jsonl file")
 
 
 def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
