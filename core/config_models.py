@@ -21,7 +21,8 @@ class ModelFamily(Section):
 
     family: str = key(
         "auto",
-        "Model family (qwen2, qwen3, llama); must agree with config.json. auto: what config.json says",
+        "Model family (qwen2, qwen3, llama, mistral, qwen3_moe, deepseek_v2, deepseek_v3); must agree with "
+        "config.json. auto: what config.json says",
         alias="_class",
     )
     is_critic: bool = key(False, "True for a model with a value head")

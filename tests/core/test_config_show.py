@@ -9,7 +9,9 @@ from config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 from core.config import EXPERIMENTS
 from core.config_base import Section, all_keys, fields_by_key, sub_section
 from core.config_load import load_config
+from core.config_models import ModelFamily
 from core.config_show import help_text, listing
+from mcore_adapter.hf_config import SUPPORTED
 
 
 def sections(model: type[Section]) -> set[type[Section]]:
@@ -54,6 +56,11 @@ def test_help_has_every_key_with_type_default_and_meaning(experiment: str) -> No
     text = help_text(experiment, EXPERIMENTS[experiment])
     for key in all_keys(EXPERIMENTS[experiment]):
         assert re.search(rf"^  {re.escape(key)} \([^)]+; (default .*|required)\)\n      \S.+$", text, re.MULTILINE), key
+
+
+def test_the_help_of_a_models_family_names_every_one_there_is() -> None:
+    description = ModelFamily.model_fields["family"].description or ""
+    assert f"({', '.join(SUPPORTED)})" in description
 
 
 def test_help_shows_choices_defaults_and_what_is_ignored() -> None:

@@ -56,6 +56,11 @@ def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) ->
     assert re.search(rf"^{LINE}INFO: Dry run: every check passed", lines[-1])
 
 
+def test_values_are_listed_as_they_were_written(tmp_path: Path) -> None:
+    done = run("ppo-math", "--config", str(write_run(tmp_path)), "--dry-run", "wandb.group=':x:'")
+    assert "wandb.group (str | None) - :x:\n" in done.stdout
+
+
 def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     done = run("ppo-math", "--config", str(path), "--dry-run", "ppo.gen.top_p=0.9", "ppo.gen.min_new_tokens=2")
