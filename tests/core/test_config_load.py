@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from core.config import PPOMATHConfig
+from core.config_allocation import resolve_allocation
 from core.config_base import ConfigError
 from core.config_load import load_config
 
@@ -322,7 +323,11 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ("mode=local launch.ray_address=head:6379", "mode: mode=local is this machine alone"),
         ("n_gpus_per_node=8", "allocation_mode: 'embedded.d1m1p1+d1m1p1': needs 1 + 1 = 2 GPUs"),
         ("allocation_mode=vllm.d1m1p1+d1m1p1", "allocation_mode: 'vllm.d1m1p1+d1m1p1': "),
-        ("actor_train.device_mapping=list(range(0,2))", "and actor_train.device_mapping both say where roles run"),
+        (
+            "allocation_mode=embedded.d1m1p1+d1m1p1 actor_train.device_mapping=[0,1]",
+            "allocation_mode: 'embedded.d1m1p1+d1m1p1': and actor_train.device_mapping both say where roles run",
+        ),
+        ("actor_train.device_mapping=[0,1] actor_train.layout=q4", "actor_train.layout: 'q4': no dimension"),
         ("actor.fp8=true", "actor.fp8: fp8=true needs GPUs, this run trains on the CPU; write false"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true needs GPUs"),
         (
@@ -340,6 +345,26 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
 def test_keys_that_contradict_each_other_are_told_apart(tmp_path: Path, overrides: str, message: str) -> None:
     found = errors(tmp_path, SMALLEST_PPO, *overrides.split())
     assert any(message in line for line in found), found
+
+
+def test_a_device_mapping_needs_no_allocation_mode(tmp_path: Path) -> None:
+    config = load(tmp_path, SMALLEST_PPO, "actor_gen.device_mapping=[0]", "actor_train.device_mapping=[1]")
+    assert str(resolve_allocation(config)).endswith(".d1m1p1+d1m1p1")
+
+
+def test_sft_has_one_section_for_its_place_and_no_generator(tmp_path: Path) -> None:
+    text = "experiment_name: s\ntrial_name: t\nmodel: {path: m}\ndataset: {train_path: d, train_bs_n_seqs: 8}\n"
+    options = {"experiment": "sft"}
+    config = load(tmp_path, text, "n_gpus_per_node=4", "allocation_mode=heuristic", **options)
+    assert len(resolve_allocation(config).trainer.slots) == 4
+    for override, message in [
+        ("allocation_mode=embedded.d1m1p1+d1m1p1", "this run samples nothing"),
+        ("allocation.device_mapping=[0,5]", "allocation.device_mapping: [0, 5]: slot 5 does not exist"),
+        ("allocation={device_mapping: '[0,1]', layout: q4}", "allocation.layout: 'q4': no dimension"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, text, "n_gpus_per_node=2", override, **options)
+        assert message in str(caught.value)
 
 
 def test_keys_that_only_a_run_with_that_role_uses_are_not_checked_without_it(tmp_path: Path) -> None:
