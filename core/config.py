@@ -138,6 +138,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     RENAMED = {
         **CommonExperimentConfig.RENAMED,
+        "actor_infer": "actor_gen",
+        "reference": "ref_inf",
+        "critic.device_mapping": "critic_train.device_mapping",
+        "critic.layout": "critic_train.layout",
         "mask_no_eos_with_zero": "ppo.mask_no_eos_with_zero",
         "max_head_offpolicyness": "staleness.max_staleness",
         "ppo.use_decoupled_loss": "algorithm.decoupled",

@@ -103,6 +103,21 @@ def test_other_spellings_of_a_key_mean_the_same(tmp_path: Path) -> None:
     assert config.external_configs.cluster_config.fileroot == "/storage/ray/experiments"
 
 
+def test_the_sections_of_a_device_mapping_configuration_are_the_roles_here(tmp_path: Path) -> None:
+    text = """\
+actor_train: {device_mapping: "list(range(0,4))"}
+actor_infer: {device_mapping: "list(range(4,8))", layout: sglang.d2m2p1}
+reference: {device_mapping: "list(range(0,4))", layout: d2m2p1}
+critic: {device_mapping: "list(range(0,4))", layout: d1m4p1, init_critic_from_actor: true}
+"""
+    head = "experiment_name: e\ntrial_name: t\nn_gpus_per_node: 8\nactor: {path: m}\ndataset: {path: d}\n"
+    allocation = resolve_allocation(load(tmp_path, head + text).config)
+    layouts = {role: str(placed.layout) for role, placed in allocation.roles.items()}
+    assert (layouts["actor_gen"], layouts["ref_inf"], layouts["critic_train"]) == ("d2m2p1", "d2m2p1", "d1m4p1")
+    with pytest.raises(ConfigError, match="actor_infer: is another name of actor_gen, which is given too"):
+        load(tmp_path, head + text, "actor_gen.layout=d4m1p1")
+
+
 def test_two_spellings_of_one_key_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, ASYNC_PPO_EVERY_KEY, "staleness.max_staleness=1")
