@@ -153,6 +153,8 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
         choose_transport(config.push.type, allocation)
     except ValueError as impossible:
         yield Violation(("push.type", *size), str(impossible))
+    yield from _shared_ranks(config, allocation)
+    yield from _interrupt(config, allocation)
     uneven = _minibatches(config)
     if uneven:
         yield uneven
@@ -169,6 +171,32 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
             if error.key not in seen:  # roles of one layout break the same rule
                 seen.add(error.key)
                 yield _violation(error, *size, "group_size", "dataset.train_bs_n_seqs", "ppo.ppo_n_minibatches")
+
+
+def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    """A model that is trained has its weights once, on the ranks of its training."""
+    for train, inference in (("actor_train", "actor_inf"), ("critic_train", "critic_inf")):
+        a, b = allocation.roles[train], allocation.roles[inference]
+        if inference not in config.roles or (a.layout, a.slots) == (b.layout, b.slots):
+            continue
+        by_mapping = config.roles[inference].device_mapping is not None
+        yield Violation(
+            (f"{inference}.device_mapping" if by_mapping else "allocation_mode", "n_nodes", "n_gpus_per_node"),
+            f"{inference} has {b.layout} on {b.row().placement}, {train} has {a.layout} on {a.row().placement}: both "
+            f"run on the same ranks; leave {inference} out, or write the layout and the slots of {train}",
+        )
+
+
+def _interrupt(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    generator, interrupt = allocation.generator, config.generator.interrupt
+    takes_turns = allocation.colocated and uses_gpus(allocation, config.actor.sglang)  # and aborts, whatever is asked
+    if generator.backend == "sglang" and generator.layout.pp > 1 and interrupt != "abort" and not takes_turns:
+        yield Violation(
+            ("generator.interrupt", "allocation_mode"),
+            f"interrupt={interrupt} needs p1 on the generator's side, got {generator.layout}: a SGLang server of "
+            f"{generator.layout.pp} pipeline stages does not tell the versions of single tokens; write abort, or "
+            "tensor parallelism (m) instead of p",
+        )
 
 
 def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:

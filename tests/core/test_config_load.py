@@ -328,6 +328,18 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "allocation_mode: 'embedded.d1m1p1+d1m1p1': and actor_train.device_mapping both say where roles run",
         ),
         ("actor_train.device_mapping=[0,1] actor_train.layout=q4", "actor_train.layout: 'q4': no dimension"),
+        (
+            "n_gpus_per_node=5 allocation_mode=embedded.d1+actor_train:d4m1p1,actor_inf:d2m2p1",
+            "allocation_mode: actor_inf has d2m2p1 on node 0: 1-4, actor_train has d4m1p1 on node 0: 1-4: both run on",
+        ),
+        (
+            "actor_gen.device_mapping=[0] actor_train.device_mapping=[1] actor_inf.device_mapping=[0]",
+            "actor_inf.device_mapping: actor_inf has d1m1p1 on node 0: 0, actor_train has d1m1p1 on node 0: 1: both",
+        ),
+        (
+            "n_gpus_per_node=4 allocation_mode=sglang.d1m1p2+d2m1p1",
+            "generator.interrupt: interrupt=retract needs p1 on the generator's side, got d1m1p2: a SGLang server",
+        ),
         ("actor.fp8=true", "actor.fp8: fp8=true needs GPUs, this run trains on the CPU; write false"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true needs GPUs"),
         (
@@ -345,6 +357,20 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
 def test_keys_that_contradict_each_other_are_told_apart(tmp_path: Path, overrides: str, message: str) -> None:
     found = errors(tmp_path, SMALLEST_PPO, *overrides.split())
     assert any(message in line for line in found), found
+
+
+def test_a_critic_that_does_not_run_may_stand_anywhere(tmp_path: Path) -> None:
+    placed = ["n_gpus_per_node=5", "allocation_mode=embedded.d1+*:d4m1p1,critic_inf:d2m2p1"]
+    placed.append("dataset.train_bs_n_seqs=16")
+    load(tmp_path, SMALLEST_PPO, *placed)
+    found = errors(tmp_path, SMALLEST_PPO, *placed, "ppo.disable_value=false", "critic.path=c")
+    assert "allocation_mode: critic_inf has d2m2p1 on node 0: 1-4" in "".join(found)
+
+
+@pytest.mark.parametrize("override", ["generator.interrupt=abort", "allocation_mode=sglang.d1m1p4|d4m1p1"])
+def test_servers_of_several_pipeline_stages_abort(tmp_path: Path, override: str) -> None:
+    placed = ["n_gpus_per_node=4", "allocation_mode=sglang.d1m1p2+d2m1p1", "dataset.train_bs_n_seqs=16"]
+    load(tmp_path, SMALLEST_PPO, *placed, override)
 
 
 def test_a_device_mapping_needs_no_allocation_mode(tmp_path: Path) -> None:
