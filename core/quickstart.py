@@ -90,7 +90,11 @@ def _start(experiment: str, loaded: LoadedConfig, console: Console, *, dry_run: 
         config.external_configs.cluster_config.fileroot, config.experiment_name, config.trial_name
     )
     log_file = None if dry_run else paths.logs / "master_worker.log"
-    log_to_terminal(log_file, level=config.monitor.log_level, console=console)
+    try:
+        log_to_terminal(log_file, level=config.monitor.log_level, console=console)
+    except OSError as error:
+        key = "external_configs.cluster_config.fileroot"
+        return _refuse(f"{key}: cannot write {error.filename}: {error.strerror}; set it to a folder that you may write")
     console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:

@@ -13,6 +13,7 @@ from config_inputs import SMALLEST_PPO, write_model, write_prompts, write_run, w
 
 from core.checks import run_checks
 from core.config_load import load_config
+from core.paths import RunPaths
 
 
 def problems(path: Path, *overrides: str) -> list[str]:
@@ -242,6 +243,31 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
         (message,) = problems(path, f"external_configs.cluster_config.fileroot={root}")
         assert "external_configs.cluster_config.fileroot: " in message
         assert "cannot write in" in message
+
+
+def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs
+    logs.parent.mkdir(parents=True)
+    logs.touch()
+    (tmp_path / "out" / "recover").symlink_to("/proc")  # where nothing can be made
+    assert [line.partition("fileroot: ")[2].partition(";")[0] for line in problems(path)] == [
+        f"out: cannot write in {str(logs).replace(f'{tmp_path}/', '')}: Not a directory",
+        "out: cannot write in out/recover: No such file or directory",
+    ]
+
+
+def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    path = write_run(tmp_path)
+    nodes = ["n_nodes=2", "n_gpus_per_node=1"]
+    assert problems(path, *nodes) == [], "processes without GPUs find room on one machine"
+    (message,) = problems(path, *nodes, "allocation_mode=sglang.d1+d1")
+    assert message.startswith("launch.ray_address: needed with n_nodes=2, or Ray is started on this machine alone; run")
+    assert problems(path, *nodes, "allocation_mode=sglang.d1+d1", "launch.ray_address=head:6379") == []
+    assert problems(path, *nodes, "allocation_mode=sglang.d1+d1", "external_configs.envs.RAY_ADDRESS=head:6379") == []
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert problems(path, *nodes, "allocation_mode=sglang.d1+d1") == []
 
 
 def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
