@@ -7,7 +7,7 @@ method, so that the rule is written once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from core.config_base import Section, key, section
 from core.config_models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig
@@ -104,6 +104,10 @@ class CommonExperimentConfig(Section):
     launch: LaunchConfig = section(LaunchConfig, "Processes")
     deadlines: DeadlineConfig = section(DeadlineConfig, "Longest times; nothing waits for ever")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
+
+    def masked(self) -> Self:
+        """The same, to be printed or uploaded: without secrets."""
+        return self.model_copy(update={"external_configs": self.external_configs.masked()})
 
 
 class PPOMATHOptions(Section):
