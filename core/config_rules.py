@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from allocation import TRAINER_ROLE, Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from core.config import ExperimentConfig, PPOMATHConfig
-from core.config_allocation import resolve_allocation, uses_gpus
-from core.config_models import ModelTrainEvalConfig
+from core.config_allocation import placed_roles, resolve_allocation, uses_gpus
+from core.config_models import GenerationRoleConfig, ModelTrainEvalConfig
 from core.push_config import choose_transport
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
@@ -47,6 +47,9 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
 
 def cautions(config: ExperimentConfig) -> Iterator[str]:
     """What is allowed and may not be meant."""
+    if unread := list(_unread_keys(config)):
+        them = "it" if len(unread) == 1 else "them"
+        yield f"{', '.join(unread)}: nothing in this run reads {them}; leave {them} out"
     if isinstance(config, PPOMATHConfig):
         gen = config.ppo.gen
         if gen.top_p < 1.0 or 0 < gen.top_k < _MORE_THAN_ALL_TOKENS:
@@ -60,6 +63,31 @@ def cautions(config: ExperimentConfig) -> Iterator[str]:
                 f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then answers are sampled without the tokens that "
                 "would end them, the trainer's log-probabilities count those in; min_new_tokens=0 is exact"
             )
+
+
+def _unread_keys(config: ExperimentConfig) -> Iterator[str]:
+    """Keys that were given, and that this run has no use for."""
+    models: dict[str, ModelTrainEvalConfig]
+    sections: dict[str, GenerationRoleConfig]
+    if isinstance(config, PPOMATHConfig):
+        models = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+        sections = {"critic_train": config.critic_train, "critic_inf": config.critic_inf, "ref_inf": config.ref_inf}
+        running = placed_roles(config)
+    else:
+        models, sections, running = {"model": config.model}, {}, {"allocation": config.allocation}
+    for name, model in models.items():
+        if model.sglang and name != "actor":
+            yield f"{name}.sglang"
+        if model.init_critic_from_actor and name != "critic":
+            yield f"{name}.init_critic_from_actor"
+        if name == "ref":
+            given = [key for key in type(model.optimizer).model_fields if key in model.optimizer.model_fields_set]
+            yield from (f"ref.optimizer.{key}" for key in given if (key, model.optimizer.type) != ("type", "empty"))
+    for name, section in {**sections, **running}.items():
+        if section.device_mapping is not None and name not in running:
+            yield f"{name}.device_mapping"
+        if section.layout is not None and (section.device_mapping is None or name not in running):
+            yield f"{name}.layout"
 
 
 def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:

@@ -36,6 +36,31 @@ def test_a_top_k_of_all_tokens_is_no_reason_for_a_warning(tmp_path: Path) -> Non
     assert len(list(cautions(load(tmp_path, texts[0], "ppo.gen.top_p=1", "ppo.gen.top_k=50").config))) == 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ("critic.sglang.a=1 ref.sglang.a=1 actor.sglang.a=1", "critic.sglang, ref.sglang"),
+        (
+            "ref.optimizer.lr=0.5 ref.optimizer.beta1=0.9 ref.optimizer.type=empty",
+            "ref.optimizer.lr, ref.optimizer.beta1",
+        ),
+        ("actor.init_critic_from_actor=true ref.init_critic_from_actor=false", "actor.init_critic_from_actor"),
+        ("ref_inf.device_mapping=[0] ref_inf.layout=d1", "ref_inf.device_mapping, ref_inf.layout"),
+        ("actor_gen.layout=d64", "actor_gen.layout"),
+        ("ref.optimizer.type=empty", ""),
+    ],
+)
+def test_keys_that_nothing_reads_are_named_in_one_warning(tmp_path: Path, overrides: str, keys: str) -> None:
+    warnings = list(cautions(load(tmp_path, PPO_7B_128_GPUS, *overrides.split()).config))
+    assert [line.partition(": nothing in this run reads")[0] for line in warnings] == [keys] * bool(keys)
+
+
+def test_what_sft_does_not_read_is_named_too(tmp_path: Path) -> None:
+    assert list(cautions(load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config)) == []
+    (warning,) = cautions(load(tmp_path, SFT_32B_128_GPUS, "model.sglang.a=1", experiment="sft").config)
+    assert warning == "model.sglang: nothing in this run reads it; leave it out"
+
+
 def test_its_values_arrive(tmp_path: Path) -> None:
     config = load(tmp_path, PPO_7B_128_GPUS).config
     assert config.actor.type.family == "qwen2"
