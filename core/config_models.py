@@ -136,7 +136,7 @@ class GenerationRoleConfig(Section):
     }
 
     device_mapping: str | list[int] | None = key(
-        None, "Global GPU indices of the role, as in list(range(0,8)); used with an empty allocation_mode"
+        None, "Global GPU indices of the role, as in list(range(0,8)); instead of an allocation_mode"
     )
     layout: str | None = key(None, "Parallel layout of device_mapping, as in d4m2p1. null: all data parallel")
 
