@@ -45,7 +45,8 @@ def parse_device_mappings(
 
     Slot i is GPU i % n_gpus_per_node of node i // n_gpus_per_node. Roles whose slots overlap are colocated. A role
     without a mapping takes that of the role it falls back to (plan.FALLBACK; the generator: the trainer's slots). The
-    layout of actor_gen may name its backend ('sglang.d4m2p1'). Raises AllocationError; its key is the device_mapping.
+    layout of actor_gen may name its backend ('sglang.d4m2p1'). Raises AllocationError; its key is the device_mapping
+    or the layout.
     """
     cluster = make_cluster(n_nodes, n_gpus_per_node)
     slots = [Slot(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus_per_node)]
@@ -58,9 +59,13 @@ def parse_device_mappings(
             # Colocated roles repeat one text: read it once.
             devices = read.get(str(mapping)) or parse_devices(mapping, limit=cluster.num_slots)
             _check_devices(devices, cluster)
-            backend, degrees = _role_layout(role, layout, len(devices), default_backend)
         except AllocationError as error:
             raise error.within(f"{name}.device_mapping", mapping) from None
+        try:
+            backend, degrees = _role_layout(role, layout, len(devices), default_backend)
+        except AllocationError as error:
+            raise error.within(f"{name}.layout", layout) from None
+        _check_count(degrees, len(devices), key=f"{name}.device_mapping", value=mapping)
         read[str(mapping)] = devices
         used.update(devices)
         roles[role] = RoleAllocation(role, backend, degrees, tuple(slots[i] for i in devices))
@@ -121,12 +126,17 @@ def _role_layout(
         raise AllocationError(f"{role} runs on megatron, not on {backend}", nearest=str(degrees))
     else:
         backend = "megatron"
+    return backend, degrees
+
+
+def _check_count(degrees: ParallelLayout, num_devices: int, *, key: str, value: object) -> None:
     if degrees.world_size != num_devices:
         raise AllocationError(
             f"lists {num_devices} slots for the {degrees.world_size} ranks of {degrees}",
+            key=key,
+            value=value,
             nearest=f"{degrees.world_size} slots, or layout {nearest_layout(degrees, num_devices)}",
         )
-    return backend, degrees
 
 
 def _check_all_used(used: set[int], cluster: Cluster) -> None:

@@ -200,7 +200,7 @@ def _prefix(text: str) -> tuple[str | None, str]:
 def _parse_moe(text: str) -> ParallelLayout:
     parts = [_prefix(part) for part in _split(text[1:-1], "|")] if text.endswith(")") else []
     if [name for name, _ in parts] != ["attn", "ffn"]:
-        raise AllocationError("a MoE layout is (attn:layout|ffn:layout)", "(attn:d4m2p2c2|ffn:d2m4p2e2)")
+        raise AllocationError("a MoE layout is (attn:layout|ffn:layout)", "(attn:d4m2p2c2|ffn:d8m1p2e2)")
     attn, ffn = (_dims(rest.strip()) for _, rest in parts)
     if "ep" in attn:
         raise AllocationError(f"e{attn['ep']} belongs to the experts: write it in ffn")

@@ -17,6 +17,7 @@ from allocation.layout import (
     ParallelLayout,
     check_generator_layout,
     generator_layout_for,
+    nearest_layout,
 )
 from allocation.placement import Cluster
 from allocation.plan import FALLBACK, Allocation, format_layouts, place
@@ -30,23 +31,25 @@ def parse(
     n_gpus_per_node: int,
     key: str = "allocation_mode",
     default_backend: Backend = "embedded",
+    trainer_only: bool = False,
 ) -> Allocation:
     """Place every role as `text` says on a cluster of n_nodes x n_gpus_per_node slots.
 
     The grammar is in grammar.py; without '+' every role uses all slots. `default_backend` is the generator's where the
-    text names none. Raises AllocationError.
+    text names none. `trainer_only`: nothing is sampled, so a side for the generator is an error. Raises
+    AllocationError.
     """
     cluster = make_cluster(n_nodes, n_gpus_per_node)
     if not isinstance(text, str):
         raise AllocationError("expected text", key=key, value=text, nearest="'sglang.d4m2p1+d2m4p1'")
     try:
-        return _resolve(text.strip(), cluster, default_backend)
+        return _resolve(text.strip(), cluster, default_backend, trainer_only)
     except AllocationError as error:
         raise error.within(key, text) from None
 
 
-def _resolve(text: str, cluster: Cluster, default_backend: Backend) -> Allocation:
-    heuristic = _heuristic(cluster, default_backend)
+def _resolve(text: str, cluster: Cluster, default_backend: Backend, trainer_only: bool) -> Allocation:
+    heuristic = _heuristic(cluster, default_backend, trainer_only)
     if text in ("manual", "search"):
         way = "set device_mapping for each role, or" if text == "manual" else "no search over layouts is made here:"
         raise AllocationError(f"{way} write the layouts", nearest=f"heuristic, or {_format(heuristic)}")
@@ -56,6 +59,11 @@ def _resolve(text: str, cluster: Cluster, default_backend: Backend) -> Allocatio
     trainer = _layouts_by_role(spec.trainer)
     backend = spec.backend or default_backend
     generator = spec.generator
+    if trainer_only and generator is not None:
+        raise AllocationError(
+            "this run samples nothing: a generator's side would keep its slots idle",
+            nearest=str(nearest_layout(trainer[TRAINER_ROLE], cluster.num_slots)),
+        )
     if generator is None:
         generator = generator_layout_for(spec.trainer.get(REST, trainer[TRAINER_ROLE]), backend)
     check_generator_layout(generator, backend)
@@ -63,11 +71,13 @@ def _resolve(text: str, cluster: Cluster, default_backend: Backend) -> Allocatio
     return place(cluster, backend=backend, generator=generator, trainer=trainer, disaggregated=spec.disaggregated)
 
 
-def _heuristic(cluster: Cluster, backend: Backend) -> Spec:
-    """Half of the slots sample, the others train, all data parallel.
+def _heuristic(cluster: Cluster, backend: Backend, trainer_only: bool) -> Spec:
+    """Half of the slots sample, the others train, all data parallel; all of them train where nothing is sampled.
 
     Half is rounded down; where there are several nodes it is half of the nodes. A single slot is shared.
     """
+    if trainer_only:
+        return Spec(backend=backend, trainer={REST: ParallelLayout(dp=cluster.num_slots)})
     if cluster.num_slots == 1:
         return Spec(backend=backend, generator=ParallelLayout(), trainer={REST: ParallelLayout()})
     granule = cluster.n_gpus_per_node if cluster.n_nodes > 1 else 1
@@ -81,10 +91,11 @@ def _heuristic(cluster: Cluster, backend: Backend) -> Spec:
 
 
 def _format(spec: Spec) -> str:
-    assert spec.backend and spec.generator, "a heuristic spec says everything"
-    return format_layouts(
-        spec.backend, spec.generator, _layouts_by_role(spec.trainer), disaggregated=spec.disaggregated
-    )
+    trainer = _layouts_by_role(spec.trainer)
+    if spec.generator is None:
+        return str(trainer[TRAINER_ROLE])
+    assert spec.backend, "a heuristic spec says everything"
+    return format_layouts(spec.backend, spec.generator, trainer, disaggregated=spec.disaggregated)
 
 
 def _layouts_by_role(written: Mapping[str, ParallelLayout]) -> dict[str, ParallelLayout]:

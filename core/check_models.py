@@ -28,6 +28,10 @@ def read_model_folder(path: str, *, weights: bool, tokenizer: bool) -> ModelConf
         return _read(path, weights=weights, tokenizer=tokenizer)
     except PermissionError as error:
         raise ModelFolderError(f"{error.filename}: {error.strerror}; make it readable for you") from None
+    except OSError as error:
+        raise ModelFolderError(
+            f"{error.filename or path}: {error.strerror}; a model is a local Hugging Face folder"
+        ) from None
 
 
 def _read(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:

@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationError, model_errors
 from core.check_models import ModelFolderError, read_model_folder
 from core.config import ExperimentConfig, PPOMATHConfig
-from core.config_allocation import resolve_allocation
+from core.config_allocation import resolve_allocation, uses_gpus
 from core.config_base import Problem
 from core.config_models import ModelTrainEvalConfig
+from core.paths import RunPaths
 from core.sft_rows import read_pairs
 from mcore_adapter.hf_config import SUPPORTED, ModelConfig
 from rollout.dataset_rows import DatasetError, scan_rows
@@ -46,7 +47,7 @@ def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Pr
     """Every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` says in which line a key was given."""
-    checks = (_models, _datasets, _reward, _workflow, _monitors, _fileroot, _port, _gpus)
+    checks = (_models, _datasets, _reward, _workflow, _monitors, _fileroot, _ray, _port, _gpus)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))
         for check in checks
@@ -221,15 +222,44 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
         message = f"{given}: there is no such home folder; write the path in full"
         yield Problem(key="external_configs.cluster_config.fileroot", message=message)
         return
+    paths = RunPaths.for_trial(given, config.experiment_name, config.trial_name)
+    # Of one problem with the folder that all are in, one message.
+    for existing in dict.fromkeys(map(_existing, (paths.logs, paths.checkpoints, paths.recover))):
+        try:
+            # Writing is the only test that knows about read-only mounts, quotas and root; the file has no name.
+            with tempfile.TemporaryFile(dir=existing) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            message = f"{root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
+            yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+
+
+def _existing(folder: Path) -> Path:
+    """The deepest part of a path that is there already."""
     # os.path.exists: Path.exists raises for a folder inside one that may not be entered.
-    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+
+def _ray(config: ExperimentConfig) -> Iterator[Problem]:
+    """Ray that the run starts is this machine alone, and each node's GPUs are asked of a machine of its own; processes
+    without GPUs are packed wherever there is room."""
+    if config.n_nodes == 1 or _joins_a_cluster(config):
+        return
     try:
-        # Writing is the only test that knows about read-only mounts, quotas and root; the file has no name.
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"\0" * 4096)
-    except OSError as error:
-        message = f"{root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
-        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+        allocation = resolve_allocation(config)
+    except AllocationError:
+        return  # reported with the configuration
+    if uses_gpus(allocation, config.actor.sglang if isinstance(config, PPOMATHConfig) else {}):
+        message = (
+            f"needed with n_nodes={config.n_nodes}, or Ray is started on this machine alone; run `ray start --head` on "
+            "one node, `ray start --address=HOST:PORT` on the others, and set this, or RAY_ADDRESS, to HOST:PORT"
+        )
+        yield Problem(key="launch.ray_address", message=message)
+
+
+def _joins_a_cluster(config: ExperimentConfig) -> bool:
+    given = (config.launch.ray_address, os.environ.get("RAY_ADDRESS"), config.external_configs.envs.get("RAY_ADDRESS"))
+    return any(given)
 
 
 def _port(config: ExperimentConfig) -> Iterator[Problem]:
@@ -247,7 +277,7 @@ def _port(config: ExperimentConfig) -> Iterator[Problem]:
 
 def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
     """A run on this machine alone that asks for servers needs its GPUs here; a joined cluster has them elsewhere."""
-    if not isinstance(config, PPOMATHConfig) or config.launch.ray_address or os.environ.get("RAY_ADDRESS"):
+    if not isinstance(config, PPOMATHConfig) or _joins_a_cluster(config):
         return
     try:
         placed = resolve_allocation(config).generator

@@ -7,7 +7,7 @@ method, so that the rule is written once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from core.config_base import Section, key, section
 from core.config_models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig
@@ -105,6 +105,10 @@ class CommonExperimentConfig(Section):
     deadlines: DeadlineConfig = section(DeadlineConfig, "Longest times; nothing waits for ever")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
+    def masked(self) -> Self:
+        """The same, to be printed or uploaded: without secrets."""
+        return self.model_copy(update={"external_configs": self.external_configs.masked()})
+
 
 class PPOMATHOptions(Section):
     """Keys of `ppo-math` alone."""
@@ -138,6 +142,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     RENAMED = {
         **CommonExperimentConfig.RENAMED,
+        "actor_infer": "actor_gen",
+        "reference": "ref_inf",
+        "critic.device_mapping": "critic_train.device_mapping",
+        "critic.layout": "critic_train.layout",
         "mask_no_eos_with_zero": "ppo.mask_no_eos_with_zero",
         "max_head_offpolicyness": "staleness.max_staleness",
         "ppo.use_decoupled_loss": "algorithm.decoupled",

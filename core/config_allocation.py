@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from allocation import Allocation, AllocationError, Backend, DeviceMapping, parse, parse_device_mappings
+from allocation import (
+    TRAINER_ROLE,
+    Allocation,
+    AllocationError,
+    Backend,
+    DeviceMapping,
+    parse,
+    parse_device_mappings,
+)
 from core.config import ExperimentConfig, PPOMATHConfig
 from core.config_models import GenerationRoleConfig
 from rollout.sglang_gpus import query_gpus
@@ -15,10 +23,10 @@ _BY_MAPPING = ("", "manual")
 
 
 def placed_roles(config: ExperimentConfig) -> dict[str, GenerationRoleConfig]:
-    """Section of each role that may have a device_mapping, by the role's name."""
+    """Section of each role that may have a device_mapping, by the role's name; sft's is called `allocation`."""
     if isinstance(config, PPOMATHConfig):
         return {"actor_gen": config.actor_gen, **config.roles}
-    return {"actor_train": config.allocation}
+    return {TRAINER_ROLE: config.allocation}
 
 
 def resolve_allocation(config: ExperimentConfig) -> Allocation:
@@ -31,15 +39,27 @@ def resolve_allocation(config: ExperimentConfig) -> Allocation:
     }
     mapped = {role: s for role, s in placed_roles(config).items() if s.device_mapping is not None}
     if not mapped:
-        return parse(config.allocation_mode, **where)
-    if config.allocation_mode not in _BY_MAPPING:
+        return parse(config.allocation_mode, trainer_only=not isinstance(config, PPOMATHConfig), **where)
+    # The default says nothing that anybody meant.
+    if "allocation_mode" in config.model_fields_set and config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
-            f"and {next(iter(mapped))}.device_mapping both say where roles run; keep one of them",
+            f"and {_key(config, next(iter(mapped)))}.device_mapping both say where roles run; keep one of them",
             value=config.allocation_mode,
             nearest="manual",
         )
     mappings: dict[str, DeviceMapping] = {role: (s.device_mapping or "", s.layout) for role, s in mapped.items()}
-    return parse_device_mappings(mappings, **where)
+    try:
+        return parse_device_mappings(mappings, **where)
+    except AllocationError as error:
+        role, dot, name = error.key.partition(".")
+        raise AllocationError(
+            error.rule, key=_key(config, role) + dot + name, value=error.value, nearest=error.nearest
+        ) from None
+
+
+def _key(config: ExperimentConfig, role: str) -> str:
+    """The section of a role, as the user writes it."""
+    return "allocation" if role == TRAINER_ROLE and not isinstance(config, PPOMATHConfig) else role
 
 
 def uses_gpus(allocation: Allocation, server_flags: Mapping[str, object] = {}) -> bool:

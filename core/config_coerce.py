@@ -15,7 +15,9 @@ import yaml
 
 from core.config_yaml import Items, Node, Scalar, Table
 
-_INTEGER = re.compile(r"[+-]?[0-9][0-9_]{0,30}")
+_INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_MAX_INTEGER_LENGTH = 32
+"""What is longer is no number of this configuration, and int() refuses thousands of digits."""
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -109,7 +111,7 @@ def _bool(text: str) -> bool:
 
 
 def _int(text: str) -> int:
-    if _INTEGER.fullmatch(text):
+    if len(text) <= _MAX_INTEGER_LENGTH and _INTEGER.fullmatch(text):
         return int(text)
     try:
         number = float(text)

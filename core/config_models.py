@@ -21,7 +21,8 @@ class ModelFamily(Section):
 
     family: str = key(
         "auto",
-        "Model family (qwen2, qwen3, llama); must agree with config.json. auto: what config.json says",
+        "Model family (qwen2, qwen3, llama, mistral, qwen3_moe, deepseek_v2, deepseek_v3); must agree with "
+        "config.json. auto: what config.json says",
         alias="_class",
     )
     is_critic: bool = key(False, "True for a model with a value head")
@@ -135,7 +136,7 @@ class GenerationRoleConfig(Section):
     }
 
     device_mapping: str | list[int] | None = key(
-        None, "Global GPU indices of the role, as in list(range(0,8)); used with an empty allocation_mode"
+        None, "Global GPU indices of the role, as in list(range(0,8)); instead of an allocation_mode"
     )
     layout: str | None = key(None, "Parallel layout of device_mapping, as in d4m2p1. null: all data parallel")
 

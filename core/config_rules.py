@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from allocation import TRAINER_ROLE, Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from core.config import ExperimentConfig, PPOMATHConfig
-from core.config_allocation import resolve_allocation, uses_gpus
-from core.config_models import ModelTrainEvalConfig
+from core.config_allocation import placed_roles, resolve_allocation, uses_gpus
+from core.config_models import GenerationRoleConfig, ModelTrainEvalConfig
 from core.push_config import choose_transport
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
@@ -47,6 +47,9 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
 
 def cautions(config: ExperimentConfig) -> Iterator[str]:
     """What is allowed and may not be meant."""
+    if unread := list(_unread_keys(config)):
+        them = "it" if len(unread) == 1 else "them"
+        yield f"{', '.join(unread)}: nothing in this run reads {them}; leave {them} out"
     if isinstance(config, PPOMATHConfig):
         gen = config.ppo.gen
         if gen.top_p < 1.0 or 0 < gen.top_k < _MORE_THAN_ALL_TOKENS:
@@ -60,6 +63,31 @@ def cautions(config: ExperimentConfig) -> Iterator[str]:
                 f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then answers are sampled without the tokens that "
                 "would end them, the trainer's log-probabilities count those in; min_new_tokens=0 is exact"
             )
+
+
+def _unread_keys(config: ExperimentConfig) -> Iterator[str]:
+    """Keys that were given, and that this run has no use for."""
+    models: dict[str, ModelTrainEvalConfig]
+    sections: dict[str, GenerationRoleConfig]
+    if isinstance(config, PPOMATHConfig):
+        models = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+        sections = {"critic_train": config.critic_train, "critic_inf": config.critic_inf, "ref_inf": config.ref_inf}
+        running = placed_roles(config)
+    else:
+        models, sections, running = {"model": config.model}, {}, {"allocation": config.allocation}
+    for name, model in models.items():
+        if model.sglang and name != "actor":
+            yield f"{name}.sglang"
+        if model.init_critic_from_actor and name != "critic":
+            yield f"{name}.init_critic_from_actor"
+        if name == "ref":
+            given = [key for key in type(model.optimizer).model_fields if key in model.optimizer.model_fields_set]
+            yield from (f"ref.optimizer.{key}" for key in given if (key, model.optimizer.type) != ("type", "empty"))
+    for name, section in {**sections, **running}.items():
+        if section.device_mapping is not None and name not in running:
+            yield f"{name}.device_mapping"
+        if section.layout is not None and (section.device_mapping is None or name not in running):
+            yield f"{name}.layout"
 
 
 def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:
@@ -153,6 +181,8 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
         choose_transport(config.push.type, allocation)
     except ValueError as impossible:
         yield Violation(("push.type", *size), str(impossible))
+    yield from _shared_ranks(config, allocation)
+    yield from _interrupt(config, allocation)
     uneven = _minibatches(config)
     if uneven:
         yield uneven
@@ -169,6 +199,32 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
             if error.key not in seen:  # roles of one layout break the same rule
                 seen.add(error.key)
                 yield _violation(error, *size, "group_size", "dataset.train_bs_n_seqs", "ppo.ppo_n_minibatches")
+
+
+def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    """A model that is trained has its weights once, on the ranks of its training."""
+    for train, inference in (("actor_train", "actor_inf"), ("critic_train", "critic_inf")):
+        a, b = allocation.roles[train], allocation.roles[inference]
+        if inference not in config.roles or (a.layout, a.slots) == (b.layout, b.slots):
+            continue
+        by_mapping = config.roles[inference].device_mapping is not None
+        yield Violation(
+            (f"{inference}.device_mapping" if by_mapping else "allocation_mode", "n_nodes", "n_gpus_per_node"),
+            f"{inference} has {b.layout} on {b.row().placement}, {train} has {a.layout} on {a.row().placement}: both "
+            f"run on the same ranks; leave {inference} out, or write the layout and the slots of {train}",
+        )
+
+
+def _interrupt(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    generator, interrupt = allocation.generator, config.generator.interrupt
+    takes_turns = allocation.colocated and uses_gpus(allocation, config.actor.sglang)  # and aborts, whatever is asked
+    if generator.backend == "sglang" and generator.layout.pp > 1 and interrupt != "abort" and not takes_turns:
+        yield Violation(
+            ("generator.interrupt", "allocation_mode"),
+            f"interrupt={interrupt} needs p1 on the generator's side, got {generator.layout}: a SGLang server of "
+            f"{generator.layout.pp} pipeline stages does not tell the versions of single tokens; write abort, or "
+            "tensor parallelism (m) instead of p",
+        )
 
 
 def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from core.config_base import Section, key, section
@@ -158,8 +159,17 @@ class ClusterConfig(Section):
     fileroot: str = key("~/.cache/slipstream", "Root of all output; several nodes need a shared folder", min_length=1)
 
 
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+"""In the name of an environment variable: its value is for nobody else."""
+
+
 class ExternalConfigs(Section):
     """The cluster around the run."""
 
     cluster_config: ClusterConfig = section(ClusterConfig, "Output")
     envs: dict[str, str] = key({}, "Environment variables of all processes; those already set win")
+
+    def masked(self) -> ExternalConfigs:
+        """The same, to be shown: *** for secrets."""
+        envs = {name: "***" if _SECRET.search(name) else value for name, value in self.envs.items()}
+        return self.model_copy(update={"envs": envs})

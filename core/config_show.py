@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
+from core.config import ExperimentConfig
 from core.config_base import Problem, Section, default_of, fields_by_key, sub_section
 
 _WIDTH = 80
@@ -26,11 +27,11 @@ def rule(title: str) -> str:
     return f"{'─' * left} {title} {'─' * (_WIDTH - left - len(title) - 2)}"
 
 
-def listing(config: Section) -> str:
+def listing(config: ExperimentConfig) -> str:
     """What is printed at start-up: the box, then every key with its type and value."""
     lines = [box(f"Setting {type(config).__name__} with the Following Values")]
     lines.append(rule("Current Configuration Begin"))
-    lines += _values(config, "")
+    lines += _values(config.masked(), "")
     lines.append(rule("Current Configuration End"))
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """The command line: `python -m core.quickstart {ppo-math,sft} --config X.yaml [a.b.c=value ...] [--dry-run] [--help]`.
 
-Reads and checks everything, says what it is going to do, then hands over to core/main.py. Invariant: until then nothing
-is written and no process started, and neither torch nor Ray is imported; bad input ends with exit code 2 and one
-message on stderr.
+Reads and checks everything, says what it is going to do, then hands over to core/ppo.py or core/sft.py. Invariant:
+until then nothing is written and no process started, and neither torch nor Ray is imported; bad input ends with exit
+code 2 and one message on stderr.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("quickstart")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if arguments.help:
         model = EXPERIMENTS.get(arguments.experiment)
         console.print(_parser().format_help() if model is None else help_text(arguments.experiment, model))
@@ -95,7 +95,11 @@ def _refuse(message: str, *, count: int = 1) -> int:
 def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Console, *, dry_run: bool) -> int:
     config = loaded.config
     log_file = None if dry_run else paths.logs / "master_worker.log"
-    log_to_terminal(log_file, level=config.monitor.log_level, console=console)
+    try:
+        log_to_terminal(log_file, level=config.monitor.log_level, console=console)
+    except OSError as error:
+        key = "external_configs.cluster_config.fileroot"
+        return _refuse(f"{key}: cannot write {error.filename}: {error.strerror}; set it to a folder that you may write")
     console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:

@@ -94,7 +94,7 @@ def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: i
                 name=config.wandb.name or config.trial_name,
                 group=config.wandb.group,
                 tags=config.wandb.tags,
-                config=config.model_dump(mode="json"),
+                config=config.masked().model_dump(mode="json"),
                 folder=paths.logs,
             )
         )

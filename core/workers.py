@@ -46,7 +46,12 @@ def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: in
     num_generators = allocation.generator.layout.dp
     num_ranks = len({slot for name, role in allocation.roles.items() if name != "actor_gen" for slot in role.slots})
     busy = num_generators + num_ranks if max_staleness else max(num_generators, num_ranks)
-    return max(1, (os.cpu_count() or 1) // busy)
+    return max(1, _num_cores() // busy)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use: a container or a job may be pinned to some of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class TrainerGroups:

@@ -71,16 +71,15 @@ def boxed(answer: str | int | float) -> str:
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """(line number, json object) of every line that is not blank. Raises DatasetError with file and line."""
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        yield number, _parse_line(line)
+                    except (ValueError, RecursionError) as error:
+                        raise DatasetError(f"{path}:{number}: {error}") from error
     except OSError as error:
         raise DatasetError(f"{path}: cannot read the data set: {error.strerror}; name a jsonl file") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield number, _parse_line(line)
-                except (ValueError, RecursionError) as error:
-                    raise DatasetError(f"{path}:{number}: {error}") from error
 
 
 def detect_fields(record: Mapping[str, object]) -> Fields:

@@ -94,14 +94,15 @@ class SGLangGenerator:
         """Start a server and sample one token on it. Raises as SGLangServer.start."""
         server = SGLangServer(settings)
         await server.start()
-        generator = cls(server, interrupt=interrupt, **options)
-        generator._owns_server = True
+        generator = None
         try:
+            generator = cls(server, interrupt=interrupt, **options)
+            generator._owns_server = True
             await generator.resume(0)
             probe = SamplingParams(max_new_tokens=1)
             await generator.generate(GenerateRequest(request_id="probe", prompt_ids=[0], sampling=probe))
         except BaseException:
-            await generator.close()
+            await (generator.close() if generator else asyncio.to_thread(server.stop))
             raise
         return generator
 

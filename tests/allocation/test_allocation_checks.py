@@ -1,5 +1,8 @@
 """Layouts against models and batches: one test for each failure that users of other trainers meet at run time."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from allocation import (
@@ -11,6 +14,8 @@ from allocation import (
     model_errors,
     parse,
 )
+
+ROOT = Path(__file__).parents[2]
 
 # 12 heads, 2 KV heads: the shape of a common 1.5B model.
 MODEL = {
@@ -79,6 +84,16 @@ def test_a_single_expert_is_not_split() -> None:
     layout = parse("(attn:d1m2p1|ffn:d1m2p1)", n_nodes=1, n_gpus_per_node=2).trainer.layout
     (error,) = model_errors(layout, "actor_train", **{**MODEL, "num_experts": 8})
     assert "m2 of ffn" in str(error) and error.nearest == "m1 for ffn"
+
+
+def test_the_layouts_with_experts_that_are_shown_can_be_trained() -> None:
+    shown = re.findall(r"\(attn:\S+ffn:\S+\)", (ROOT / "docs" / "allocation.md").read_text().replace("\\|", "|"))
+    with pytest.raises(AllocationError) as caught:
+        parse("(attn:d1)", n_nodes=1, n_gpus_per_node=1)
+    model = {**MODEL, "num_heads": 16, "num_experts": 8}
+    assert shown and caught.value.nearest
+    for text in [*shown, caught.value.nearest]:
+        assert model_errors(parse(text, n_nodes=4, n_gpus_per_node=8).trainer.layout, "actor_train", **model) == []
 
 
 def test_layers_are_the_servers_own_business() -> None:

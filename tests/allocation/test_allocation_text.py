@@ -89,6 +89,20 @@ def test_a_reward_model_is_accepted_and_has_no_place(caplog: pytest.LogCaptureFi
     assert allocation == parse("d4m2p1", n_nodes=1, n_gpus_per_node=8)
 
 
+def test_a_run_that_samples_nothing_trains_on_every_slot_and_has_no_generators_side() -> None:
+    options = {"n_nodes": 1, "n_gpus_per_node": 8, "trainer_only": True}
+    assert str(parse("heuristic", **options).trainer.layout) == "d8m1p1"
+    assert str(parse("d4m2p1", **options)) == str(parse("d4m2p1", n_nodes=1, n_gpus_per_node=8))
+    assert parse("sglang.d4m2p1", **options).generator.backend == "sglang", "how it says that there are GPUs"
+    for text in ("sglang.d4m1p1+d2m2p1", "sglang.d8m1p1|d4m2p1", "actor_gen:d8,*:d4m2"):
+        with pytest.raises(AllocationError, match="this run samples nothing") as caught:
+            parse(text, **options)
+        assert caught.value.nearest == "d4m2p1"
+    with pytest.raises(AllocationError) as caught:
+        parse("manual", **options)
+    assert caught.value.nearest == "heuristic, or d8m1p1"
+
+
 def test_the_heuristic_halves_the_cluster_and_shares_a_single_slot() -> None:
     assert str(parse("heuristic", n_nodes=1, n_gpus_per_node=8)) == "embedded.d4m1p1+d4m1p1"
     assert str(parse("heuristic", n_nodes=1, n_gpus_per_node=3)) == "embedded.d1m1p1+d2m1p1"

@@ -146,11 +146,6 @@ def test_more_slots_than_the_cluster_has_are_counted() -> None:
         ({"actor_train": ("[0, -1]", None)}, "slot -1 does not exist", "list(range(0,8))"),
         ({"actor_train": ("[]", None)}, "names no slot", "list(range(0,8))"),
         ({"actor_train": ("range(8)", "d2m2")}, "8 slots for the 4 ranks", "4 slots, or layout d4m2p1"),
-        ({"actor_train": ("range(8)", "sglang.d8")}, "runs on megatron", "d8m1p1"),
-        ({"actor_train": ("range(8)", "nonsense")}, "letters with numbers", None),
-        ({"actor_train": ("range(8)", None), "actor_gen": ("range(8)", "vllm.d8")}, "vllm", "sglang.d8"),
-        ({"actor_train": ("range(8)", None), "actor_gen": ("range(8)", "megatron.d8")}, "not on megatron", None),
-        ({"actor_train": ("range(8)", None), "actor_gen": ("range(8)", "embedded.d4m2")}, "one process", None),
         ({"actor_gen": ("range(8)", None), "actor_infer": ("range(8)", None)}, "two device mappings", None),
         ({"ref_inf": ("range(8)", None)}, "every run has a trainer", "list(range(0,8))"),
         ({"refernce": ("range(8)", None)}, "did you mean ref_inf?", None),
@@ -164,3 +159,17 @@ def test_a_mapping_that_cannot_work_is_answered_with_the_rule(mappings: dict, ru
     assert error.key.endswith("device_mapping")
     if nearest is not None:
         assert error.nearest == nearest
+
+
+@pytest.mark.parametrize(
+    ("mappings", "message"),
+    [
+        ({"actor_train": ("range(8)", "sglang.d8")}, "actor_train.layout='sglang.d8': actor_train runs on megatron"),
+        ({"actor_train": ("range(8)", "nonsense")}, "actor_train.layout='nonsense': a layout is letters with numbers"),
+        ({"actor_train": ("range(8)", None), "actor_gen": ("range(8)", "vllm.d8")}, "actor_gen.layout='vllm.d8': "),
+        ({"actor_train": ("range(8)", None), "actor_gen": ("range(8)", "megatron.d8")}, "not on megatron"),
+        ({"actor_train": ("range(8)", None), "actor_gen": ("range(8)", "embedded.d4m2")}, "one process a replica"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_named_by_its_own_key(mappings: dict, message: str) -> None:
+    assert message in str(error_of(mappings))

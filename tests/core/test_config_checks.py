@@ -13,6 +13,7 @@ from config_inputs import SMALLEST_PPO, write_model, write_prompts, write_run, w
 
 from core.checks import run_checks
 from core.config_load import load_config
+from core.paths import RunPaths
 
 
 def problems(path: Path, *overrides: str) -> list[str]:
@@ -44,6 +45,14 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").unlink()
     (message,) = problems(path)
     assert "model/config.json: no such file" in message
+
+
+def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), f"actor.path={'m' * 300}")
+    assert "actor.path: mmm" in message and ("no such folder" in message or "File name too long" in message)
+    (tmp_path / "odd" / "config.json").mkdir(parents=True)
+    (message,) = problems(tmp_path / "run.yaml", f"actor.path={tmp_path / 'odd'}")
+    assert "actor.path: odd/config.json: Is a directory; a model is a local Hugging Face folder" in message
 
 
 def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> None:
@@ -147,6 +156,11 @@ def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: st
     assert f"dataset.path: {message}" in found
 
 
+def test_a_data_set_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "dataset.path=/proc/self/mem")  # opens; every read is an EIO
+    assert message.endswith("/proc/self/mem: cannot read the data set: Input/output error; name a jsonl file")
+
+
 def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +243,31 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
         (message,) = problems(path, f"external_configs.cluster_config.fileroot={root}")
         assert "external_configs.cluster_config.fileroot: " in message
         assert "cannot write in" in message
+
+
+def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs
+    logs.parent.mkdir(parents=True)
+    logs.touch()
+    (tmp_path / "out" / "recover").symlink_to("/proc")  # where nothing can be made
+    assert [line.partition("fileroot: ")[2].partition(";")[0] for line in problems(path)] == [
+        f"out: cannot write in {str(logs).replace(f'{tmp_path}/', '')}: Not a directory",
+        "out: cannot write in out/recover: No such file or directory",
+    ]
+
+
+def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    path = write_run(tmp_path)
+    nodes = ["n_nodes=2", "n_gpus_per_node=1"]
+    assert problems(path, *nodes) == [], "processes without GPUs find room on one machine"
+    (message,) = problems(path, *nodes, "allocation_mode=sglang.d1+d1")
+    assert message.startswith("launch.ray_address: needed with n_nodes=2, or Ray is started on this machine alone; run")
+    assert problems(path, *nodes, "allocation_mode=sglang.d1+d1", "launch.ray_address=head:6379") == []
+    assert problems(path, *nodes, "allocation_mode=sglang.d1+d1", "external_configs.envs.RAY_ADDRESS=head:6379") == []
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert problems(path, *nodes, "allocation_mode=sglang.d1+d1") == []
 
 
 def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from core.config import PPOMATHConfig
+from core.config_allocation import resolve_allocation
 from core.config_base import ConfigError
 from core.config_load import load_config
 
@@ -131,7 +132,9 @@ def test_whole_numbers_may_be_written_in_any_notation(tmp_path: Path, text: str,
     assert isinstance(max_tokens, int)
 
 
-@pytest.mark.parametrize("text", ["1.5", "true", "abc", "inf", "nan", "[1]", "{a: 1}", "null"])
+@pytest.mark.parametrize(
+    "text", ["1.5", "true", "abc", "inf", "nan", "[1]", "{a: 1}", "null", "1_", "1__0", "9" * 5000]
+)
 def test_what_is_not_a_whole_number_is_refused(tmp_path: Path, text: str) -> None:
     (message,) = errors(tmp_path, SMALLEST_PPO, f"group_size={text}")
     assert message.startswith(f"override 'group_size={text}': group_size: must be an integer, got ")
@@ -320,7 +323,23 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ("mode=local launch.ray_address=head:6379", "mode: mode=local is this machine alone"),
         ("n_gpus_per_node=8", "allocation_mode: 'embedded.d1m1p1+d1m1p1': needs 1 + 1 = 2 GPUs"),
         ("allocation_mode=vllm.d1m1p1+d1m1p1", "allocation_mode: 'vllm.d1m1p1+d1m1p1': "),
-        ("actor_train.device_mapping=list(range(0,2))", "and actor_train.device_mapping both say where roles run"),
+        (
+            "allocation_mode=embedded.d1m1p1+d1m1p1 actor_train.device_mapping=[0,1]",
+            "allocation_mode: 'embedded.d1m1p1+d1m1p1': and actor_train.device_mapping both say where roles run",
+        ),
+        ("actor_train.device_mapping=[0,1] actor_train.layout=q4", "actor_train.layout: 'q4': no dimension"),
+        (
+            "n_gpus_per_node=5 allocation_mode=embedded.d1+actor_train:d4m1p1,actor_inf:d2m2p1",
+            "allocation_mode: actor_inf has d2m2p1 on node 0: 1-4, actor_train has d4m1p1 on node 0: 1-4: both run on",
+        ),
+        (
+            "actor_gen.device_mapping=[0] actor_train.device_mapping=[1] actor_inf.device_mapping=[0]",
+            "actor_inf.device_mapping: actor_inf has d1m1p1 on node 0: 0, actor_train has d1m1p1 on node 0: 1: both",
+        ),
+        (
+            "n_gpus_per_node=4 allocation_mode=sglang.d1m1p2+d2m1p1",
+            "generator.interrupt: interrupt=retract needs p1 on the generator's side, got d1m1p2: a SGLang server",
+        ),
         ("actor.fp8=true", "actor.fp8: fp8=true needs GPUs, this run trains on the CPU; write false"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true needs GPUs"),
         (
@@ -338,6 +357,40 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
 def test_keys_that_contradict_each_other_are_told_apart(tmp_path: Path, overrides: str, message: str) -> None:
     found = errors(tmp_path, SMALLEST_PPO, *overrides.split())
     assert any(message in line for line in found), found
+
+
+def test_a_critic_that_does_not_run_may_stand_anywhere(tmp_path: Path) -> None:
+    placed = ["n_gpus_per_node=5", "allocation_mode=embedded.d1+*:d4m1p1,critic_inf:d2m2p1"]
+    placed.append("dataset.train_bs_n_seqs=16")
+    load(tmp_path, SMALLEST_PPO, *placed)
+    found = errors(tmp_path, SMALLEST_PPO, *placed, "ppo.disable_value=false", "critic.path=c")
+    assert "allocation_mode: critic_inf has d2m2p1 on node 0: 1-4" in "".join(found)
+
+
+@pytest.mark.parametrize("override", ["generator.interrupt=abort", "allocation_mode=sglang.d1m1p4|d4m1p1"])
+def test_servers_of_several_pipeline_stages_abort(tmp_path: Path, override: str) -> None:
+    placed = ["n_gpus_per_node=4", "allocation_mode=sglang.d1m1p2+d2m1p1", "dataset.train_bs_n_seqs=16"]
+    load(tmp_path, SMALLEST_PPO, *placed, override)
+
+
+def test_a_device_mapping_needs_no_allocation_mode(tmp_path: Path) -> None:
+    config = load(tmp_path, SMALLEST_PPO, "actor_gen.device_mapping=[0]", "actor_train.device_mapping=[1]")
+    assert str(resolve_allocation(config)).endswith(".d1m1p1+d1m1p1")
+
+
+def test_sft_has_one_section_for_its_place_and_no_generator(tmp_path: Path) -> None:
+    text = "experiment_name: s\ntrial_name: t\nmodel: {path: m}\ndataset: {train_path: d, train_bs_n_seqs: 8}\n"
+    options = {"experiment": "sft"}
+    config = load(tmp_path, text, "n_gpus_per_node=4", "allocation_mode=heuristic", **options)
+    assert len(resolve_allocation(config).trainer.slots) == 4
+    for override, message in [
+        ("allocation_mode=embedded.d1m1p1+d1m1p1", "this run samples nothing"),
+        ("allocation.device_mapping=[0,5]", "allocation.device_mapping: [0, 5]: slot 5 does not exist"),
+        ("allocation={device_mapping: '[0,1]', layout: q4}", "allocation.layout: 'q4': no dimension"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, text, "n_gpus_per_node=2", override, **options)
+        assert message in str(caught.value)
 
 
 def test_keys_that_only_a_run_with_that_role_uses_are_not_checked_without_it(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 
+from core import run
 from core.config import EXPERIMENTS
 from core.config_base import Section, all_keys, fields_by_key, sub_section
 from core.config_load import load_config
+from core.config_models import ModelFamily
 from core.config_show import help_text, listing
+from core.paths import RunPaths
+from mcore_adapter.hf_config import SUPPORTED
 
 
 def sections(model: type[Section]) -> set[type[Section]]:
@@ -41,6 +46,22 @@ def test_the_listing_reads_as_in_the_tutorial(tmp_path: Path) -> None:
     assert listed == set(all_keys(EXPERIMENTS["ppo-math"]))
 
 
+def test_secrets_are_neither_listed_nor_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(PPO_7B_128_GPUS)
+    names = ["WANDB_API_KEY", "HF_TOKEN", "my_secret", "DB_PASSWORD"]
+    config = load_config("ppo-math", path, [f"external_configs.envs.{name}=hidden" for name in names]).config
+    uploaded: dict[str, Any] = {}
+    monkeypatch.setattr(run, "WandbSink", lambda **options: uploaded.update(options))
+    config = config.model_copy(update={"wandb": config.wandb.model_copy(update={"mode": "offline"})})
+    config = config.model_copy(update={"monitor": config.monitor.model_copy(update={"tensorboard": False})})
+    run.metric_sinks(config, RunPaths.for_trial(str(tmp_path), "e", "t"), continue_after=None)
+    assert "'REAL_GPU_MEMORY_KILL_THRESHOLD': '1', 'WANDB_API_KEY': '***'" in listing(config)
+    assert uploaded["config"]["external_configs"]["envs"]["HF_TOKEN"] == "***"
+    assert "hidden" not in listing(config) + str(uploaded)
+    assert config.external_configs.envs["HF_TOKEN"] == "hidden", "the processes have it"
+
+
 def test_the_listing_of_sft_names_its_own_class(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(SFT_32B_128_GPUS)
@@ -54,6 +75,11 @@ def test_help_has_every_key_with_type_default_and_meaning(experiment: str) -> No
     text = help_text(experiment, EXPERIMENTS[experiment])
     for key in all_keys(EXPERIMENTS[experiment]):
         assert re.search(rf"^  {re.escape(key)} \([^)]+; (default .*|required)\)\n      \S.+$", text, re.MULTILINE), key
+
+
+def test_the_help_of_a_models_family_names_every_one_there_is() -> None:
+    description = ModelFamily.model_fields["family"].description or ""
+    assert f"({', '.join(SUPPORTED)})" in description
 
 
 def test_help_shows_choices_defaults_and_what_is_ignored() -> None:

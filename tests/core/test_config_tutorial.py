@@ -36,6 +36,31 @@ def test_a_top_k_of_all_tokens_is_no_reason_for_a_warning(tmp_path: Path) -> Non
     assert len(list(cautions(load(tmp_path, texts[0], "ppo.gen.top_p=1", "ppo.gen.top_k=50").config))) == 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ("critic.sglang.a=1 ref.sglang.a=1 actor.sglang.a=1", "critic.sglang, ref.sglang"),
+        (
+            "ref.optimizer.lr=0.5 ref.optimizer.beta1=0.9 ref.optimizer.type=empty",
+            "ref.optimizer.lr, ref.optimizer.beta1",
+        ),
+        ("actor.init_critic_from_actor=true ref.init_critic_from_actor=false", "actor.init_critic_from_actor"),
+        ("ref_inf.device_mapping=[0] ref_inf.layout=d1", "ref_inf.device_mapping, ref_inf.layout"),
+        ("actor_gen.layout=d64", "actor_gen.layout"),
+        ("ref.optimizer.type=empty", ""),
+    ],
+)
+def test_keys_that_nothing_reads_are_named_in_one_warning(tmp_path: Path, overrides: str, keys: str) -> None:
+    warnings = list(cautions(load(tmp_path, PPO_7B_128_GPUS, *overrides.split()).config))
+    assert [line.partition(": nothing in this run reads")[0] for line in warnings] == [keys] * bool(keys)
+
+
+def test_what_sft_does_not_read_is_named_too(tmp_path: Path) -> None:
+    assert list(cautions(load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config)) == []
+    (warning,) = cautions(load(tmp_path, SFT_32B_128_GPUS, "model.sglang.a=1", experiment="sft").config)
+    assert warning == "model.sglang: nothing in this run reads it; leave it out"
+
+
 def test_its_values_arrive(tmp_path: Path) -> None:
     config = load(tmp_path, PPO_7B_128_GPUS).config
     assert config.actor.type.family == "qwen2"
@@ -101,6 +126,21 @@ def test_other_spellings_of_a_key_mean_the_same(tmp_path: Path) -> None:
     assert config.algorithm.decoupled is True
     assert config.algorithm.behave_imp_weight_cap is None
     assert config.external_configs.cluster_config.fileroot == "/storage/ray/experiments"
+
+
+def test_the_sections_of_a_device_mapping_configuration_are_the_roles_here(tmp_path: Path) -> None:
+    text = """\
+actor_train: {device_mapping: "list(range(0,4))"}
+actor_infer: {device_mapping: "list(range(4,8))", layout: sglang.d2m2p1}
+reference: {device_mapping: "list(range(0,4))", layout: d2m2p1}
+critic: {device_mapping: "list(range(0,4))", layout: d1m4p1, init_critic_from_actor: true}
+"""
+    head = "experiment_name: e\ntrial_name: t\nn_gpus_per_node: 8\nactor: {path: m}\ndataset: {path: d}\n"
+    allocation = resolve_allocation(load(tmp_path, head + text).config)
+    layouts = {role: str(placed.layout) for role, placed in allocation.roles.items()}
+    assert (layouts["actor_gen"], layouts["ref_inf"], layouts["critic_train"]) == ("d2m2p1", "d2m2p1", "d1m4p1")
+    with pytest.raises(ConfigError, match="actor_infer: is another name of actor_gen, which is given too"):
+        load(tmp_path, head + text, "actor_gen.layout=d4m1p1")
 
 
 def test_two_spellings_of_one_key_are_an_error(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from ray.exceptions import RayTaskError
 
+from allocation import parse
 from core.errors import LaunchError
 from core.launch_wait import as_driver_sees
 from core.push_buckets import PushError
+from core.workers import threads_per_process
 from rollout.router import NoGeneratorError
 from rollout.sglang_server import ServerStartError
 from rollout.sglang_weights import ServerError, ServerGone
@@ -27,3 +31,11 @@ def test_bad_input_stays_what_it_is_with_the_name_of_the_worker() -> None:
     seen = as_driver_sees(RayTaskError("train_step", "line 7", bad), worker="trainer-rank3")
     assert isinstance(seen, ValueError) and str(seen) == "max_tokens_per_mb=8"
     assert any("in trainer-rank3" in note for note in seen.__notes__)
+
+
+def test_processes_divide_the_cores_that_this_one_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    allocation = parse("embedded.d1m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=2)
+    assert threads_per_process(allocation, asked=0, max_staleness=1) == 4
+    assert threads_per_process(allocation, asked=3, max_staleness=1) == 3

@@ -10,6 +10,7 @@ import pytest
 from config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 from core import quickstart
+from core.paths import RunPaths
 
 ROOT = Path(__file__).parents[2]
 LINE = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} quickstart "
@@ -54,6 +55,11 @@ def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) ->
         ["actor_inf", "megatron", "d1m2p1"],
     ]
     assert re.search(rf"^{LINE}INFO: Dry run: every check passed", lines[-1])
+
+
+def test_values_are_listed_as_they_were_written(tmp_path: Path) -> None:
+    done = run("ppo-math", "--config", str(write_run(tmp_path)), "--dry-run", "wandb.group=':x:'")
+    assert "wandb.group (str | None) - :x:\n" in done.stdout
 
 
 def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(tmp_path: Path) -> None:
@@ -111,6 +117,16 @@ def test_what_ends_a_run_is_one_line_on_the_terminal_and_a_traceback_in_the_log(
     assert "Traceback (most recent call last):" in log.read_text()
 
 
+def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs
+    (logs / "master_worker.log").mkdir(parents=True)
+    done = run("ppo-math", "--config", str(path), "recover_mode=resume")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: external_configs.cluster_config.fileroot: cannot write {logs}/master_worker")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_help_lists_every_key_fast_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert quickstart.main(["ppo-math", "--help"]) == 0
     out = capsys.readouterr().out
@@ -147,6 +163,7 @@ def test_the_tutorials_file_needs_only_its_folders(
     path.write_text(PPO_7B_128_GPUS)
     overrides = [f"{name}.path={model}" for name in ("actor", "ref", "critic")]
     overrides += [f"dataset.path={tmp_path / 'prompts.jsonl'}", f"external_configs.cluster_config.fileroot={tmp_path}"]
+    overrides.append("launch.ray_address=head:6379")  # of 16 machines
     assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run", *overrides]) == 0
     out = capsys.readouterr().out
     assert "actor.type._class (str) - qwen2\n" in out

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rollout.sglang_checksums import ExpectedChecksums, ModelShape
+from rollout.sglang_generator import SGLangGenerator
 from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, query_gpus
 from rollout.sglang_inside import position_checksum
 from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, decode_graph_sizes, server_flags
@@ -128,6 +129,19 @@ def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) ->
         ServerStartError, match=r"(?s)generator-0: .* died at start \(exit code 1\).*ModuleNotFoundError"
     ):
         asyncio.run(SGLangServer(dying).start())
+
+
+def test_a_server_that_cannot_be_used_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    async def start(self: SGLangServer) -> None:
+        calls.append("start")
+
+    monkeypatch.setattr(SGLangServer, "start", start)
+    monkeypatch.setattr(SGLangServer, "stop", lambda self: calls.append("stop"))
+    with pytest.raises(ValueError, match="interrupt=retract needs p1 on the generator's side"):
+        asyncio.run(SGLangGenerator.start(settings(pp=2, gpus=()), interrupt="retract"))
+    assert calls == ["start", "stop"]
 
 
 def test_a_server_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
