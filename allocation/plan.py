@@ -30,6 +30,8 @@ FALLBACK = {
     "ref_inf": TRAINER_ROLE,
 }
 """Whose layout a role takes where none is written for it."""
+SAME_WEIGHTS = {"actor_inf": TRAINER_ROLE, "critic_inf": "critic_train"}
+"""Roles that use the weights of a trained one, where these are."""
 
 
 class Slot(NamedTuple):

@@ -20,7 +20,7 @@ from allocation.layout import (
     nearest_layout,
 )
 from allocation.placement import Cluster
-from allocation.plan import FALLBACK, Allocation, format_layouts, place
+from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, format_layouts, place
 from allocation.sizes import check_sizes, make_cluster
 
 
@@ -99,12 +99,14 @@ def _format(spec: Spec) -> str:
 
 
 def _layouts_by_role(written: Mapping[str, ParallelLayout]) -> dict[str, ParallelLayout]:
-    """A layout for each Megatron role: its own, else that of '*', else that of the role it falls back to."""
+    """A layout for each Megatron role: its own, else that of the trained role whose weights it uses, where that is
+    named, else that of '*', else that of the role it falls back to."""
     if REST not in written and TRAINER_ROLE not in written:
         raise AllocationError(
             f"{TRAINER_ROLE} has no layout: name it, or give the rest one with *:", nearest=f"{TRAINER_ROLE}:d8m1p1"
         )
     layouts: dict[str, ParallelLayout] = {}
     for role in MEGATRON_ROLES:
-        layouts[role] = written.get(role) or written.get(REST) or layouts[FALLBACK[role]]
+        rest = None if SAME_WEIGHTS.get(role) in written else written.get(REST)
+        layouts[role] = written.get(role) or rest or layouts[FALLBACK[role]]
     return layouts

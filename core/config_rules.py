@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from allocation import TRAINER_ROLE, Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
+from allocation.plan import SAME_WEIGHTS
 from core.config import ExperimentConfig, PPOMATHConfig
 from core.config_allocation import placed_roles, resolve_allocation, uses_gpus
 from core.config_models import GenerationRoleConfig, ModelTrainEvalConfig
@@ -203,7 +204,7 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
 
 def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     """A model that is trained has its weights once, on the ranks of its training."""
-    for train, inference in (("actor_train", "actor_inf"), ("critic_train", "critic_inf")):
+    for inference, train in SAME_WEIGHTS.items():
         a, b = allocation.roles[train], allocation.roles[inference]
         if inference not in config.roles or (a.layout, a.slots) == (b.layout, b.slots):
             continue

@@ -77,7 +77,8 @@ def test_one_generator_and_a_two_rank_trainer_need_three_logical_slots() -> None
 
 def test_roles_that_are_not_named_take_the_star_and_then_the_role_they_belong_to() -> None:
     starred = parse("ref_inf:d8,actor_train:d2m4,*:d4m2", n_nodes=1, n_gpus_per_node=8)
-    assert layouts(starred)["critic_inf"] == layouts(starred)["actor_inf"] == "d4m2p1"
+    assert layouts(starred)["critic_inf"] == layouts(starred)["critic_train"] == "d4m2p1"
+    assert layouts(starred)["actor_inf"] == "d2m4p1", "it uses the weights of a role that is named"
     named = parse("actor_train:d2m4,critic_train:d4m2", n_nodes=1, n_gpus_per_node=8)
     assert layouts(named)["critic_inf"] == "d4m2p1"
     assert layouts(named)["ref_inf"] == layouts(named)["actor_inf"] == "d2m4p1"
