@@ -199,7 +199,7 @@ def test_a_ray_that_dies_under_a_run_is_one_clear_error(assets, run_command) -> 
     command.wait_for("global step 3)")
     family = [psutil.Process(pid) for pid in command.remember_family()]
     next(p for p in family if p.is_running() and p.name() == "raylet").kill()
-    assert command.finish(timeout=60) != 0
+    assert command.finish(timeout=120) != 0
     assert command.survivors(timeout=20) == []
     # Ray ends the driver without a word, unless the driver has noticed before that a worker does not answer.
     assert WITHOUT_GOODBYE in command.output() or re.search(r"ERROR: .* died: ", command.output())
