@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _failed(error)
     except KeyboardInterrupt:
-        print("Interrupted; the same command goes on where this one stopped.", file=sys.stderr)
+        without = ", without --overwrite," if "--overwrite" in argv else ""
+        print(f"Interrupted; the same command{without} goes on where this one stopped.", file=sys.stderr)
         return 130
 
 
