@@ -13,11 +13,12 @@ from core.losses import sft_loss
 from core.memory import MemoryLimits
 from core.monitor import Monitor, StepTimer
 from core.recover import RecoverStore, RunIdentity, RunState
-from core.run import find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
+from core.run import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.schedule import Schedule
 from core.sft_data import AnswerDataset
 from core.trainer import EngineRef
 from core.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
+from rollout.dataset_rows import DatasetError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,6 +109,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
     options: dict[str, Any] = {"max_seqlen": data.max_seqlen, "seed": config.seed, "shuffle": config.shuffle_dataset}
     train = AnswerDataset(data.train_path, tokenizer, **options)
     valid = AnswerDataset(data.valid_path, tokenizer, **options) if data.valid_path else None
+    _check_same_rows(train, start, ignore_changes=config.recover_ignore_changes)
     schedule = Schedule.from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
     start = fit_to_schedule(start, schedule)
     with Cluster(
@@ -143,13 +145,25 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
                     evaluate=trainer.evaluate if valid is not None else None,
                     save_model=lambda name: save_model(engines, paths.checkpoints, name, config.model.path),
                     begin_save=engines.begin_save,
-                    rollout_state=lambda: None,
+                    rollout_state=train.state_dict,
                     driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),
                 ),
                 recover=None if config.recover_mode == "disabled" else recover,
             )
             with recover:
                 trainer.run(start.state, housekeeping)
+
+
+def _check_same_rows(train: AnswerDataset, start: Start, *, ignore_changes: bool) -> None:
+    """Raises DatasetError where the checkpoint is of other rows or another order, unless told to ignore that."""
+    if start.rollout_state is None:
+        return
+    try:
+        train.check_continues(start.rollout_state)
+    except DatasetError as change:
+        if not ignore_changes:
+            raise
+        logger.warning("%s. Ignored: step %d goes on with these rows.", change, start.state.step)
 
 
 def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, total_updates: int) -> EngineRef:

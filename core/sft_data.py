@@ -7,6 +7,7 @@ function of (seed, e) alone.
 from __future__ import annotations
 
 import logging
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from core.sft_rows import read_pairs
 from mcore_adapter.batch import PackedBatch
+from rollout.dataset import check_same_stream
 from rollout.dataset_rows import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,11 @@ class AnswerDataset:
         prompts = tokenizer([p for p, _ in pairs])["input_ids"]
         answers = tokenizer([a for _, a in pairs], add_special_tokens=False)["input_ids"]
         rows = [(p, a + [tokenizer.eos_token_id]) for p, a in zip(prompts, answers, strict=True)]
-        self._rows = [(p, a) for p, a in rows if p and len(p) + len(a) <= max_seqlen]
+        kept = [i for i, (p, a) in enumerate(rows) if p and len(p) + len(a) <= max_seqlen]
+        self._rows = [rows[i] for i in kept]
+        self._checksum = 0
+        for prompt, answer in (pairs[i] for i in kept):
+            self._checksum = zlib.crc32(f"{prompt}\0{answer}\0".encode(), self._checksum)
         if not self._rows:
             raise DatasetError(f"{path}: none of {len(rows)} rows has at most dataset.max_seqlen={max_seqlen} tokens")
         logger.info("%s: %d rows, %d longer than max_seqlen=%d", path, len(self), len(rows) - len(self), max_seqlen)
@@ -36,6 +42,20 @@ class AnswerDataset:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def state_dict(self) -> dict[str, int]:
+        """What tells this order of these rows from another."""
+        return {"num_rows": len(self), "checksum": self._checksum, "seed": self._seed, "shuffle": self._shuffle}
+
+    def check_continues(self, state: Any) -> None:
+        """Raises DatasetError unless the run that wrote `state` visits the same rows in the same order."""
+        settings = {
+            "num_rows": "dataset.train_path or max_seqlen",
+            "checksum": "dataset.train_path",
+            "seed": "seed",
+            "shuffle": "shuffle_dataset",
+        }
+        check_same_stream(state, self.state_dict(), settings)
 
     @property
     def mean_tokens(self) -> float:

@@ -39,6 +39,11 @@ from mcore_adapter.parallel import ParallelState
 from mcore_adapter.safetensors_folder import WeightsError
 
 METADATA_FILE = ".metadata"
+UNREADABLE = (
+    OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError,
+    TypeError, AssertionError,
+)  # fmt: skip
+"""What unpickling a damaged file raises: it depends on the byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,13 @@ def stored_parts(
     return parts
 
 
+def in_one_line(error: Exception) -> str:
+    """Its kind and the first line of what it says: unpickling explains at length what to do with files that are
+    whole."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 class StoredTensors:
     """The tensors of a distributed checkpoint, whichever layout wrote it."""
 
@@ -97,8 +109,8 @@ class StoredTensors:
         self._folder, self._reader = folder, dcp.FileSystemReader(folder)
         try:
             metadata = self._reader.read_metadata()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, KeyError) as error:
-            raise OSError(f"{folder / METADATA_FILE}: cannot be read: {error}") from error
+        except UNREADABLE as error:
+            raise OSError(f"{folder / METADATA_FILE}: cannot be read: {in_one_line(error)}") from error
         self._tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()

@@ -27,7 +27,15 @@ from mcore_adapter.megatron_config import layers_of_chunks
 from mcore_adapter.model import check_layout
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.safetensors_folder import SafetensorsFolder, ShardWriter, WeightsError, copy_tokenizer
-from mcore_adapter.stored_tensors import StoredPart, StoredTensors, StoredTensorsWriter, rows_of, stored_parts
+from mcore_adapter.stored_tensors import (
+    UNREADABLE,
+    StoredPart,
+    StoredTensors,
+    StoredTensorsWriter,
+    in_one_line,
+    rows_of,
+    stored_parts,
+)
 from mcore_adapter.weights import check_names, hf_config_json, tensor_specs, write_config
 
 Progress = Callable[[int], None]
@@ -165,8 +173,8 @@ def open_checkpoint(source: Path, model: ModelFile) -> StoredTensors:
     """Raises OSError, WeightsError where it is damaged or not of this model."""
     try:
         dist_checkpointing.load_common_state_dict(str(source))
-    except (RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
-        raise OSError(f"{source / 'common.pt'}: cannot be read: {error}") from error
+    except (*UNREADABLE, dist_checkpointing.core.CheckpointingException) as error:
+        raise OSError(f"{source}: common.pt or metadata.json cannot be read: {in_one_line(error)}") from error
     stored = StoredTensors(source)
     stored.check([part for parts in model.parts.values() for part in parts])
     return stored

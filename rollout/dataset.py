@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -121,19 +121,13 @@ class PromptDataset:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state` was taken. Raises DatasetError when rows or seed are not the ones of that run."""
-        mine = self.state_dict()
-        for key, setting in (
-            ("num_prompts", "dataset.path or max_prompt_len"),
-            ("checksum", "dataset.path"),
-            ("seed", "seed"),
-            ("shuffle", "the order of the prompts"),
-        ):
-            if state[key] != mine[key]:
-                raise DatasetError(
-                    f"the checkpoint's data set has {key}={state[key]}, this one {mine[key]}: "
-                    f"restore {setting}, allow the change with recover_ignore_changes=true, "
-                    "or start with recover_mode=disabled"
-                )
+        settings = {
+            "num_prompts": "dataset.path or max_prompt_len",
+            "checksum": "dataset.path",
+            "seed": "seed",
+            "shuffle": "the order of the prompts",
+        }
+        check_same_stream(state, self.state_dict(), settings)
         self._cursor = state["position"]
 
     def stats(self) -> dict[str, float]:
@@ -158,6 +152,18 @@ class PromptDataset:
         for prompt in self.prompts:
             crc = zlib.crc32(f"{prompt.query_id}\0{prompt.text}\0{prompt.solutions}".encode(), crc)
         return crc
+
+
+def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], settings: Mapping[str, str]) -> None:
+    """Raises DatasetError where a key of `settings` differs between a checkpoint's state and this run's; the values of
+    `settings` say what to restore."""
+    for key, setting in settings.items():
+        if before[key] != now[key]:
+            raise DatasetError(
+                f"the checkpoint's data set has {key}={before[key]}, this one {now[key]}: "
+                f"restore {setting}, allow the change with recover_ignore_changes=true, "
+                "or start with recover_mode=disabled"
+            )
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

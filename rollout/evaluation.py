@@ -46,6 +46,8 @@ class Answer:
     tokens: int
     """Of the completion."""
     finish_reason: FinishReason
+    unjudged: str | None = None
+    """Why it counts as wrong without a verdict: judging it ended in a timeout, crash, error or lack of memory."""
 
     @property
     def name(self) -> Name:
@@ -156,12 +158,13 @@ async def answer_questions(
         for prompt, mode, number in missing:  # shared by all workers: each takes the next one
             completion = await generator.generate(plan.request(prompt, mode, number))
             text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-            score = await rewards.score(prompt, text)
+            ((score, outcome),) = await rewards.judge_many(prompt, [text])
             on_answer(
                 Answer(
                     query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=text,
                     answer=extracted_answer(text), score=float(score > 0), tokens=len(completion.token_ids),
                     finish_reason=completion.finish_reason,
+                    unjudged=None if outcome.is_verdict else outcome.name.lower(),
                 )
             )  # fmt: skip
 

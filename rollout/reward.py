@@ -49,7 +49,7 @@ class RewardWorkerError(RuntimeError):
 class _Answer:
     prompt: Prompt
     text: str
-    score: asyncio.Future[float]
+    score: asyncio.Future[tuple[float, Outcome]]
 
 
 class RewardPool:
@@ -123,6 +123,10 @@ class RewardPool:
 
     async def score_many(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
         """The rewards of several completions of one prompt, in order."""
+        return [score for score, _ in await self.judge_many(prompt, texts)]
+
+    async def judge_many(self, prompt: Prompt, texts: Sequence[str]) -> list[tuple[float, Outcome]]:
+        """As score_many, each with how scoring it ended."""
         if self._error is not None:
             raise self._error
         assert self._tasks, "start() comes before score()"
@@ -130,9 +134,9 @@ class RewardPool:
         asked = {i: self._ask(prompt, texts[i]) for i, score in enumerate(scores) if score is None}
         self._outcomes[Outcome.SCORED] += len(texts) - len(asked)
         await asyncio.gather(*asked.values())
-        return [asked[i].result() if score is None else score for i, score in enumerate(scores)]
+        return [asked[i].result() if score is None else (score, Outcome.SCORED) for i, score in enumerate(scores)]
 
-    def _ask(self, prompt: Prompt, text: str) -> asyncio.Future[float]:
+    def _ask(self, prompt: Prompt, text: str) -> asyncio.Future[tuple[float, Outcome]]:
         answer = _Answer(prompt, text, asyncio.get_running_loop().create_future())
         self._waiting.put_nowait(answer)
         return answer.score
@@ -198,7 +202,7 @@ class RewardPool:
                 "reward %s: an answer to %s scores as wrong: %s", self._reward, answer.prompt.query_id, message
             )
         if not answer.score.done():
-            answer.score.set_result(score)
+            answer.score.set_result((score, outcome))
 
     async def _start_worker(self) -> _Worker:
         worker = _Worker(self._reward, timeout_seconds=self._timeout_seconds, memory_bytes=self._memory_limit_bytes)

@@ -46,6 +46,11 @@ class Outcome(IntEnum):
     CRASH = 5
     """Given by the pool: the worker died."""
 
+    @property
+    def is_verdict(self) -> bool:
+        """The answer was judged; else it counts as wrong because judging it failed."""
+        return self in (Outcome.SCORED, Outcome.UNPARSABLE)
+
 
 class _TimeLimitError(BaseException):
     """Not an Exception: sympy catches those."""

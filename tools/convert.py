@@ -4,8 +4,9 @@
     python tools/convert.py --checkpoint_path HF_FOLDER --output_path CHECKPOINT --to-megatron [--layout d1m2p2]
 
 CHECKPOINT is an engine's folder (any layout may have written it) or a recover checkpoint, of which the actor is taken
-(--engine critic: the critic). It carries its config.json and tokenizer, so nothing else is needed. The output folder
-appears only when complete. --check reads it again and compares every tensor byte for byte.
+(--engine critic: the critic). It carries its config.json and tokenizer, so nothing else is needed. A recover checkpoint
+that differs from its checksums is refused. The output folder appears only when complete. --check reads it again and
+compares every tensor byte for byte.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         source = _source(args.checkpoint_path, args.engine, to_megatron=args.to_megatron)
         _check_target(args.output_path, overwrite=args.overwrite)
+        if not args.to_megatron:
+            _check_seal(source)
         different = _convert(args, source)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -88,6 +91,20 @@ def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
         f"--checkpoint_path={path} is not a complete Megatron checkpoint (no metadata.json); "
         "for a Hugging Face folder add --to-megatron"
     )
+
+
+def _check_seal(source: Path) -> None:
+    """Raises ValueError unless the engine's files are those with which its recover checkpoint was sealed. A checkpoint
+    outside of one has no seal."""
+    from core.manifest import MANIFEST, MARKER, DamagedError, verify
+
+    step = source.absolute().parent
+    if not any((step / name).exists() for name in (MANIFEST, MARKER)):
+        return
+    try:
+        verify(step, inside=source.absolute().name)
+    except DamagedError as error:
+        raise ValueError(f"{step} is damaged: {error}; take another step's checkpoint") from error
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:

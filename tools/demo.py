@@ -26,6 +26,8 @@ WARM_UP_TARGET = 0.4
 """The warm-up ends at the first saved model that answers this share of the held-out problems."""
 LEAST_GAIN = 0.30
 NUM_QUESTIONS = 5
+MARKER = ".slipstream-demo"
+"""File that says whose a folder is."""
 PLACES: dict[int, tuple[list[str], list[str]]] = {
     0: ([], []),
     1: (["allocation_mode=sglang.d1m1p1"], ["allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1"]),
@@ -38,7 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Without arguments the demo is what examples/configs say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sampling")
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to; emptied first")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="folder to write to; an earlier demo in it goes"
+    )
     parser.add_argument("--gpus", type=int, choices=sorted(PLACES), default=0, help="GPUs to use; 0: the processor")
     parser.add_argument("--steps", type=int, help="PPO steps; else those of its configuration")
     return parser
@@ -101,7 +105,18 @@ def say(text: str) -> None:
 
 
 def empty(output: Path) -> None:
-    """Remove what an earlier demo wrote; anything else in the folder stays."""
+    """Remove what an earlier demo wrote; anything else in its folder stays. Raises DemoError for a folder that is not
+    empty and that no demo made: what is in there is somebody's."""
+    made_here = output / MARKER
+    if output.exists() and not output.is_dir():
+        raise DemoError(f"--output {output} is no folder; name another one")
+    if output.is_dir() and any(output.iterdir()) and not made_here.is_file():
+        raise DemoError(
+            f"--output {output} is not empty and was not made by the demo (no {MARKER} in it), which would delete "
+            "data, model, logs, checkpoints and recover there; name another folder, or remove this one yourself"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    made_here.write_text("python -m tools.demo made this folder and empties it when it runs again.\n")
     for name in ("data", "model", "logs", "checkpoints", "recover"):
         shutil.rmtree(output / name, ignore_errors=True)
 

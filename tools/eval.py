@@ -12,19 +12,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.eval_compare import CompareError, compare, report
-from tools.eval_data import EvalError
+from tools.eval_compare import compare, report
 
+FAILED = 1
 BAD_INPUT = 2
+_BAD_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 2: bad input, the reason on stderr; 130: interrupted."""
+    """0: done; 1: failed while running; 2: bad input, the reason on stderr both times; 130: interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
@@ -33,22 +33,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(report(*compare(given.A, given.B)))
             return 0
         return _evaluate(_parser().parse_args(argv))
-    except (CompareError, EvalError, ValueError, OSError) as error:
+    except (ValueError, *_BAD_PATHS) as error:  # CompareError, EvalError and DatasetError are ValueErrors
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except OSError as error:
+        return _failed(error)
     except KeyboardInterrupt:
-        print("Interrupted; the same command goes on where this one stopped.", file=sys.stderr)
+        without = ", without --overwrite," if "--overwrite" in argv else ""
+        print(f"Interrupted; the same command{without} goes on where this one stopped.", file=sys.stderr)
         return 130
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    from tools.eval_run import evaluate, settings_from
+    from tools.eval_run import FAILURES, evaluate, settings_from
 
-    if given.overwrite and given.output_path.exists():
-        shutil.rmtree(given.output_path)
-    print(asyncio.run(evaluate(settings_from(given))))
+    settings = settings_from(given)
+    try:
+        print(asyncio.run(evaluate(settings)))
+    except FAILURES as error:
+        return _failed(error)
     print(f"Answers, results.json, results.md and results.png are in {given.output_path}")
     return 0
+
+
+def _failed(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a server argument by name, as mem_fraction_static=0.8; may be repeated",
     )
     add("--reward_workers", type=_positive, default=2, help="processes that judge answers")
-    add("--overwrite", action="store_true", help="start anew: delete what is in --output_path")
+    add("--overwrite", action="store_true", help="start anew: delete the evaluation in --output_path")
     return parser
 
 

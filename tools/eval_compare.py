@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from rollout.evaluation import Answer, read_answers
+from tools.eval_model import SETTINGS, read_json
 from tools.eval_report import PASS_AT, by_question, pass_at_k, text_table
 
 _RESAMPLES = 10_000
+_MOST_DRAWN = 1 << 22
+"""Questions drawn at once: the resamples of a large dataset are drawn in blocks."""
 _COLUMNS = ("dataset", "measure", "A", "B", "B - A", "95 % interval", "questions")
 
 
@@ -52,7 +55,8 @@ class Flip:
 
 
 def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[Flip]]:
-    """Every dataset that both folders answered. Raises CompareError where there is none, or no question in common."""
+    """Every dataset that both folders answered. Raises CompareError where there is none, no question in common, or
+    where two files of one name were asked."""
     names = sorted({p.stem for p in a.glob("*.jsonl")} & {p.stem for p in b.glob("*.jsonl")})
     if not names:
         raise CompareError(
@@ -62,6 +66,8 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[
     flips: list[Flip] = []
     for name in names:
         left, right = (read_answers(folder / f"{name}.jsonl") for folder in (a, b))
+        if _other_questions(name, a, b):
+            raise CompareError(f"{name}: {a} and {b} answered different files of that name: {_how(left, right)}")
         differences += _differences(name, left, right, np.random.default_rng(seed))
         flips += _flips(name, left, right)
     return differences, flips
@@ -86,11 +92,34 @@ def _differences(dataset: str, a: Sequence[Answer], b: Sequence[Answer], rng: np
             raise CompareError(f"{dataset}: the two folders have no question in common; were they asked the same file?")
         pairs = np.array([(values_a[q], values_b[q]) for q in shared])
         apart = pairs[:, 1] - pairs[:, 0]
-        draws = rng.integers(0, len(apart), (_RESAMPLES, len(apart)))
-        low, high = np.percentile(apart[draws].mean(1), (2.5, 97.5))
+        low, high = np.percentile(_resampled_means(apart, rng), (2.5, 97.5))
         mean_a, mean_b = pairs.mean(0)
         found.append(Difference(dataset, measure, mean_a, mean_b, low, high, len(shared)))
     return found
+
+
+def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[_RESAMPLES] means of as many values drawn with repetition; the same however many are drawn at once."""
+    rows = max(1, _MOST_DRAWN // len(values))
+    sizes = [min(rows, _RESAMPLES - done) for done in range(0, _RESAMPLES, rows)]
+    return np.concatenate([values[rng.integers(0, len(values), (n, len(values)))].mean(1) for n in sizes])
+
+
+def _other_questions(name: str, a: Path, b: Path) -> bool:
+    """Whether both folders wrote down which questions they were asked, and these differ."""
+    left, right = (read_json(folder / SETTINGS).get("questions", {}).get(name) for folder in (a, b))
+    return left is not None and right is not None and left != right
+
+
+def _how(a: Sequence[Answer], b: Sequence[Answer]) -> str:
+    """In what two sets of questions differ, as far as the answers show it."""
+    left, right = ({answer.query_id: answer.prompt for answer in answers} for answers in (a, b))
+    for query_id in sorted(left.keys() & right.keys()):
+        if left[query_id] != right[query_id]:
+            return f"{query_id} is {_short(left[query_id])!r} in A and {_short(right[query_id])!r} in B"
+    if left.keys() != right.keys():
+        return f"A has {len(left)} questions, B {len(right)}, and {len(left.keys() & right.keys())} ids are in both"
+    return "the questions that were asked are the same, but not their solutions, or further rows"
 
 
 def _measures(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, Callable[[Sequence[Answer]], dict[str, float]]]:

@@ -22,6 +22,10 @@ class EvalError(ValueError):
     """Something the user can mend; the message says what."""
 
 
+class EvalFailure(RuntimeError):
+    """Something failed while running; the message says what."""
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """A dataset that was found."""
@@ -75,13 +79,18 @@ def _detected(record: dict[str, object], path: Path) -> Fields:
         raise EvalError(f"{path}: {error}; name them with --prompt_field and --answer_field") from error
 
 
+def check_template(given: str) -> str:
+    """Raises EvalError where it has no place for the question."""
+    if "{prompt}" not in given:
+        raise EvalError(f"--prompt_template {given!r} has no {{prompt}}; write it where the question belongs")
+    return given
+
+
 def question_template(given: str | None, tokenizer: Any) -> str:
     """Text around a question, with {prompt} in its place. Without --prompt_template: the tokenizer's chat template
     with the request for a boxed answer, where there is one, else the question alone, as training has it by default."""
     if given is not None:
-        if "{prompt}" not in given:
-            raise EvalError(f"--prompt_template {given!r} has no {{prompt}}; write it where the question belongs")
-        return given
+        return check_template(given)
     if not tokenizer.chat_template:
         return "{prompt}"
     turn = [{"role": "user", "content": "{prompt}" + INSTRUCTION}]

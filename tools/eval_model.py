@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,16 @@ from typing import Any, Literal
 
 from rollout.sglang_gpus import query_gpus
 from rollout.types import Generator
-from tools.eval_data import EvalError
+from tools.eval_data import EvalError, EvalFailure
 
 Backend = Literal["auto", "sglang", "embedded"]
+
+SETTINGS = "settings.json"
+"""File in the evaluation's folder with what settles the answers."""
+CONVERTED = "model"
+"""Folder in the evaluation's for a converted checkpoint."""
+_CONVERT_REFUSED = 2
+"""Exit code of tools.convert for bad input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +46,38 @@ class GeneratorChoice:
         return "sglang" if query_gpus() else "embedded"
 
 
-def hugging_face_folder(path: Path, output: Path) -> Path:
-    """The folder itself where it is a Hugging Face one (a saved step is); a recover checkpoint is converted into
-    `output`/model first. Raises EvalError for anything else."""
+def find_model(path: Path) -> tuple[Path, bool]:
+    """(folder, whether it is a Hugging Face one): as it was given (a saved step is one), or the checkpoint in it that
+    is to be converted. Raises EvalError for anything else."""
     if not path.is_dir():
         raise EvalError(f"--model_path {path}: no such folder")
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-        return path
+        return path, True
     checkpoint = next((p for p in (path, path / "actor") if (p / "metadata.json").is_file()), None)
     if checkpoint is None:
         raise EvalError(
             f"--model_path {path}: neither a Hugging Face folder (config.json and *.safetensors) nor a recover "
             "checkpoint (metadata.json, or actor/metadata.json)"
         )
-    converted = output / "model"
+    return checkpoint, False
+
+
+def hugging_face_folder(path: Path, output: Path) -> Path:
+    """The folder itself where it is a Hugging Face one; a recover checkpoint is converted into `output`/model first.
+    Raises EvalError for anything else, EvalFailure where the conversion is ended."""
+    checkpoint, is_ready = find_model(path)
+    if is_ready:
+        return path
+    converted = output / CONVERTED
     if not converted.exists():
         command = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(checkpoint)]
         done = subprocess.run([*command, "--output_path", str(converted)], capture_output=True, text=True)
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
+        if done.returncode == _CONVERT_REFUSED:
+            raise EvalError(f"--model_path {path}: {said}")
         if done.returncode:
-            raise EvalError(f"--model_path {path}: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
+            how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
+            raise EvalFailure(f"--model_path {path}: its conversion was ended by {how}: {said}")
     return converted
 
 

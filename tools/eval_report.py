@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def unjudged_line(answers: Iterable[Answer]) -> str | None:
+    """How many answers count as wrong because judging them failed; None: none does."""
+    counts = Counter(a.unjudged for a in answers if a.unjudged is not None)
+    if not counts:
+        return None
+    why = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    return f'{counts.total()} answers count as wrong because judging them failed ({why}): see "unjudged" in their rows.'
 
 
 def write_report(folder: Path, results: Sequence[Result], settings: Mapping[str, object]) -> str:

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,17 +23,45 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
+from rollout.embedded import GeneratorError
 from rollout.evaluation import Answer, AnswerFile, EvaluationPlan, answer_questions, end_token_ids
-from rollout.reward import RewardPool
-from rollout.router import Router
+from rollout.reward import RewardPool, RewardWorkerError
+from rollout.router import NoGeneratorError, Router
+from rollout.sglang_server import ServerStartError
+from rollout.sglang_weights import ServerError
 from rollout.types import Prompt, SamplingParams
-from tools.eval_data import Benchmark, EvalError, data_folders, find_benchmark, make_prompts, question_template
-from tools.eval_model import GeneratorChoice, hugging_face_folder, read_json, server_arguments, start_generators
-from tools.eval_report import summarise, write_report
+from tools.eval_data import (
+    Benchmark,
+    EvalError,
+    EvalFailure,
+    check_template,
+    data_folders,
+    find_benchmark,
+    make_prompts,
+    question_template,
+)
+from tools.eval_model import (
+    CONVERTED,
+    SETTINGS,
+    GeneratorChoice,
+    find_model,
+    hugging_face_folder,
+    read_json,
+    server_arguments,
+    start_generators,
+)
+from tools.eval_report import summarise, unjudged_line, write_report
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS = "settings.json"
+_IDENTITY_KEYS = {"model_path", "weights", "max_gen_tokens", "questions"}
+"""Keys by which that file is known as an evaluation's."""
+_ANSWERS_STAY_THE_SAME = {"mem_fraction_static", "max_total_tokens", "log_level", "watchdog_timeout"}
+"""Server arguments of which an evaluation may be continued with others: what was too little the first time."""
+FAILURES = (
+    EvalFailure, ServerStartError, ServerError, NoGeneratorError, GeneratorError, RewardWorkerError, ConnectionError,
+)  # fmt: skip
+"""What ends an evaluation while it runs, each with a message for the user."""
 _LOG_EVERY_SECONDS = 10.0
 
 
@@ -51,6 +80,8 @@ class EvalSettings:
     prompt_template: str | None
     generator: GeneratorChoice
     reward_workers: int
+    overwrite: bool
+    """Nothing that `output_path` holds is used."""
 
 
 def settings_from(given: argparse.Namespace) -> EvalSettings:
@@ -70,6 +101,11 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
     twice = {b.name for b in found if sum(other.name == b.name for other in found) > 1}
     if twice:
         raise EvalError(f"--data_names: {', '.join(sorted(twice))} twice; their answers would go into one file")
+    find_model(given.model_path)
+    if given.prompt_template is not None:
+        check_template(given.prompt_template)
+    if given.overwrite:
+        _check_may_be_emptied(given.output_path, needed=[given.model_path, *(b.path for b in found)])
     return EvalSettings(
         model_path=given.model_path,
         output_path=given.output_path,
@@ -86,13 +122,50 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
             dtype=given.dtype, sglang_python=given.sglang_python, sglang=server_arguments(given.sglang),
         ),
         reward_workers=given.reward_workers,
+        overwrite=given.overwrite,
     )  # fmt: skip
+
+
+def _check_may_be_emptied(folder: Path, *, needed: Sequence[Path]) -> None:
+    """Raises EvalError unless the folder is an evaluation's, or empty, and holds nothing that this one reads."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise EvalError(f"--overwrite: --output_path {folder} is no folder")
+    if any(folder.iterdir()) and not _is_evaluation(folder):
+        raise EvalError(
+            f"--overwrite: {folder} is not empty and holds no evaluation ({SETTINGS} of one): nothing is deleted; "
+            "give another --output_path, or empty it yourself"
+        )
+    for path in needed:
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise EvalError(f"--overwrite would delete {path}, which is needed; give another --output_path")
+
+
+def _is_evaluation(folder: Path) -> bool:
+    try:
+        found = read_json(folder / SETTINGS)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.keys() >= _IDENTITY_KEYS
+
+
+def _empty(folder: Path, *, keep: Path) -> None:
+    for path in folder.iterdir():
+        if path == keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 async def evaluate(settings: EvalSettings) -> str:
     """Answer what is not yet answered, write the report, return the table."""
     output = settings.output_path
     output.mkdir(parents=True, exist_ok=True)
+    if settings.overwrite:  # the answers go only when everything they could be lost for is checked
+        shutil.rmtree(output / CONVERTED, ignore_errors=True)
     model = hugging_face_folder(settings.model_path, output)
     tokenizer = AutoTokenizer.from_pretrained(model)
     template = question_template(settings.prompt_template, tokenizer)
@@ -102,12 +175,10 @@ async def evaluate(settings: EvalSettings) -> str:
             b.fields.answer,
         )  # fmt: skip
     logger.info("A question is asked as %r", template)
-    identity = _identity(settings, model, template)
-    _check_same(output / _SETTINGS, identity)
-
     config = read_json(model / "config.json")
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     ends = end_token_ids(tokenizer, read_json(model / "generation_config.json"))
+    prompts = {b.name: make_prompts(b, tokenizer, template)[: settings.num_questions] for b in settings.benchmarks}
     sampling = replace(settings.sampling, stop_token_ids=ends)
     if context and sampling.max_new_tokens > context:
         logger.warning(
@@ -119,9 +190,17 @@ async def evaluate(settings: EvalSettings) -> str:
         context_tokens=context or 2**31,
         seed=settings.seed,
     )
-    prompts = {b.name: make_prompts(b, tokenizer, template)[: settings.num_questions] for b in settings.benchmarks}
+    for prompt in (prompt for of in prompts.values() for prompt in of):
+        plan.request(prompt, "greedy", 0)  # it leaves room for an answer
+    identity = _identity(settings, model, template, ends)
+    if settings.overwrite:
+        _empty(output, keep=output / CONVERTED)
+    _check_same(output / SETTINGS, identity)
+
     answers = await _answer_all(settings, prompts, model, tokenizer, plan)
-    return write_report(output, [summarise(name, of) for name, of in answers.items()], identity)
+    table = write_report(output, [summarise(name, of) for name, of in answers.items()], identity)
+    unjudged = unjudged_line(answer for of in answers.values() for answer in of)
+    return table if unjudged is None else f"{table}\n{unjudged}"
 
 
 async def _answer_all(
@@ -196,7 +275,7 @@ class Meter:
         return f"{self._done + self._new}/{self._total} answers, {self._rate()}, {right}"
 
 
-def _identity(settings: EvalSettings, model: Path, template: str) -> dict[str, Any]:
+def _identity(settings: EvalSettings, model: Path, template: str, ends: Sequence[int]) -> dict[str, Any]:
     """What settles the answers, for the file beside them. How many questions and samples may change."""
     weights = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in model.glob("*.safetensors"))
     questions = {
@@ -214,6 +293,8 @@ def _identity(settings: EvalSettings, model: Path, template: str) -> dict[str, A
         "prompt_template": template,
         "dtype": settings.generator.dtype,
         "generator": settings.generator.resolved(),
+        "sglang": {k: v for k, v in sorted(settings.generator.sglang.items()) if k not in _ANSWERS_STAY_THE_SAME},
+        "stop_token_ids": list(ends),
         "questions": questions,
     }
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from core.recover import RunState
+from core.run import Start
+from core.sft import _check_same_rows
 from core.sft_data import AnswerDataset
 from core.sft_rows import read_pairs
 from rollout.dataset_rows import DatasetError
@@ -66,6 +69,47 @@ def test_only_answers_are_trained_and_an_epoch_is_a_function_of_its_number(asset
         for i in range(b.num_sequences)
     )
     assert len(seen) == len(data) == 40 and len(set(seen)) == 40
+
+
+def state_of(path, tokenizer, *, max_seqlen: int = 16, seed: int = 3, shuffle: bool = True) -> dict[str, int]:
+    return AnswerDataset(path, tokenizer, max_seqlen=max_seqlen, seed=seed, shuffle=shuffle).state_dict()
+
+
+def test_other_rows_or_another_order_do_not_continue_a_run(assets, tmp_path, caplog) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    data = AnswerDataset(assets.pairs, tokenizer, max_seqlen=16, seed=3, shuffle=True)
+    data.check_continues(state_of(assets.pairs, tokenizer))
+    lines = assets.pairs.read_text().splitlines(keepends=True)
+    (tmp_path / "fewer.jsonl").write_text("".join(lines[1:]))
+    (tmp_path / "other.jsonl").write_text("".join([*lines[1:], lines[0]]))
+    for state, says in (
+        (state_of(tmp_path / "fewer.jsonl", tokenizer), "has num_rows=39, this one 40: restore dataset.train_path"),
+        (state_of(tmp_path / "other.jsonl", tokenizer), "has checksum="),
+        (state_of(assets.pairs, tokenizer, seed=4), "has seed=4, this one 3: restore seed"),
+        (state_of(assets.pairs, tokenizer, shuffle=False), "has shuffle=False, this one True: restore shuffle_dataset"),
+    ):
+        state_of_run = RunState(step=5, version=5, elapsed_seconds=0.0, extra={})
+        start = Start(state=state_of_run, rollout_state=state, checkpoint=tmp_path)
+        with pytest.raises(DatasetError, match=says):
+            _check_same_rows(data, start, ignore_changes=False)
+        _check_same_rows(data, start, ignore_changes=True)
+        assert says in caplog.text and "step 5 goes on with these rows" in caplog.text
+        caplog.clear()
+
+
+def test_a_recovered_run_with_another_seed_is_refused(assets, run_command) -> None:
+    settings = {
+        "allocation_mode": "d1m1p1",
+        "recover_mode": "auto",
+        "exp_ctrl": {"total_train_epochs": 1, "total_train_steps": 2, "ckpt_freq_steps": 1},
+        "model": {"path": str(assets.model)},
+        "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
+    }
+    first = run_command("sft", {**settings, "seed": 1})
+    assert first.finish() == 0, first.output()[-4000:]
+    second = run_command("sft", {**settings, "seed": 2})
+    assert second.finish() == 1, second.output()[-4000:]
+    assert "the checkpoint's data set has seed=1, this one 2: restore seed" in second.output()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from test_weights import assert_same_bytes, tensors_of
 from tiny_models import EXPERT_MODELS, MODELS, write_model
 
 from allocation import ParallelLayout
+from core.manifest import seal
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_CHANGES = {
@@ -157,6 +158,29 @@ def test_a_recover_checkpoint_is_its_actor_unless_another_engine_is_named(
     assert status == 2 and "actor, critic" in err
 
 
+def test_a_damaged_recover_checkpoint_is_refused_by_the_name_of_the_file(
+    ranks: RankPool, model_folders: Any, tmp_path: Path
+) -> None:
+    source, _ = model_folders["qwen3"]
+    step = tmp_path / "recover" / "globalstep4"
+    for engine in ("actor", "critic"):
+        ranks.run(write_checkpoint, 1, ParallelLayout(), source, step / engine, {"is_critic": engine == "critic"})
+    seal(step)
+    assert convert(ranks, tmp_path / "recover", tmp_path / "hf")[0] == 0
+    shard = next((step / "actor").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    for folder in ("recover", "recover/globalstep4", "recover/globalstep4/actor"):
+        status, out, err = convert(ranks, tmp_path / folder, tmp_path / "no")
+        assert (status, out) == (2, "") and f"{shard.name} is damaged: its checksum differs" in err
+    assert not (tmp_path / "no").exists()
+    assert convert(ranks, tmp_path / "recover", tmp_path / "critic", "--engine", "critic")[0] == 0, "it is whole"
+    (step / "COMMITTED").unlink()
+    status, _, err = convert(ranks, tmp_path / "recover", tmp_path / "no", "--engine", "critic")
+    assert status == 2 and "COMMITTED is missing: it was never committed" in err
+
+
 def test_an_output_that_exists_is_replaced_only_when_asked(ranks: RankPool, model_folders: Any, tmp_path: Path) -> None:
     source, _ = model_folders["qwen2"]
     (tmp_path / "out").mkdir()
@@ -207,6 +231,9 @@ def test_a_critic_converts_with_its_value_head(ranks: RankPool, model_folders: A
         ("checkpoint without a shard", (".distcp", "cannot be read")),
         ("checkpoint without .metadata", (".metadata",)),
         ("checkpoint with a truncated common.pt", ("common.pt",)),
+        ("checkpoint with an empty common.pt", ("common.pt", "cannot be read: EOFError")),
+        ("checkpoint with a damaged header of common.pt", ("common.pt", "cannot be read: UnpicklingError")),
+        ("checkpoint with a damaged metadata.json", ("metadata.json", "cannot be read")),
     ],
 )
 def test_bad_input_is_one_error_and_nothing_is_written(
@@ -246,6 +273,12 @@ def test_bad_input_is_one_error_and_nothing_is_written(
         (source / ".metadata").unlink()
     elif what == "checkpoint with a truncated common.pt":
         (source / "common.pt").write_bytes((source / "common.pt").read_bytes()[:100])
+    elif what == "checkpoint with an empty common.pt":
+        (source / "common.pt").write_bytes(b"")
+    elif what == "checkpoint with a damaged header of common.pt":
+        (source / "common.pt").write_bytes(b"\xff" + (source / "common.pt").read_bytes()[1:])
+    elif what == "checkpoint with a damaged metadata.json":
+        (source / "metadata.json").write_text("[]")
     else:
         shard = next(source.glob("*.distcp"))
         if what == "truncated checkpoint":
@@ -256,6 +289,7 @@ def test_bad_input_is_one_error_and_nothing_is_written(
     status, out, err = convert(ranks, source, target, *flags)
     assert status == 2 and out == "" and err.startswith("error: ")
     assert all(word in err for word in words), err
+    assert "checkpoint with" not in what or err.count("\n") == 1, err
     assert {path.name for path in tmp_path.iterdir()} == before
     if what == "output exists":
         assert [path.name for path in target.iterdir()] == ["mine"]

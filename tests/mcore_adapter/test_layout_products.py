@@ -1,4 +1,4 @@
-"""At night: every family in products of layouts, up to eight ranks, trains as one process does."""
+"""At night: every family in a selection of products of layouts, up to eight ranks, trains as one process does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
-def test_every_family_trains_in_every_layout_as_one_process_does(
+def test_every_family_trains_in_the_selected_layouts_as_one_process_does(
     ranks: RankPool, model_folders: Any, one_process: dict[str, Any], name: str, layout: ParallelLayout
 ) -> None:
     results = ranks.run(run_of(name), layout.world_size, layout, str(model_folders[name][0]))

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.dataset import PromptDataset
 from rollout.math_reward import RIGHT, WRONG, math_reward
-from tools.demo import make_parser, ppo_changes
+from tools.demo import MARKER, empty, make_parser, ppo_changes
 from tools.demo_data import NUM_HELD_OUT, Ingredients, answer_of, make_ingredients, save_model
 from tools.demo_plot import draw_reward_curve, moving_mean
-from tools.demo_run import ROOT, answers, first_at_least
+from tools.demo_run import ROOT, DemoError, answers, first_at_least
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,22 @@ def test_the_demo_as_it_comes_runs_its_configuration_and_not_a_part_of_it() -> N
     changes = ppo_changes(Path("model"), seed=given.seed, gpus=given.gpus, steps=given.steps)
     assert [change.partition("=")[0] for change in changes] == ["seed", "actor.path"]
     assert "exp_ctrl.total_train_steps=7" in ppo_changes(Path("model"), seed=1, gpus=1, steps=7)
+
+
+def test_the_demo_empties_only_a_folder_that_it_made(tmp_path: Path) -> None:
+    mine = tmp_path / "project" / "data" / "mine.jsonl"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("years of work")
+    with pytest.raises(DemoError, match="is not empty and was not made by the demo"):
+        empty(tmp_path / "project")
+    assert mine.read_text() == "years of work"
+    output = tmp_path / "runs" / "demo"
+    for _ in range(2):
+        empty(output)
+        assert [path.name for path in output.iterdir()] == [MARKER], "the second time what the first left is gone"
+        (output / "data").mkdir()
+    (tmp_path / "bare").mkdir()
+    empty(tmp_path / "bare")
 
 
 @pytest.mark.parametrize(("experiment", "name"), [("sft", "demo-sft"), ("ppo-math", "demo-ppo")])

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from eval_cases import arguments, write_rows
 
+from rollout.embedded import GeneratorError
 from rollout.evaluation import Answer, read_answers
-from tools.eval import BAD_INPUT, main
+from rollout.reward import RewardPool, RewardWorkerError
+from rollout.router import NoGeneratorError
+from rollout.sglang_server import ServerStartError
+from rollout.sglang_weights import ServerError, ServerGone
+from tools.eval import BAD_INPUT, FAILED, main
+from tools.eval_data import EvalError
 from tools.eval_report import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +131,109 @@ def test_answers_of_other_settings_are_not_mixed_in(
     assert main(arguments(model, data, evaluated, "--temperature", "1.0")) == BAD_INPUT
     assert "temperature=1.0: the answers in" in capsys.readouterr().err
     assert main(arguments(model, data, evaluated)) == 0, "refused, not spoiled"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--data_names", "nowhere"], "no such benchmark"),
+        (["--model_path", "/nowhere"], "no such folder"),
+        (["--prompt_template", "Q:"], "has no {prompt}"),
+        (["--data_names", "{long}"], "its prompt has 80 tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_overwriting_deletes_nothing_before_everything_is_checked(
+    change: list[str], says: str, evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    output = shutil.copytree(evaluated, tmp_path / "out")
+    write_rows(tmp_path / "long.jsonl", [{"prompt": "1+" * 40, "answer": "40"}])
+    changed = [word.replace("{long}", str(tmp_path / "long.jsonl")) for word in change]
+    assert main(arguments(model, data, output, "--overwrite") + changed) == BAD_INPUT
+    assert says in capsys.readouterr().err
+    assert (output / "sums.jsonl").read_bytes() == (evaluated / "sums.jsonl").read_bytes()
+
+
+def test_overwriting_starts_anew_in_an_evaluations_folder_only(
+    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    output = shutil.copytree(evaluated, tmp_path / "out")
+    (output / "sums.jsonl").write_text("damaged\n")
+    assert main(arguments(model, data, output, "--overwrite", "--n_sampling", "0", "--temperature", "1.0")) == 0
+    assert len(read_answers(output / "sums.jsonl")) == 10
+    (tmp_path / "mine").mkdir()
+    for content in ("{}", "[]", "no json"):
+        (tmp_path / "mine" / "settings.json").write_text(content)
+        assert main(arguments(model, data, tmp_path / "mine", "--overwrite")) == BAD_INPUT
+        assert "holds no evaluation" in capsys.readouterr().err
+    own = shutil.copytree(model, output / "model")
+    assert main(arguments(own, data, output, "--overwrite")) == BAD_INPUT
+    assert "which is needed" in capsys.readouterr().err and own.exists()
+
+
+def test_an_evaluation_goes_on_with_the_same_server_arguments_and_ends_of_an_answer_only(
+    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    assert main(arguments(model, data, evaluated, "--sglang", "quantization=fp8")) == BAD_INPUT
+    assert "sglang={'quantization': 'fp8'}: the answers in" in capsys.readouterr().err
+    assert main(arguments(model, data, evaluated, "--sglang", "mem_fraction_static=0.7")) == 0, "the same answers"
+    own, output = shutil.copytree(model, tmp_path / "model"), tmp_path / "out"
+    few = ("--n_sampling", "0")
+    assert main(arguments(own, data, output, *few)) == 0
+    generation = json.loads((own / "generation_config.json").read_text())
+    (own / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [1, 5]}))
+    assert main(arguments(own, data, output, *few)) == BAD_INPUT
+    assert "stop_token_ids=[0, 1, 5]: the answers in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ServerStartError("the server died"), FAILED),
+        (ServerError("HTTP 500"), FAILED),
+        (ServerGone("generator-0 is gone"), FAILED),
+        (NoGeneratorError("no generator is left"), FAILED),
+        (GeneratorError("the engine died"), FAILED),
+        (RewardWorkerError("did not start"), FAILED),
+        (OSError(errno.ENOSPC, "No space left on device"), FAILED),
+        (PermissionError(errno.EACCES, "Permission denied"), BAD_INPUT),
+        (EvalError("bad"), BAD_INPUT),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_fails_while_running_is_one_line_and_not_called_bad_input(
+    error: Exception, code: int, model: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tools.eval_run.start_generators", fail)
+    monkeypatch.setattr("tools.eval_run.RewardPool", lambda *args, **options: AsyncExitStack())
+    assert main(arguments(model, data, tmp_path)) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_an_answer_that_could_not_be_judged_is_marked_and_counted(
+    model: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dying_reward.py").write_text("import os\ndef score(prompt, text):\n    os._exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("tools.eval_run.RewardPool", lambda _, **options: RewardPool("dying_reward:score", **options))
+    few = ("--n_sampling", "0", "--num_questions", "2")
+    assert main(arguments(model, data, tmp_path / "out", *few)) == 0
+    assert [(a.score, a.unjudged) for a in read_answers(tmp_path / "out" / "sums.jsonl")] == [(0.0, "crash")] * 2
+    assert "2 answers count as wrong because judging them failed (2 crash)" in capsys.readouterr().out
+
+
+def test_a_conversion_that_is_killed_says_so(model: Path, data: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "run" / "actor").mkdir(parents=True)
+    (tmp_path / "run" / "actor" / "metadata.json").write_text("{}")
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    assert main(arguments(tmp_path / "run", data, tmp_path / "out")) == FAILED
+    assert "its conversion was ended by SIGKILL" in capsys.readouterr().err
 
 
 def test_a_prompt_longer_than_the_context_is_named(model: Path, tmp_path: Path, capsys) -> None:

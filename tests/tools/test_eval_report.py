@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout.evaluation import Answer
 from tools.eval import BAD_INPUT, main
-from tools.eval_compare import compare
-from tools.eval_report import pass_at_k, summarise, text_table
+from tools.eval_compare import _resampled_means, compare
+from tools.eval_report import pass_at_k, summarise, text_table, unjudged_line
 
 
 def answer(query_id: str, score: float, *, number: int | None = None, tokens: int = 10) -> Answer:
@@ -78,6 +79,32 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsy
     assert main(["compare", str(a), str(b)]) == 0
     printed = capsys.readouterr().out
     assert "3 questions answered right in B only" in printed and "1 questions answered right in A only" in printed
+
+
+def test_two_files_of_one_name_are_not_compared(tmp_path: Path, capsys) -> None:
+    folders = []
+    for name, questions, prompt in (("a", "1f", "1+1="), ("b", "2e", "2*3="), ("c", "1f", "say: 1+1=")):
+        folders.append(write(tmp_path / name, [replace(answer("d-1", 1.0), prompt=prompt)]))
+        (tmp_path / name / "settings.json").write_text(json.dumps({"questions": {"d": questions}}))
+    a, b, c = map(str, folders)
+    assert main(["compare", a, b]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "answered different files of that name: d-1 is '1+1=' in A and '2*3=' in B" in said
+    assert main(["compare", a, c]) == 0, "the same questions in another template"
+
+
+def test_resamples_are_the_same_however_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(1).normal(size=301)
+    at_once = values[np.random.default_rng(7).integers(0, 301, (10_000, 301))].mean(1)
+    monkeypatch.setattr("tools.eval_compare._MOST_DRAWN", 301 * 13)
+    assert np.array_equal(_resampled_means(values, np.random.default_rng(7)), at_once)
+
+
+def test_answers_without_a_verdict_are_counted_by_their_cause() -> None:
+    failed = [replace(answer("a", 0.0), unjudged=cause) for cause in ("timeout", "crash", "timeout")]
+    line = unjudged_line([answer("b", 1.0), *failed])
+    assert line is not None and "3 answers count as wrong because judging them failed (1 crash, 2 timeout)" in line
+    assert unjudged_line([answer("b", 0.0)]) is None
 
 
 def test_folders_without_a_common_dataset_are_refused(tmp_path: Path, capsys) -> None:

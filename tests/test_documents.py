@@ -1,0 +1,36 @@
+"""What the documents tell a user to do: files, modules and make targets that they name exist, and a recipe followed top
+to bottom trains the model that it speaks of."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+FOLDERS = "allocation|benchmarks|core|docs|examples|mcore_adapter|rollout|tests|tools"
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
+def test_what_a_document_names_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    places = {(ROOT / document).parent / link for link in re.findall(r"\]\((?!\w+://)([^)#]+)", text)}
+    places |= {ROOT / module.replace(".", "/") for module in re.findall(rf"python -m ((?:{FOLDERS})[\w.]*\w)", text)}
+    places |= {ROOT / path.rstrip(".*") for path in re.findall(rf"(?<![\w/}}])((?:{FOLDERS})/[\w./*-]+)", text)}
+    assert [str(p) for p in places if not list(ROOT.glob(f"{p.resolve().relative_to(ROOT)}*"))] == []
+    targets = re.findall(r"(?:^    |`)make ([a-z]+)", text, re.MULTILINE)
+    assert [t for t in targets if f"\n{t}:" not in (ROOT / "Makefile").read_text()] == []
+
+
+def test_the_readmes_commands_from_top_to_bottom_train_the_models_that_they_speak_of() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Train\n")[2].partition("\n## ")[0]
+    lines = [line.removeprefix("    ") for line in text.splitlines() if line.startswith("    ")]
+    script = 'python() { echo "$SLIPSTREAM_MODEL: $*"; }\n' + "\n".join(lines)
+    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    model_of = {config: model for model, config in re.findall(r"(.*): .*--config examples/configs/(\S+)", done.stdout)}
+    assert model_of["ppo-gsm8k.yaml"] == "/path/to/Qwen2.5-0.5B-Instruct"
+    assert model_of["sft-mawps.yaml"] == "runs/mawps/model"
+    assert model_of["ppo-mawps.yaml"].startswith("runs/mawps/checkpoints/")
