@@ -194,7 +194,9 @@ class RecoverStore:
         move_into_place(temporary, target)
         self._invalid.discard(target)
         valid = [path for path in self._checkpoints() if path not in self._invalid]
-        for old in [*self._invalid, *valid[: -self._keep]]:
+        # Beyond this step they are of a run that counted its steps in batches of another size.
+        last = valid.index(target) + 1
+        for old in [*self._invalid, *valid[last:], *valid[:last][: -self._keep]]:
             self._remove(old)
         self._invalid.clear()
 

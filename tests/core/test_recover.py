@@ -60,6 +60,18 @@ def test_as_many_as_asked_for_are_kept_and_step_ten_is_newer_than_step_nine(tmp_
         assert newest is not None and newest.name == "globalstep10"
 
 
+def test_checkpoints_that_counted_their_steps_otherwise_make_way_for_those_of_the_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    for step in (99, 100):
+        dump(RecoverStore(tmp_path, IDENTITY), step)
+    # Batches of twice the size: the run goes on after step 50.
+    store = RecoverStore(tmp_path, RunIdentity(train_bs_n_seqs=16, group_size=4, n_nodes=1))
+    for step, kept in ((51, ["globalstep51"]), (52, ["globalstep51", "globalstep52"])):
+        dump(store, step)
+        assert names(tmp_path) == kept
+
+
 def test_begin_returns_before_the_write_is_done_and_the_next_one_waits_for_it(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     store, written = RecoverStore(tmp_path, IDENTITY), threading.Event()
