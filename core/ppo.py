@@ -47,6 +47,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
             train_bs_n_seqs=config.dataset.train_bs_n_seqs, group_size=config.group_size, n_nodes=config.n_nodes
         ),
         keep=config.recover_keep,
+        timeout_seconds=config.deadlines.call_seconds,
     )
     start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
     attempt.tell(began=start.state.step, step=start.state.step)

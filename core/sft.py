@@ -99,6 +99,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         paths.recover,
         RunIdentity(train_bs_n_seqs=data.train_bs_n_seqs, group_size=1, n_nodes=config.n_nodes),
         keep=config.recover_keep,
+        timeout_seconds=config.deadlines.call_seconds,
     )
     start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
     attempt.tell(began=start.state.step, step=start.state.step)

@@ -142,6 +142,49 @@ def test_a_worker_that_dies_is_a_lost_worker_and_no_failed_write(tmp_path: Path,
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a collective broke"), TypeError("cannot pickle"), TimeoutError("late")]
+)
+def test_what_is_no_fault_of_the_disk_stays_what_it_is(tmp_path: Path, error: Exception, in_background: bool) -> None:
+    def breaks(folder: Path) -> Callable:
+        write_engine(folder)
+        if not in_background:
+            fail()
+        return lambda stop: fail()
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        dump(RecoverStore(tmp_path, IDENTITY), 2, engines=breaks)
+    assert raised.value is error and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("method", ["wait", "raise_if_failed"])
+def test_a_write_that_never_ends_costs_an_attempt_and_names_the_deadline(tmp_path: Path, method: str) -> None:
+    store = RecoverStore(tmp_path, IDENTITY, timeout_seconds=0.3)
+    # Nobody tells an outcome.
+    begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
+    if method == "raise_if_failed":
+        store.raise_if_failed()
+        time.sleep(0.4)
+    with pytest.raises(LaunchError, match=r"step 2 was not written within deadlines.call_seconds=0.3 to"), store:
+        getattr(store, method)()
+    assert names(tmp_path) == []
+
+
+def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RecoverStore(tmp_path, IDENTITY)
+    begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
+    monkeypatch.setattr("core.launch_signals._received", 15)
+    with pytest.raises(KeyboardInterrupt), store:
+        store.wait()
+    assert names(tmp_path) == []
+
+
 def test_the_end_of_a_run_waits_for_the_last_write_and_a_failed_run_gives_it_up(tmp_path: Path) -> None:
     with RecoverStore(tmp_path, IDENTITY) as store:
         begin(store, 2, engines=lambda folder: write_engine(folder) and (lambda stop: time.sleep(0.2)))
