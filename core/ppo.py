@@ -140,6 +140,7 @@ def _train(
             driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
         ),
         recover=None if config.recover_mode == "disabled" else recover,
+        start=start.state,
     )
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None:

@@ -148,6 +148,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
                     driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),
                 ),
                 recover=None if config.recover_mode == "disabled" else recover,
+                start=start.state,
             )
             with recover:
                 trainer.run(start.state, housekeeping)
