@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectStoreFullError, RayTaskError
 
 from core.errors import LaunchError
+from core.launch import Cluster
+from core.launch_signals import Interrupts
 from core.launch_wait import as_driver_sees
 from core.push_buckets import PushError
 from rollout.router import NoGeneratorError
@@ -27,3 +29,20 @@ def test_bad_input_stays_what_it_is_with_the_name_of_the_worker() -> None:
     seen = as_driver_sees(RayTaskError("train_step", "line 7", bad), worker="trainer-rank3")
     assert isinstance(seen, ValueError) and str(seen) == "max_tokens_per_mb=8"
     assert any("in trainer-rank3" in note for note in seen.__notes__)
+
+
+def test_an_error_of_rays_own_is_a_lost_attempt_and_no_traceback() -> None:
+    full = RayTaskError("export_weights", "", ObjectStoreFullError("no room for 3 GiB"))
+    nested = RayTaskError("take", "", RayTaskError("drain", "", ValueError("bad row")))
+    seen = as_driver_sees(full, worker="trainer-rank0")
+    assert isinstance(seen, LaunchError) and "trainer-rank0: ObjectStoreFullError: no room" in str(seen)
+    assert str(as_driver_sees(nested, worker="rollout")) == "bad row"
+
+
+def test_leaving_the_cluster_turns_an_error_of_rays_own_into_a_lost_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = object.__new__(Cluster)
+    cluster._interrupts, cluster._actors, cluster._groups = Interrupts(), [], []
+    cluster._interrupts.__enter__()
+    monkeypatch.setattr(cluster, "_end", lambda: None)
+    with pytest.raises(LaunchError, match="Ray: ObjectStoreFullError: no room"):
+        cluster.__exit__(ObjectStoreFullError, ObjectStoreFullError("no room"), None)
