@@ -218,7 +218,8 @@ class SGLangGenerator:
     async def partial(self) -> dict[str, Completion]:
         """What the server has answered for requests in flight: all they have under interrupt=abort, up to the last
         update; under the other modes what they came with."""
-        return {name: part for name, part in self._partial.items() if len(part.token_ids)} | dict(self._done)
+        done = {name: outcome for name, outcome in self._done if isinstance(outcome, Completion)}
+        return {name: part for name, part in self._partial.items() if len(part.token_ids)} | done
 
     async def _check_answers(self) -> None:
         if not await self._client.is_healthy(timeout_seconds=self._timeout):
