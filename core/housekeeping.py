@@ -81,7 +81,7 @@ class Housekeeping:
                 self.actions.save_model(f"epoch{epoch}epochstep{epoch_step}globalstep{step}")
 
     def after_report(self, step: int, timer: StepTimer) -> None:
-        """The step's figures are written: begin a recover checkpoint. Raises OSError when the last one failed."""
+        """The step's figures are written: begin a recover checkpoint. Raises what the last one failed of."""
         if self.control.benchmark_steps is not None or self.recover is None:
             return
         self.recover.raise_if_failed()

@@ -147,8 +147,8 @@ class RecoverStore:
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises OSError, with the space left on the disk, when the last write
-        failed, LaunchError when its writers died or took too long: nothing half-written stays, older checkpoints are
-        as they were."""
+        found no room, LaunchError when its writers died or took too long, else what went wrong there: nothing
+        half-written stays, older checkpoints are as they were."""
         while self._writer is not None:
             raise_if_interrupted()
             self._writer.join(_LOOK_EVERY_SECONDS)
