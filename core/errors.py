@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TypeGuard
 
 
 class LaunchError(RuntimeError):
@@ -13,6 +14,12 @@ class LaunchError(RuntimeError):
 def first_line(error: BaseException) -> str:
     """What an error says, fit for one line of a log; its type where it says nothing."""
     return str(error).strip().partition("\n")[0][:500] or type(error).__name__
+
+
+def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
+    """Whether files are the reason, which new processes would meet again. What a process says of another one that is
+    gone, or late, is an OSError as well."""
+    return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
 
 
 def could_not_write(what: str, path: Path, error: Exception) -> OSError:

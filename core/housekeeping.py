@@ -51,16 +51,21 @@ def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTime
 
 @dataclass(kw_only=True)
 class Housekeeping:
-    """Asks after every step what is due, and does it. `recover` None: no recover checkpoints are written."""
+    """Asks after every step what is due, and does it. `recover` None: no recover checkpoints are written. `start`:
+    where the run begins; the count goes on since what was due last before that checkpoint."""
 
     schedule: Schedule
     control: ExperimentSaveEvalControl
     actions: Actions
     recover: RecoverStore | None
+    start: RunState
     _timers: dict[str, DueTimer] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._timers = _timers(self.control, time.monotonic())
+        now = time.monotonic()
+        self._timers = _timers(self.control, now)
+        for name, state in self.start.extra.get("timers", {}).items():  # type: ignore[attr-defined]
+            self._timers[name].load_state_dict(state, now=now)
 
     def after_step(self, step: int, timer: StepTimer) -> None:
         """`step` steps are finished and the generators have its weights: evaluate and save the model."""
@@ -76,7 +81,7 @@ class Housekeeping:
                 self.actions.save_model(f"epoch{epoch}epochstep{epoch_step}globalstep{step}")
 
     def after_report(self, step: int, timer: StepTimer) -> None:
-        """The step's figures are written: begin a recover checkpoint. Raises OSError when the last one failed."""
+        """The step's figures are written: begin a recover checkpoint. Raises what the last one failed of."""
         if self.control.benchmark_steps is not None or self.recover is None:
             return
         self.recover.raise_if_failed()
@@ -84,6 +89,8 @@ class Housekeeping:
             with timer("recover checkpoint"):
                 began = time.perf_counter()
                 elapsed, extra = self.actions.driver_state()
+                now = time.monotonic()
+                extra = extra | {"timers": {name: due.state_dict(now=now) for name, due in self._timers.items()}}
                 state = RunState(step=step, version=step, elapsed_seconds=elapsed, extra=extra)
                 self.recover.begin(state, self.actions.rollout_state, self.actions.begin_save, began=began)
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from allocation import Allocation, RoleAllocation
-from core.errors import LaunchError
+from core.errors import LaunchError, first_line
 from core.launch_actors import RolloutActor, TrainerRank
 from core.launch_guard import start_guard
 from core.launch_signals import Interrupts
@@ -105,13 +105,16 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._interrupts.__enter__()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._interrupts.__exit__(*exc_info)
+    def __exit__(self, error_type: object, error: BaseException | None, *traceback: object) -> None:
+        """Raises LaunchError in the place of an error of Ray's own, such as a full object store."""
+        self._interrupts.__exit__(error_type, error, *traceback)
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         for group in self._groups:
             remove_placement_group(group)
         self._end()
+        if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+            raise LaunchError(f"Ray: {type(error).__name__}: {first_line(error)}") from error
 
     def _end(self) -> None:
         ray.shutdown()

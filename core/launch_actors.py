@@ -244,7 +244,8 @@ class GeneratorActor:
     async def submit(self, requests: list[GenerateRequest]) -> None:
         self._generator.submit(requests)
 
-    async def drain(self) -> list[tuple[str, Completion]]:
+    async def drain(self) -> list[tuple[str, Completion | Exception]]:
+        """What has ended since the last call; an exception concerns its request alone."""
         return await self._generator.drain()
 
     async def receive(self, handles: list[Any], version: int) -> float:
@@ -328,15 +329,24 @@ class ActorGenerator(Generator):
     async def _receive(self) -> None:
         try:
             while self._pending:
-                for request_id, completion in await self._actor.drain.remote():
+                for request_id, outcome in await self._actor.drain.remote():
                     future = self._pending.pop(request_id, None)
-                    if future is not None and not future.done():
-                        future.set_result(completion)
+                    if future is None or future.done():
+                        continue
+                    if isinstance(outcome, Exception):
+                        future.set_exception(outcome)
+                    else:
+                        future.set_result(outcome)
+        except ray.exceptions.RayTaskError as failure:  # its process lives and says what is wrong with all of them
+            self._fail_pending(failure.cause if isinstance(failure.cause, Exception) else failure)
         except ray.exceptions.RayError as e:
-            pending, self._pending = self._pending, {}
-            for future in pending.values():
-                if not future.done():
-                    future.set_exception(ConnectionError(f"the generator's process is gone: {e}"))
+            self._fail_pending(ConnectionError(f"the generator's process is gone: {e}"))
+
+    def _fail_pending(self, error: Exception) -> None:
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(error)
 
     async def pause(self) -> None:
         await self._actor.pause.remote()

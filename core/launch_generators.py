@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _END_SECONDS = 60.0
 """For whatever is closed at the end; then it is killed."""
 _MAX_RESTARTS = 3
-"""Of one replica in a row, without having served in between; then the run goes on without it."""
+"""Of one replica in a row, without a good health check while it served; then the run goes on without it."""
 
 State = Literal["starting", "waiting for weights", "serving", "gone"]
 
@@ -59,6 +59,8 @@ class _Replica:
     starting: Any
     """The call that ends when it is ready for weights."""
     state: State = "starting"
+    started_at: float = 0.0
+    """Of a replica that is started anew."""
     asked: Any = None
     """A health check under way."""
     asked_at: float = 0.0
@@ -150,6 +152,8 @@ class GeneratorPool:
 
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
+        if not self._taking_part():
+            return
         try:
             self._everywhere("close", _END_SECONDS)
         except LaunchError as e:
@@ -160,12 +164,8 @@ class GeneratorPool:
         for replica in self._replicas:
             if replica.state == "serving":
                 self._check(replica)
-            elif replica.state == "starting" and (answer := _answer(replica.starting)) is not None:
-                if answer:
-                    self._lose(replica, answer)
-                else:
-                    replica.state = "waiting for weights"
-                    logger.info("%s has started again and waits for weights", replica.name)
+            elif replica.state == "starting":
+                self._check_started(replica)
 
     def admit(self) -> int:
         """The replicas that have started take part from now on; how many take part."""
@@ -177,7 +177,8 @@ class GeneratorPool:
         return len(self._taking_part())
 
     def lose_the_dead(self) -> bool:
-        """Ask everyone who takes part now, after a push has failed. Whether somebody was lost that is started again."""
+        """Ask everyone who takes part now, after a push has failed. Whether somebody was lost, now or since
+        membership_changed() was asked before the push: look() goes on meanwhile."""
         if not self._health.restarts:
             return False
         asked = [(replica, replica.actor.health.remote()) for replica in self._taking_part()]
@@ -186,7 +187,7 @@ class GeneratorPool:
         dead = [(replica, answer) for replica, ref in asked if (answer := _answer(ref)) != ""]
         for replica, answer in dead:
             self._lose(replica, answer or f"did not answer within {self._health.timeout_seconds:g} s")
-        return bool(dead)
+        return bool(dead) or self._membership_changed
 
     def lose(self, index: int, why: str) -> None:
         """The rollout side has given this replica up. Raises LaunchError where it is not started again alone."""
@@ -199,8 +200,6 @@ class GeneratorPool:
     def took_part(self) -> list[tuple[int, Any]]:
         """(index, actor) of the replicas that got their first weights by the push that has just succeeded."""
         new, self._new = self._new, []
-        for replica in new:
-            replica.num_restarts = 0
         return [(replica.index, replica.actor) for replica in new if replica.state == "serving"]
 
     def membership_changed(self) -> bool:
@@ -227,6 +226,8 @@ class GeneratorPool:
 
     def _everywhere(self, method: str, timeout_seconds: float, *args: object) -> list[Any]:
         members = self._taking_part()
+        if not members:
+            raise LaunchError(f"{method} of the generators: none is left; {self.failures()}")
         return self._cluster.waiter.gather(
             [getattr(r.actor, method).remote(*args) for r in members],
             names=[r.name for r in members],
@@ -246,7 +247,7 @@ class GeneratorPool:
         if answer == "":
             if replica.told_slow:
                 logger.info("%s has answered after %.0f s", replica.name, late)
-            replica.asked, replica.told_slow = None, False
+            replica.asked, replica.told_slow, replica.num_restarts = None, False, 0
         elif answer is not None:
             self._lose(replica, answer)
         elif late > limit:
@@ -260,6 +261,16 @@ class GeneratorPool:
             logger.warning(
                 "%s is slow: no answer to a health check for %.0f s; lost after %g s", replica.name, late, limit
             )
+
+    def _check_started(self, replica: _Replica) -> None:
+        answer, limit = _answer(replica.starting), self._cluster.startup_seconds
+        if answer == "":
+            replica.state = "waiting for weights"
+            logger.info("%s has started again and waits for weights", replica.name)
+        elif answer is not None:
+            self._lose(replica, answer)
+        elif time.monotonic() - replica.started_at > limit:
+            self._lose(replica, f"it was not ready within launch.startup_timeout_seconds={limit:g}")
 
     def _lose(self, replica: _Replica, why: str) -> None:
         """Make sure that it is dead, and start it again unless it keeps dying."""
@@ -281,7 +292,7 @@ class GeneratorPool:
             replica.name, replica.failure, replica.num_restarts, _MAX_RESTARTS,
         )  # fmt: skip
         replica.actor, replica.state = self._start_actor(replica.index, replica.slots), "starting"
-        replica.starting = replica.actor.start.remote()
+        replica.starting, replica.started_at = replica.actor.start.remote(), time.monotonic()
 
 
 def _answer(ref: Any) -> str | None:

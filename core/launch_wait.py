@@ -138,6 +138,10 @@ def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
     # name the server.
     if isinstance(cause, PushError | ServerError | ServerGone | ServerStartError):
         return LaunchError(str(cause))
+    if isinstance(cause, RayTaskError) and cause is not error:  # of another worker, which this one has called
+        return as_driver_sees(cause, worker=worker)
+    if isinstance(cause, RayError):  # Ray's own: its store is full, an object is lost
+        return LaunchError(f"{worker}: {type(cause).__name__}: {first_line(cause)}")
     cause.add_note(f"in {worker}:\n{error}")
     return cause
 

@@ -1,7 +1,8 @@
 """What a run has learnt about memory: limits that were lowered when it ran out, for the rest of the run.
 
 A pass that does not fit is cut into more microbatches: the same sequences, the same sums. Invariant: a limit never
-grows, and what is here is what a recover checkpoint and the next attempt get.
+grows, and what is here is what a recover checkpoint and the next attempt get. Where a sequence is longer than a limit
+that was learnt, its batch gets as much as the sequence needs, up to what is configured (mcore_adapter/engine.py).
 """
 
 from __future__ import annotations

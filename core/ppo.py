@@ -47,6 +47,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
             train_bs_n_seqs=config.dataset.train_bs_n_seqs, group_size=config.group_size, n_nodes=config.n_nodes
         ),
         keep=config.recover_keep,
+        timeout_seconds=config.deadlines.call_seconds,
     )
     start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
     attempt.tell(began=start.state.step, step=start.state.step)
@@ -139,6 +140,7 @@ def _train(
             driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
         ),
         recover=None if config.recover_mode == "disabled" else recover,
+        start=start.state,
     )
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None:

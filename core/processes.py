@@ -22,6 +22,10 @@ import psutil
 
 FOLDER = "stacks"
 """Below the log folder."""
+EARLIER = "earlier"
+"""Below that: stacks of processes of the same name in attempts before this one."""
+_KEPT = 3
+"""Of each name."""
 _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before whoever asked goes on, which may be to kill it."""
 _open: list[TextIO] = []
@@ -32,12 +36,30 @@ def register_process(name: str, log_folder: Path) -> None:
     folder = log_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     me = psutil.Process()
-    (folder / f"{name}.txt").unlink(missing_ok=True)
+    _put_aside(folder / f"{name}.txt")
     file = open(folder / f"{name}.txt", "a")  # noqa: SIM115 (the signal handler writes there as long as we live)
     file.write(json.dumps({"pid": me.pid, "started": me.create_time(), "host": socket.gethostname()}) + "\n")
     file.flush()
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     _open.append(file)
+
+
+def _put_aside(file: Path) -> None:
+    """Keep what an earlier process of the name has written: it says where that one hung."""
+    try:
+        with open(file) as f:
+            says_more = len(f.readlines()) > 1  # than which process it was
+    except FileNotFoundError:
+        return
+    if not says_more:
+        file.unlink(missing_ok=True)
+        return
+    earlier = file.parent / EARLIER
+    earlier.mkdir(exist_ok=True)
+    written = time.strftime("%Y%m%d-%H%M%S", time.localtime(file.stat().st_mtime))
+    file.rename(earlier / f"{file.stem}.{written}.txt")
+    for old in sorted(earlier.glob(f"{file.stem}.*.txt"))[:-_KEPT]:
+        old.unlink(missing_ok=True)
 
 
 def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from core.config_base import ConfigError
 from core.config_load import LoadedConfig, load_config
 from core.config_rules import cautions
 from core.config_show import help_text, ignored_lines, listing
-from core.errors import first_line
+from core.errors import first_line, is_of_disk
 from core.logs import log_to_terminal
 from core.paths import RunningError, RunPaths, sole_run
 from core.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
@@ -133,8 +133,8 @@ def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attemp
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # What a user can act on: the message says it all. The log file has the traceback, of a worker's too.
-        logger.error("%s", error or type(error).__name__, exc_info=error)
-        attempt.tell(final=isinstance(error, ValueError | OSError), cause=first_line(error))
+        logger.error("%s", str(error) or type(error).__name__, exc_info=error)
+        attempt.tell(final=isinstance(error, ValueError) or is_of_disk(error), cause=first_line(error))
         return FAILED
     except BaseException as error:
         attempt.tell(final=True, cause=f"{type(error).__name__}: {first_line(error)}")

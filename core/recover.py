@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -25,7 +26,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from core.errors import LaunchError, could_not_write
+from core.errors import LaunchError, could_not_write, first_line, is_of_disk
+from core.launch_signals import raise_if_interrupted
 from core.manifest import DamagedError, move_into_place, seal, verify
 
 logger = logging.getLogger(__name__)
@@ -33,10 +35,14 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"globalstep(\d+)")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
+_LOOK_EVERY_SECONDS = 0.2
+"""For a signal, while a write is waited for."""
+_END_SECONDS = 30.0
+"""For a write that is given up to notice it."""
 
 WaitWritten = Callable[[threading.Event], None]
 """Returns when what was begun is on disk, or when the event is set. Raises OSError when it could not be written,
-LaunchError when whoever writes it is gone."""
+LaunchError when whoever writes it is gone, another RuntimeError when something else went wrong there."""
 
 
 class RecoverError(ValueError):
@@ -75,13 +81,18 @@ class Recovered:
 class RecoverStore:
     """Writes and finds the recover checkpoints of one trial, and keeps the newest `keep`."""
 
-    def __init__(self, folder: Path, identity: RunIdentity, *, keep: int = 2) -> None:
+    def __init__(
+        self, folder: Path, identity: RunIdentity, *, keep: int = 2, timeout_seconds: float = math.inf
+    ) -> None:
+        """`timeout_seconds`: for one checkpoint to be on the disk (deadlines.call_seconds)."""
         self._folder = folder
         self._identity = identity
         self._keep = keep
+        self._timeout = timeout_seconds
+        self._writing = (0, math.inf)  # step, and by when
         self._invalid: set[Path] = set()
         self._writer: threading.Thread | None = None
-        self._error: OSError | LaunchError | None = None
+        self._error: Exception | None = None
         self._stop = threading.Event()
 
     def newest(self) -> Path | None:
@@ -119,34 +130,45 @@ class RecoverStore:
             temporary.mkdir(parents=True)
             wait_engines = begin_save(temporary)
             rollout = rollout_state()
-        except (LaunchError, MemoryError):  # no fault of the disk
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if is_of_disk(error):
+                raise self._failure(state.step, error) from error
             raise
-        except (OSError, RuntimeError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise self._failure(state.step, error) from error
         stall = time.perf_counter() - began
         note = f", {waited:.3f} s of it for the one before" if waited > 0.001 else ""
         logger.info("Recover checkpoint of step %d: the trainer stopped for %.3f s%s.", state.step, stall, note)
-        self._stop.clear()
+        self._stop = threading.Event()
+        self._writing = (state.step, time.monotonic() + self._timeout)
         self._writer = threading.Thread(
-            target=self._write, args=(temporary, state, rollout, wait_engines), name="recover", daemon=True
+            target=self._write, args=(temporary, state, rollout, wait_engines, self._stop), name="recover", daemon=True
         )
         self._writer.start()
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises OSError, with the space left on the disk, when the last write
-        failed, LaunchError when its writers died: nothing half-written stays, older checkpoints are as they were."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        found no room, LaunchError when its writers died or took too long, else what went wrong there: nothing
+        half-written stays, older checkpoints are as they were."""
+        while self._writer is not None:
+            raise_if_interrupted()
+            self._writer.join(_LOOK_EVERY_SECONDS)
+            self.raise_if_failed()
+            if not self._writer.is_alive():
+                self._writer = None
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raises the error of a write that failed meanwhile."""
+        """Raises the error of a write that failed meanwhile, or that is late."""
         error, self._error = self._error, None
         if error is not None:
             raise error
+        step, deadline = self._writing
+        if self._writer is not None and self._writer.is_alive() and time.monotonic() > deadline:
+            self._stop.set()
+            raise LaunchError(
+                f"the recover checkpoint of step {step} was not written within "
+                f"deadlines.call_seconds={self._timeout:g} to {self._folder}"
+            )
 
     def __enter__(self) -> RecoverStore:
         return self
@@ -158,29 +180,35 @@ class RecoverStore:
             return
         self._stop.set()
         if self._writer is not None:
-            self._writer.join()
+            self._writer.join(_END_SECONDS)
             self._writer = None
 
-    def _write(self, temporary: Path, state: RunState, rollout_state: object, wait_engines: WaitWritten) -> None:
-        """In a thread of its own."""
+    def _write(
+        self,
+        temporary: Path,
+        state: RunState,
+        rollout_state: object,
+        wait_engines: WaitWritten,
+        stop: threading.Event,
+    ) -> None:
+        """In a thread of its own; once `stop` is set nobody wants what comes of it."""
         began = time.perf_counter()
         try:
             with open(temporary / "rollout.pkl", "wb") as f:
                 pickle.dump(rollout_state, f, protocol=pickle.HIGHEST_PROTOCOL)
             with open(temporary / "run.json", "w") as f:
                 json.dump({"identity": asdict(self._identity), "state": asdict(state)}, f)
-            wait_engines(self._stop)
-            if self._stop.is_set():
+            wait_engines(stop)
+            if stop.is_set():
                 return
             num_bytes = seal(temporary)
+            if stop.is_set():
+                return
             self._commit(temporary, self._folder / f"globalstep{state.step}")
-        except LaunchError as error:
-            self._error = error
-            return
-        except (OSError, RuntimeError) as error:
-            if not self._stop.is_set():
-                self._error = self._failure(state.step, error)
-                logger.error("%s", self._error)
+        except Exception as error:  # noqa: BLE001 (raised by the next call, whatever it is)
+            if not stop.is_set():
+                self._error = self._failure(state.step, error) if is_of_disk(error) else error
+                logger.error("The recover checkpoint of step %d failed: %s", state.step, first_line(self._error))
             return
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -194,7 +222,9 @@ class RecoverStore:
         move_into_place(temporary, target)
         self._invalid.discard(target)
         valid = [path for path in self._checkpoints() if path not in self._invalid]
-        for old in [*self._invalid, *valid[: -self._keep]]:
+        # Beyond this step they are of a run that counted its steps in batches of another size.
+        last = valid.index(target) + 1
+        for old in [*self._invalid, *valid[last:], *valid[:last][: -self._keep]]:
             self._remove(old)
         self._invalid.clear()
 

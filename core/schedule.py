@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,14 @@ class DueTimer:
         self._first_step = first_step
         self._last_seconds = now
         self._steps = 0
+
+    def state_dict(self, *, now: float) -> dict[str, float]:
+        """How long ago it was due."""
+        return {"steps": self._steps, "seconds": now - self._last_seconds}
+
+    def load_state_dict(self, state: Mapping[str, float], *, now: float) -> None:
+        """Go on counting from there."""
+        self._steps, self._last_seconds = int(state["steps"]), now - state["seconds"]
 
     def due(self, *, step: int, ends_epoch: bool, epoch: int, now: float, is_last: bool = False) -> bool:
         """Ask once after every step (counting from 1); a true answer starts the count anew. The last step of a run is

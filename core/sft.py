@@ -100,6 +100,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         paths.recover,
         RunIdentity(train_bs_n_seqs=data.train_bs_n_seqs, group_size=1, n_nodes=config.n_nodes),
         keep=config.recover_keep,
+        timeout_seconds=config.deadlines.call_seconds,
     )
     start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
     attempt.tell(began=start.state.step, step=start.state.step)
@@ -149,6 +150,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
                     driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),
                 ),
                 recover=None if config.recover_mode == "disabled" else recover,
+                start=start.state,
             )
             with recover:
                 trainer.run(start.state, housekeeping)

@@ -89,7 +89,8 @@ class EngineRef:
         return memory.fitting(
             self.train_role, self.train_tokens_per_mb,
             lambda limit: self.group.train_step(
-                self.name, batch, sequences, loss, max_tokens_per_mb=limit, **kwargs
+                self.name, batch, sequences, loss, max_tokens_per_mb=limit,
+                max_sequence_tokens=self.train_tokens_per_mb, **kwargs,
             ),
         )  # fmt: skip
 
@@ -97,7 +98,10 @@ class EngineRef:
         """ "logprobs" or "values" of every token of the batch, in microbatches that fit: [T] float32."""
         return memory.fitting(
             self.inference_role, self.inference_tokens_per_mb,
-            lambda limit: self.group.per_token(method, self.name, batch, handle, max_tokens_per_mb=limit, **kwargs),
+            lambda limit: self.group.per_token(
+                method, self.name, batch, handle, max_tokens_per_mb=limit,
+                max_sequence_tokens=self.inference_tokens_per_mb, **kwargs,
+            ),
         )  # fmt: skip
 
 

@@ -26,10 +26,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from mcore_adapter.checkpoint_outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
+from mcore_adapter.out_of_memory import is_out_of_memory
 from mcore_adapter.safetensors_folder import copy_tokenizer
 
-Written = list[Any] | OSError
-"""What torch's writer says about the shards of one rank, or why there are none."""
+Written = list[Any] | Exception
+"""What torch's writer says about the shards of one rank, or why there are none: an OSError where files could not be
+written."""
 
 
 def write_small_files(path: Path, files: Mapping[str, bytes], tokenizer_from: Path) -> None:
@@ -79,18 +81,21 @@ class CopiedCheckpoint:
             return self._writer.write_data(self._plan, self._planner).value()
         except OSError as error:
             return error
-        except RuntimeError as error:  # torch's word for a full disk
-            return OSError(str(error))
+        except Exception as error:  # noqa: BLE001 (whoever waits for this rank hears of it, whatever it is)
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):  # torch's word for a full disk
+                return OSError(str(error))
+            return RuntimeError(f"{type(error).__name__}: {error}")  # which can be pickled, whatever it was
 
     def raise_first(self, everyone: Sequence[Written]) -> None:
-        """Raises OSError if a rank could not write its part."""
+        """Raises OSError if a rank could not write its part, RuntimeError if it failed for another reason."""
         for rank, written in enumerate(everyone):
-            if isinstance(written, OSError):
-                raise OSError(f"{self._path}: rank {rank} could not write its part of the checkpoint: {written}")
+            if isinstance(written, Exception):
+                kind = OSError if isinstance(written, OSError) else RuntimeError
+                raise kind(f"{self._path}: rank {rank} could not write its part of the checkpoint: {written}")
 
     def finish(self, everyone: Sequence[Written]) -> None:
         """On the first rank: make the folder complete. Raises OSError."""
-        self._writer.finish(self._metadata, [written for written in everyone if not isinstance(written, OSError)])
+        self._writer.finish(self._metadata, [written for written in everyone if not isinstance(written, Exception)])
         mark_complete(self._path)
 
     def write_in_background(self) -> None:
@@ -100,6 +105,8 @@ class CopiedCheckpoint:
 
     def _write_in_background(self) -> None:
         written = self.write()
+        if isinstance(written, Exception):
+            self._make_room()
         if self._rank != 0:
             put_whole(self._report_of(self._rank), pickle.dumps(written))
             return
@@ -108,15 +115,22 @@ class CopiedCheckpoint:
             everyone = [written, *(self._await_report(rank) for rank in range(1, self._world_size))]
             self.raise_first(everyone)
             self.finish(everyone)
-        except OSError as failure:
-            error = str(failure)
+        except Exception as failure:  # noqa: BLE001 (whoever waits for the checkpoint hears of it, whatever it is)
+            error = failure
+            self._make_room()
         tell_outcome(self._path, error)
+
+    def _make_room(self) -> None:
+        """Remove this rank's shards of a checkpoint that failed: where a full disk is the reason, what is said about
+        it needs a little of it."""
+        for shard in self._path.glob(f"__{self._rank}_*"):
+            shard.unlink(missing_ok=True)
 
     def _report_of(self, rank: int) -> Path:
         return self._path.with_name(f"{self._path.name}.rank{rank}")
 
     def _await_report(self, rank: int) -> Written:
-        """Raises OSError when the folder is gone: whoever wanted it does so no more."""
+        """Raises FileNotFoundError when the folder is gone: whoever wanted it does so no more."""
         report = self._report_of(rank)
         while not report.exists():
             if not self._path.exists():

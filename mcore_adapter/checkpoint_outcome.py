@@ -16,14 +16,16 @@ LOOK_EVERY_SECONDS = 0.01
 ASK_EVERY_SECONDS = 1.0
 
 
-def tell_outcome(path: Path, error: str | None) -> None:
+def tell_outcome(path: Path, error: Exception | None) -> None:
     """The checkpoint in the folder `path` is complete, or failed with `error`."""
-    put_whole(_outcome_file(path), json.dumps({"error": error}).encode())
+    said = None if error is None else str(error) or type(error).__name__
+    put_whole(_outcome_file(path), json.dumps({"error": said, "of_disk": isinstance(error, OSError)}).encode())
 
 
 def wait_for_outcome(path: Path, stop: threading.Event, raise_if_dead: Callable[[], None] = lambda: None) -> None:
-    """Return when the checkpoint in the folder `path` is complete, or when `stop` is set. Raises OSError when it
-    failed, and what `raise_if_dead`, called once a second, says of those who write it."""
+    """Return when the checkpoint in the folder `path` is complete, or when `stop` is set. Raises OSError when it could
+    not be written, RuntimeError when it failed for another reason, and what `raise_if_dead`, called once a second, says
+    of those who write it."""
     outcome = _outcome_file(path)
     asked = time.monotonic()
     while not outcome.exists():
@@ -32,20 +34,25 @@ def wait_for_outcome(path: Path, stop: threading.Event, raise_if_dead: Callable[
         if time.monotonic() - asked > ASK_EVERY_SECONDS:
             raise_if_dead()
             asked = time.monotonic()
-    error = json.loads(outcome.read_bytes())["error"]
+    said = json.loads(outcome.read_bytes())
     outcome.unlink()
-    if error is not None:
-        raise OSError(error)
+    if said["error"] is not None:
+        raise OSError(said["error"]) if said["of_disk"] else RuntimeError(said["error"])
 
 
 def put_whole(path: Path, content: bytes) -> None:
-    """The file appears with all of its content; not at all where its folder is gone."""
+    """The file appears with all of its content, as soon as there is room for it; not at all where its folder is
+    gone."""
     temporary = path.with_name(f".{path.name}.unfinished")
-    try:
-        temporary.write_bytes(content)
-        os.rename(temporary, path)
-    except FileNotFoundError:
-        return
+    while True:
+        try:
+            temporary.write_bytes(content)
+            os.rename(temporary, path)
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(ASK_EVERY_SECONDS)
 
 
 def _outcome_file(path: Path) -> Path:

@@ -30,7 +30,7 @@ from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.out_of_memory import MemoryGuard, PassSizes
 from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.router import Balance, finish_update
+from mcore_adapter.router import Balance, finish_update, forget_counts
 from mcore_adapter.safetensors_folder import SafetensorsFolder
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from mcore_adapter.shared_prompts import prompt_units
@@ -116,10 +116,12 @@ class MegatronEngine:
         loss_fn: LossFn,
         *,
         max_tokens_per_mb: int,
+        max_sequence_tokens: int = 0,
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> dict[str, float]:
-        """One optimizer update on the whole of `batch` (the same on every rank).
+        """One optimizer update on the whole of `batch` (the same on every rank), in microbatches of max_tokens_per_mb;
+        where a sequence is longer, but not beyond max_sequence_tokens, of as many as that one has.
 
         The sums of `loss_fn` are divided by the number of loss_mask tokens of the batch. Returns, on every rank,
         "loss", the metrics of `loss_fn`, "grad_norm" (before clipping), "lr", "num_microbatches" and "update_skipped"
@@ -127,7 +129,8 @@ class MegatronEngine:
         """
         if self._optimizer is None:
             raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
-        plan = self._plan(batch, max_tokens_per_mb)
+        limit = self._limit(batch, max_tokens_per_mb, max_sequence_tokens)
+        plan = self._plan(batch, limit)
         num_trained = max(1, int(batch.loss_mask.sum()))
         no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
 
@@ -141,8 +144,10 @@ class MegatronEngine:
             microbatches = self._pack(batch, plan[self._parallel.dp_rank])
             return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
 
-        sizes = self._sizes(batch, plan, max_tokens_per_mb)
+        sizes = self._sizes(batch, plan, limit)
         self._optimizer.zero_grad()
+        if self.model_config.moe is not None:
+            forget_counts(self._model)  # of a pass that ran out of memory
         sums, num_microbatches = self._memory.gradients(gradients, sizes)
         update = self._memory.update(self._optimizer.step, sizes)
         return {
@@ -154,21 +159,26 @@ class MegatronEngine:
             "update_skipped": float(not update.applied),
         }
 
-    def logprobs(self, batch: PackedBatch, *, max_tokens_per_mb: int, temperature: float = 1.0) -> Shard | None:
+    def logprobs(
+        self, batch: PackedBatch, *, max_tokens_per_mb: int, max_sequence_tokens: int = 0, temperature: float = 1.0
+    ) -> Shard | None:
         """Log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result (tensor and
-        context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others. Raises
-        StepOutOfMemory."""
+        context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others. Limits as in
+        train_step(). Raises StepOutOfMemory."""
         if self._settings.is_critic:
             raise ValueError("this engine holds a critic: it has values, no log-probabilities")
         return self._infer(
-            batch, max_tokens_per_mb, lambda mb, out: self._head(mb, out, temperature, with_entropy=False).logprobs
+            batch,
+            self._limit(batch, max_tokens_per_mb, max_sequence_tokens),
+            lambda mb, out: self._head(mb, out, temperature, with_entropy=False).logprobs,
         )
 
-    def values(self, batch: PackedBatch, *, max_tokens_per_mb: int) -> Shard | None:
+    def values(self, batch: PackedBatch, *, max_tokens_per_mb: int, max_sequence_tokens: int = 0) -> Shard | None:
         """The critic's values of the states in which the loss_mask tokens were chosen (0 elsewhere); see logprobs()."""
         if not self._settings.is_critic:
             raise ValueError("this engine holds a language model: it has log-probabilities, no values")
-        return self._infer(batch, max_tokens_per_mb, lambda mb, out: self._head(mb, out, 1.0, False).values)
+        limit = self._limit(batch, max_tokens_per_mb, max_sequence_tokens)
+        return self._infer(batch, limit, lambda mb, out: self._head(mb, out, 1.0, False).values)
 
     def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
@@ -221,6 +231,12 @@ class MegatronEngine:
         """Every weight of this rank is the current one."""
         if self._optimizer is not None:
             self._optimizer.settle()
+
+    def _limit(self, batch: PackedBatch, max_tokens_per_mb: int, max_sequence_tokens: int) -> int:
+        """Tokens of a microbatch of this batch: a limit that was learnt from shorter sequences makes way for a longer
+        one."""
+        longest = int(self._packing.padded_lens(batch.seq_lens).max())
+        return max(max_tokens_per_mb, min(longest, max_sequence_tokens))
 
     def _plan(self, batch: PackedBatch, max_tokens_per_mb: int) -> list[list[Microbatch]]:
         _check_routed_experts(batch, self.model_config)

@@ -7,7 +7,7 @@ rank or packing in which the token passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,10 +156,18 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[Router]:
 
 
 @torch.no_grad()
+def forget_counts(chunks: Iterable[nn.Module]) -> None:
+    """Count the load and the auxiliary loss of an update from nothing."""
+    for router in routers(chunks):
+        router.load.zero_()
+        router.aux_loss.zero_()
+
+
+@torch.no_grad()
 def finish_update(
-    chunks: Iterable[nn.Module], moe: MoEConfig, balance: Balance, *, applied: bool, device: torch.device
+    chunks: Sequence[nn.Module], moe: MoEConfig, balance: Balance, *, applied: bool, device: torch.device
 ) -> dict[str, float]:
-    """After an optimizer step: move the correction biases (unless it was skipped), start counting anew; collective.
+    """After an optimizer step: move the correction biases (unless it was skipped), forget the counts; collective.
     Returns the mean auxiliary loss of a layer (1: every expert has the same load), where there is one."""
     total = torch.zeros((), device=device)
     for router in routers(chunks):
@@ -169,8 +177,7 @@ def finish_update(
             )
             router.expert_bias.add_(torch.sign(router.load.mean() - router.load), alpha=balance.bias_update_rate)
         total += router.aux_loss
-        router.load.zero_()
-        router.aux_loss.zero_()
+    forget_counts(chunks)
     if not balance.aux_loss_coeff:
         return {}
     dist.all_reduce(total)

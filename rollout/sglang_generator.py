@@ -83,9 +83,8 @@ class SGLangGenerator:
         self._waiting = 0
         self._answered = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._done: list[tuple[str, Completion]] = []
+        self._done: list[tuple[str, Completion | Exception]] = []
         self._something_done = asyncio.Event()
-        self._failure: BaseException | None = None
 
     @classmethod
     async def start(
@@ -143,20 +142,15 @@ class SGLangGenerator:
         for request in requests:
             task = asyncio.get_running_loop().create_task(self._run(request))
             self._tasks.add(task)
-            task.add_done_callback(self._forget)
+            task.add_done_callback(self._tasks.discard)
 
-    async def drain(self, *, linger_seconds: float = 0.0) -> list[tuple[str, Completion]]:
-        """(request_id, completion) of what submit() brought and what finished since the last call. Waits until there
-        is something, then `linger_seconds` more, which makes fewer and larger answers. Raises as generate()."""
+    async def drain(self, *, linger_seconds: float = 0.0) -> list[tuple[str, Completion | Exception]]:
+        """(request_id, completion, or what generate() would raise) of what submit() brought and what ended since the
+        last call. Waits until there is something, then `linger_seconds` more, which makes fewer and larger answers."""
         await self._something_done.wait()
-        if linger_seconds and self._failure is None:
+        if linger_seconds:
             await asyncio.sleep(linger_seconds)
         self._something_done.clear()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            if self._done:
-                self._something_done.set()
-            raise failure
         done, self._done = self._done, []
         return done
 
@@ -225,7 +219,8 @@ class SGLangGenerator:
     async def partial(self) -> dict[str, Completion]:
         """What the server has answered for requests in flight: all they have under interrupt=abort, up to the last
         update; under the other modes what they came with."""
-        return {name: part for name, part in self._partial.items() if len(part.token_ids)} | dict(self._done)
+        done = {name: outcome for name, outcome in self._done if isinstance(outcome, Completion)}
+        return {name: part for name, part in self._partial.items() if len(part.token_ids)} | done
 
     async def _check_answers(self) -> None:
         if not await self._client.is_healthy(timeout_seconds=self._timeout):
@@ -244,16 +239,13 @@ class SGLangGenerator:
             await asyncio.to_thread(self._server.stop)
 
     async def _run(self, request: GenerateRequest) -> None:
-        completion = await self.generate(request)
-        self._done.append((request.request_id, completion))  # drain() puts a new list there while requests run
+        outcome: Completion | Exception
+        try:
+            outcome = await self.generate(request)
+        except Exception as error:  # noqa: BLE001 (drain() hands it out)
+            outcome = error
+        self._done.append((request.request_id, outcome))  # drain() puts a new list there while requests run
         self._something_done.set()
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        """A submitted request ended; what went wrong is raised by drain()."""
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            self._something_done.set()
 
     async def _all_answered(self) -> None:
         while self._in_flight:

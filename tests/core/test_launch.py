@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectStoreFullError, RayTaskError
 
 from allocation import parse
 from core.errors import LaunchError
+from core.launch import Cluster
+from core.launch_signals import Interrupts
 from core.launch_wait import as_driver_sees
 from core.push_buckets import PushError
 from core.workers import threads_per_process
@@ -39,3 +41,20 @@ def test_processes_divide_the_cores_that_this_one_may_use(monkeypatch: pytest.Mo
     allocation = parse("embedded.d1m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=2)
     assert threads_per_process(allocation, asked=0, max_staleness=1) == 4
     assert threads_per_process(allocation, asked=3, max_staleness=1) == 3
+
+
+def test_an_error_of_rays_own_is_a_lost_attempt_and_no_traceback() -> None:
+    full = RayTaskError("export_weights", "", ObjectStoreFullError("no room for 3 GiB"))
+    nested = RayTaskError("take", "", RayTaskError("drain", "", ValueError("bad row")))
+    seen = as_driver_sees(full, worker="trainer-rank0")
+    assert isinstance(seen, LaunchError) and "trainer-rank0: ObjectStoreFullError: no room" in str(seen)
+    assert str(as_driver_sees(nested, worker="rollout")) == "bad row"
+
+
+def test_leaving_the_cluster_turns_an_error_of_rays_own_into_a_lost_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = object.__new__(Cluster)
+    cluster._interrupts, cluster._actors, cluster._groups = Interrupts(), [], []
+    cluster._interrupts.__enter__()
+    monkeypatch.setattr(cluster, "_end", lambda: None)
+    with pytest.raises(LaunchError, match="Ray: ObjectStoreFullError: no room"):
+        cluster.__exit__(ObjectStoreFullError, ObjectStoreFullError("no room"), None)

@@ -13,6 +13,7 @@ from test_ppo_end_to_end import ppo
 from allocation.strain import VARIABLE, strain
 from core.errors import LaunchError
 from core.memory import MemoryLimits, says_out_of_memory
+from core.trainer import EngineRef
 from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 
@@ -59,6 +60,32 @@ def test_a_limit_is_halved_down_to_the_longest_sequence_and_no_further() -> None
 
     with pytest.raises(LaunchError, match="longest sequence 31. Use more tensor or pipeline parallelism"):
         memory.fitting("actor_train", 16384, never)
+
+
+class Ranks:
+    """What a group of ranks is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, int]] = []
+
+    def train_step(self, engine: str, batch: object, sequences: object, loss: object, **limits: int) -> dict:
+        self.asked.append(limits)
+        return {}
+
+    def per_token(self, method: str, engine: str, batch: object, handle: object, **limits: int) -> None:
+        self.asked.append(limits)
+
+
+def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() -> None:
+    group, memory = Ranks(), MemoryLimits({"actor_train": 40, "actor_inf": 50})
+    engine = EngineRef(
+        group=group, name="actor", train_role="actor_train", inference_role="actor_inf",
+        train_tokens_per_mb=100, inference_tokens_per_mb=200,
+    )  # fmt: skip
+    engine.train_step(None, [0], None, memory)
+    engine.per_token("logprobs", None, None, memory)
+    limits = [(asked["max_tokens_per_mb"], asked["max_sequence_tokens"]) for asked in group.asked]
+    assert limits == [(40, 100), (50, 200)]
 
 
 def losses(root: Path, trial: str) -> list[tuple[float, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from core.processes import FOLDER, ask_for_stacks, kill_process
+from core.processes import EARLIER, FOLDER, ask_for_stacks, kill_process
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEPER = """
@@ -58,3 +59,18 @@ def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the
         for process in processes.values():
             process.kill()
             process.communicate()
+
+
+def test_the_stacks_of_the_last_few_processes_of_a_name_are_kept_and_do_not_count_as_processes(tmp_path: Path) -> None:
+    for number in range(6):
+        process = start("rank-0", tmp_path)
+        try:
+            if number != 4:  # nobody asked that one
+                assert ask_for_stacks(tmp_path, why=f"hang {number}") == {"rank-0": "running"}
+                file = tmp_path / FOLDER / "rank-0.txt"
+                os.utime(file, (1e9 + number, 1e9 + number))
+        finally:
+            process.kill()
+            process.communicate()
+    kept = sorted((tmp_path / FOLDER / EARLIER).iterdir())
+    assert [f"hang {n}" in file.read_text() for n, file in zip((1, 2, 3), kept, strict=True)] == [True] * 3

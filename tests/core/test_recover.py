@@ -60,6 +60,18 @@ def test_as_many_as_asked_for_are_kept_and_step_ten_is_newer_than_step_nine(tmp_
         assert newest is not None and newest.name == "globalstep10"
 
 
+def test_checkpoints_that_counted_their_steps_otherwise_make_way_for_those_of_the_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    for step in (99, 100):
+        dump(RecoverStore(tmp_path, IDENTITY), step)
+    # Batches of twice the size: the run goes on after step 50.
+    store = RecoverStore(tmp_path, RunIdentity(train_bs_n_seqs=16, group_size=4, n_nodes=1))
+    for step, kept in ((51, ["globalstep51"]), (52, ["globalstep51", "globalstep52"])):
+        dump(store, step)
+        assert names(tmp_path) == kept
+
+
 def test_begin_returns_before_the_write_is_done_and_the_next_one_waits_for_it(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     store, written = RecoverStore(tmp_path, IDENTITY), threading.Event()
@@ -127,6 +139,49 @@ def test_a_worker_that_dies_is_a_lost_worker_and_no_failed_write(tmp_path: Path,
 
     with pytest.raises(LaunchError, match="trainer-rank0 died"):
         dump(store, 2, engines=dies)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a collective broke"), TypeError("cannot pickle"), TimeoutError("late")]
+)
+def test_what_is_no_fault_of_the_disk_stays_what_it_is(tmp_path: Path, error: Exception, in_background: bool) -> None:
+    def breaks(folder: Path) -> Callable:
+        write_engine(folder)
+        if not in_background:
+            fail()
+        return lambda stop: fail()
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        dump(RecoverStore(tmp_path, IDENTITY), 2, engines=breaks)
+    assert raised.value is error and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("method", ["wait", "raise_if_failed"])
+def test_a_write_that_never_ends_costs_an_attempt_and_names_the_deadline(tmp_path: Path, method: str) -> None:
+    store = RecoverStore(tmp_path, IDENTITY, timeout_seconds=0.3)
+    # Nobody tells an outcome.
+    begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
+    if method == "raise_if_failed":
+        store.raise_if_failed()
+        time.sleep(0.4)
+    with pytest.raises(LaunchError, match=r"step 2 was not written within deadlines.call_seconds=0.3 to"), store:
+        getattr(store, method)()
+    assert names(tmp_path) == []
+
+
+def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RecoverStore(tmp_path, IDENTITY)
+    begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
+    monkeypatch.setattr("core.launch_signals._received", 15)
+    with pytest.raises(KeyboardInterrupt), store:
+        store.wait()
     assert names(tmp_path) == []
 
 

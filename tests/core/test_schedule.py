@@ -1,5 +1,12 @@
 """Steps, epochs and what is due when."""
 
+import json
+from dataclasses import asdict
+
+from core.config_runtime import ExperimentSaveEvalControl
+from core.housekeeping import Actions, Housekeeping
+from core.monitor import StepTimer
+from core.recover import RunState
 from core.schedule import DueTimer, Frequency, Schedule
 
 NEVER = Frequency(epochs=None, steps=None, seconds=None)
@@ -44,3 +51,53 @@ def test_the_last_step_is_due_whenever_any_is() -> None:
     last = {"step": 7, "ends_epoch": False, "epoch": 1, "now": 7.0, "is_last": True}
     assert DueTimer(Frequency(epochs=1, steps=None, seconds=None), now=0.0).due(**last)
     assert not DueTimer(NEVER, now=0.0).due(**last)
+
+
+class Store:
+    """Keeps the state of the last recover checkpoint."""
+
+    state = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+
+    def raise_if_failed(self) -> None: ...
+
+    def begin(self, state: RunState, *args: object, began: float) -> None:
+        self.state = RunState(**json.loads(json.dumps(asdict(state))))
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_have() -> None:
+    store, timer = Store(), StepTimer()
+    evaluated: list[int] = []
+    saved: list[str] = []
+    for last in (6, 10):  # the second run begins at step 5
+        housekeeping = Housekeeping(
+            schedule=Schedule(num_prompts=1000, batch_size=1, total_epochs=1),
+            control=ExperimentSaveEvalControl(
+                eval_freq_steps=3, save_freq_steps=4, save_freq_epochs=None, ckpt_freq_steps=3
+            ),
+            actions=Actions(
+                tell_step=lambda step: None,
+                evaluate=evaluated.append,
+                save_model=saved.append,
+                begin_save=lambda folder: lambda stop: None,
+                rollout_state=lambda: None,
+                driver_state=lambda: (0.0, {"value_norm": {}}),
+            ),
+            recover=store,  # type: ignore[arg-type]
+            start=store.state,
+        )
+        for step in range(store.state.step + 1, last + 1):
+            housekeeping.after_step(step, timer)
+            housekeeping.after_report(step, timer)
+    assert evaluated == [3, 6, 6, 9]
+    assert [name.partition("global")[2] for name in saved] == ["step4", "step8"]
+    assert store.state.step == 8 and store.state.extra["value_norm"] == {}
+
+
+def test_seconds_since_something_was_due_count_on() -> None:
+    frequency = Frequency(epochs=None, steps=None, seconds=600)
+    before = DueTimer(frequency, now=0.0)
+    assert due_steps(before, 3, seconds_per_step=250) == [3]
+    after = DueTimer(frequency, now=5000.0)
+    after.load_state_dict(before.state_dict(now=1000.0), now=5000.0)  # 250 s after it was due
+    asked = {"ends_epoch": False, "epoch": 1}
+    assert not after.due(step=4, now=5349.0, **asked) and after.due(step=5, now=5350.0, **asked)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from core import quickstart
-from core.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED
+from core.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = """
@@ -115,6 +115,29 @@ def test_an_attempt_ends_with_the_process_that_the_user_started() -> None:
     while psutil.pid_exists(driver) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(driver)
+
+
+@pytest.mark.parametrize(
+    ("error", "final", "said"),
+    [
+        (OSError(28, "No space left on device"), True, "No space left on device"),
+        (ValueError("bad row"), True, "bad row"),
+        (ConnectionResetError("the reward's process is gone"), False, "the reward's process is gone"),
+        (TimeoutError("no answer"), False, "no answer"),
+        (MemoryError(), False, "MemoryError"),
+    ],
+)
+def test_what_a_lost_process_says_is_not_final_and_every_error_says_something(
+    error: Exception, final: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(quickstart, "_run", fail)
+    attempt = Attempt()
+    assert quickstart._attempt(None, None, None, attempt) == FAILED  # type: ignore[arg-type]
+    assert attempt.final is final
+    assert said in attempt.cause and said in caplog.messages[-1]
 
 
 def test_exit_codes_are_documented_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

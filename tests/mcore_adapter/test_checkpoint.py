@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import resource
 import shutil
@@ -192,6 +193,42 @@ def test_a_background_write_that_fails_on_one_rank_is_told_to_who_waits(ranks, f
     message, _ = ranks.run(background_failure_run, 2, str(folder / "model"), str(folder / "background-full"))
     assert "rank 1 could not write its part of the checkpoint" in message and "File too large" in message
     assert not (folder / "background-full" / "metadata.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (RuntimeError("iostream error"), (OSError, "rank 0 could not write its part .* iostream error")),
+        (MemoryError(), (RuntimeError, "rank 0 could not write its part .* MemoryError")),
+    ],
+)
+def test_a_writer_that_fails_on_a_full_disk_makes_room_to_say_so(tmp_path, monkeypatch, failure, told):
+    from mcore_adapter.checkpoint_files import CopiedCheckpoint
+
+    path = tmp_path / "actor"
+    path.mkdir()
+    shard, write_bytes = path / "__0_0.distcp", Path.write_bytes
+
+    def write_if_there_is_room(file: Path, content: bytes) -> int:
+        if shard.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_bytes(file, content)
+
+    class Writer:
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            shard.touch()
+            raise failure
+
+    monkeypatch.setattr(Path, "write_bytes", write_if_there_is_room)
+    copied = object.__new__(CopiedCheckpoint)
+    copied._path, copied._small_files, copied._tokenizer_from = path, {}, tmp_path
+    copied._rank, copied._world_size = 0, 1
+    copied._writer, copied._planner, copied._plan = Writer(), None, None
+    copied.write_in_background()
+    stop = threading.Event()
+    threading.Timer(20, stop.set).start()
+    with pytest.raises(told[0], match=told[1]):
+        wait_for_outcome(path, stop)
 
 
 def test_the_folder_holds_all_that_a_converter_needs(saved):

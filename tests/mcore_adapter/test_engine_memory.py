@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,50 @@ def test_ranks_agree_that_memory_ran_out_and_do_the_same_step_again(
         torch.stack([per_token(batch, r["again"]) for r in runs]).nan_to_num().sum(0) for runs in (disturbed, quiet)
     ]
     torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+
+
+def lowered_limit_run(rank: Rank, model: str, longest: int) -> dict[str, Any]:
+    """A step and log-probabilities under a limit that shorter sequences have taught, and what is too long."""
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        engine, batch = make_engine(parallel, device, model), random_batch()
+        low: dict[str, int] = {"max_tokens_per_mb": longest - 1, "max_sequence_tokens": 100}
+        with pytest.raises(ValueError, match=f"max_tokens_per_mb={longest - 1}: sequence .* has {longest} tokens"):
+            engine.logprobs(batch, max_tokens_per_mb=longest - 5, max_sequence_tokens=longest - 1)
+        shards = [engine.logprobs(batch, max_tokens_per_mb=100), engine.logprobs(batch, **low)]
+        return {
+            "step": engine.train_step(batch, policy_loss, **low),
+            "per_token": [per_token(batch, shard) for shard in shards],
+        }
+
+
+def test_a_limit_that_was_lowered_makes_way_for_a_longer_sequence_up_to_the_configured_one(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    write_model("qwen2_tied", tmp_path / "model")
+    lens = random_batch().seq_lens
+    (result,) = ranks.run(lowered_limit_run, 1, str(tmp_path / "model"), int(lens.max()))
+    assert result["step"]["num_microbatches"] >= int(lens.sum()) / int(lens.max())
+    torch.testing.assert_close(*result["per_token"], rtol=1e-5, atol=1e-5)
+
+
+def moe_run(rank: Rank, model: str, *, runs_out: bool) -> dict[str, float]:
+    os.environ[VARIABLE] = "train:over=50" if runs_out else ""
+    try:
+        with rank.joined(ParallelLayout()) as (parallel, device):
+            balanced = {"moe_aux_loss_coeff": 0.05, "moe_bias_update_rate": 0.01}
+            engine = make_engine(parallel, device, model, **balanced)
+            batch = random_batch()
+            if runs_out:
+                with pytest.raises(StepOutOfMemory):
+                    engine.train_step(batch, policy_loss, max_tokens_per_mb=100)
+            return engine.train_step(batch, policy_loss, max_tokens_per_mb=50)
+    finally:
+        del os.environ[VARIABLE]
+
+
+def test_what_routers_counted_in_a_pass_that_ran_out_of_memory_does_not_count(ranks: RankPool, tmp_path: Path) -> None:
+    write_model("qwen3_moe", tmp_path / "model")
+    (quiet,), (again,) = (
+        ranks.run(partial(moe_run, runs_out=out), 1, str(tmp_path / "model")) for out in (False, True)
+    )
+    assert again == pytest.approx(quiet, rel=1e-5) and quiet["moe_aux_loss"] > 0

@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -32,6 +33,7 @@ from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, query_gpus
 from rollout.sglang_inside import position_checksum
 from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, decode_graph_sizes, server_flags
 from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
+from rollout.types import Completion, GenerateRequest, SamplingParams
 
 MODEL = {"hidden_size": 1536, "num_attention_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512}
 
@@ -317,3 +319,33 @@ def test_a_server_that_is_not_there_is_named() -> None:
     nobody = ServerAddress(name="generator-4", url="http://127.0.0.1:9", tp=1)
     with pytest.raises(ServerGone, match="generator-4 .* is gone"):
         post(nobody, ("/x", {}), timeout_seconds=5)
+
+
+def test_a_submitted_request_that_fails_comes_out_of_drain_beside_the_others() -> None:
+    refused = ServerError("generator-0 refused it")
+    done = Completion(
+        token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32),
+        finish_reason="stop",
+    )  # fmt: skip
+
+    class OneRefuses(SGLangGenerator):
+        def __init__(self) -> None:
+            self._tasks, self._done, self._partial, self._something_done = set(), [], {}, asyncio.Event()
+
+        def _check(self, request: GenerateRequest) -> None: ...
+
+        async def generate(self, request: GenerateRequest) -> Completion:
+            if request.request_id == "bad":
+                raise refused
+            return done
+
+    async def run() -> None:
+        generator, sampling = OneRefuses(), SamplingParams(max_new_tokens=1)
+        names = ("bad", "good", "better")
+        generator.submit([GenerateRequest(request_id=name, prompt_ids=[0], sampling=sampling) for name in names])
+        while len(generator._done) < len(names):
+            await asyncio.sleep(0)
+        assert await generator.partial() == {"good": done, "better": done}
+        assert await generator.drain() == [("bad", refused), ("good", done), ("better", done)]
+
+    asyncio.run(run())

@@ -1,0 +1,216 @@
+"""Generators that are lost, and come back or do not, over actors that answer as a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from allocation import parse
+from core import launch_generators
+from core.errors import LaunchError
+from core.launch_generators import GeneratorPool, HealthSettings
+from core.memory import MemoryLimits
+from core.push import LocalPush
+from core.push_fleet import FleetPush
+
+PENDING = object()
+
+
+class Ref:
+    """A call on an actor; whoever asks gets what the actor says by then, which is nothing good once it is dead."""
+
+    def __init__(self, actor: Actor, method: str) -> None:
+        self._actor, self._method = actor, method
+
+    @property
+    def result(self) -> Any:
+        return self._actor.answers[self._method]
+
+
+class Actor:
+    """`answers`: result of each method; an exception is raised by whoever gets it."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers: dict[str, Any] = {"start": None, "health": None, "receive": 0.25, **answers}
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: Ref(self, method))
+
+    def die(self) -> None:
+        self.answers = dict.fromkeys(self.answers, RayActorError(error_msg="killed"))
+
+
+class FakeRay:
+    def wait(self, refs: list[Ref], **options: Any) -> tuple[list[Ref], list[Ref]]:
+        return [r for r in refs if r.result is not PENDING], [r for r in refs if r.result is PENDING]
+
+    def get(self, ref: Ref) -> Any:
+        if isinstance(ref.result, Exception):
+            raise ref.result
+        return ref.result
+
+    def kill(self, actor: Actor, **options: Any) -> None:
+        actor.die()
+
+
+class Cluster:
+    """Hands out `actors` in order; does the chores before it gathers, as the real one does while it waits."""
+
+    startup_seconds = 60.0
+
+    def __init__(self, log_folder: Path, actors: list[Actor]) -> None:
+        self.log_folder, self.actors = log_folder, iter(actors)
+        self.waiter = self
+        self.before_gather: dict[str, Callable[[], None]] = {}
+        self._chores: list[Callable[[], None]] = []
+
+    def start_actor(self, *args: Any, **options: Any) -> Actor:
+        return next(self.actors)
+
+    def gather_started(self, refs: list[Ref], **options: Any) -> None: ...
+
+    def every_second(self, chore: Callable[[], None]) -> None:
+        self._chores.append(chore)
+
+    def gather(self, refs: list[Ref], *, phase: str, **options: Any) -> list[Any]:
+        self.before_gather.pop(phase, lambda: None)()
+        for chore in self._chores:
+            chore()
+        failures = [r.result for r in refs if isinstance(r.result, Exception)]
+        if failures:
+            raise LaunchError(f"{phase}: {failures[0]}")
+        return [r.result for r in refs]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds, which pass when somebody sleeps."""
+    now = SimpleNamespace(seconds=1000.0)
+
+    def sleep(seconds: float) -> None:
+        now.seconds += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    monkeypatch.setattr(launch_generators, "time", fake)
+    monkeypatch.setattr("core.push_fleet.time", fake)
+    monkeypatch.setattr(launch_generators, "ray", FakeRay())
+    return now
+
+
+def make_pool(cluster: Cluster, num_generators: int) -> GeneratorPool:
+    allocation = parse(
+        f"mock.d{num_generators}m1p1+d1m1p1",
+        n_nodes=1,
+        n_gpus_per_node=num_generators + 1,
+        default_backend="mock",
+    )
+    pool = GeneratorPool(
+        cluster,  # type: ignore[arg-type]
+        allocation.generator,
+        gpus=False,
+        threads=1,
+        health=HealthSettings(interval_seconds=5.0, timeout_seconds=20.0, restarts=True),
+        memory=MemoryLimits(),
+    )
+    pool.wait_started(60.0)
+    return pool
+
+
+class Trainer:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def export_weights(self, *args: Any) -> tuple[list[Any], int]:
+        self._cluster.gather([], phase="export")
+        return [], 0
+
+
+class Rollout:
+    """The rollout side, which knows of who came back."""
+
+    def __init__(self) -> None:
+        self.replaced: list[int] = []
+
+    def replace_generator(self, index: int, actor: Any) -> None:
+        self.replaced.append(index)
+
+    def lost_generators(self) -> dict[int, str]:
+        return {}
+
+
+def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> FleetPush:
+    local = LocalPush(Trainer(cluster), pool, bucket_bytes=1, timeout_seconds=60.0)  # type: ignore[arg-type]
+    return FleetPush(local, pool, rollout, reconnect=lambda: None, patience_seconds=60.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_generators", "phase"), [(1, "export"), *((n, "receive of the generators") for n in (1, 2))]
+)
+def test_a_generator_whose_death_is_noticed_while_weights_travel_costs_a_repeated_push_and_no_attempt(
+    tmp_path: Path, clock: SimpleNamespace, num_generators: int, phase: str
+) -> None:
+    actors = [Actor() for _ in range(num_generators + 1)]
+    cluster = Cluster(tmp_path, actors)
+    pool, rollout = make_pool(cluster, num_generators), Rollout()
+    push = make_push(cluster, pool, rollout)
+    push.push(1)
+    clock.seconds += 6.0
+    pool.look()  # a health check is under way
+
+    cluster.before_gather[phase] = actors[0].die
+    assert push.push(2).longest_pause_seconds == 0.25
+    pool.look()
+    push.push(3)
+    assert rollout.replaced == [0]  # the new process: in the repeated push where it is alone, else in the next
+
+
+def test_with_no_generator_left_a_call_on_all_of_them_is_a_lost_generator_and_closing_is_nothing(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    pool = make_pool(Cluster(tmp_path, [Actor(), Actor(start=PENDING)]), 1)
+    pool.lose(0, "no answer")
+    with pytest.raises(LaunchError, match="receive of the generators: none is left; generator-0: no answer"):
+        pool.receive([], 1, 60.0)
+    pool.close()
+
+
+def test_a_generator_that_never_gets_ready_again_is_given_up_in_time(tmp_path: Path, clock: SimpleNamespace) -> None:
+    pool = make_pool(Cluster(tmp_path, [Actor(), *(Actor(start=PENDING) for _ in range(3))]), 1)
+    pool.lose(0, "killed")
+    for _ in range(3):
+        pool.look()
+        pool.raise_if_all_gone()
+        clock.seconds += 61.0
+        pool.look()
+    with pytest.raises(LaunchError, match="not ready within launch.startup_timeout_seconds=60"):
+        pool.raise_if_all_gone()
+
+
+def test_only_a_good_health_check_while_it_serves_makes_a_generator_start_anew_in_the_count(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    cluster = Cluster(tmp_path, [Actor() for _ in range(9)])
+    pool, rollout = make_pool(cluster, 1), Rollout()
+    push = make_push(cluster, pool, rollout)
+
+    def serve(*, healthy: bool) -> None:
+        """It gets weights, and dies at its first request or after a health check."""
+        push.push(1)
+        if healthy:
+            clock.seconds += 6.0
+            pool.look()
+            pool.look()
+        pool.lose(0, "died at its first request")
+
+    serve(healthy=False)
+    serve(healthy=False)
+    serve(healthy=True)
+    for _ in range(3):
+        serve(healthy=False)
+    with pytest.raises(LaunchError, match="no generator is left"):
+        push.push(1)
