@@ -86,6 +86,7 @@ class GeneratorPool:
         """`settings`: what the actor's backend is made from, the same for every replica."""
         self._cluster, self._placed, self._gpus, self._threads = cluster, placed, gpus, threads
         self._health, self._memory = health, memory
+        self._ending = False
         self._settings = settings | {"tp": placed.layout.tp, "pp": placed.layout.pp}
         self._new: list[_Replica] = []
         self._membership_changed = False
@@ -152,6 +153,7 @@ class GeneratorPool:
 
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
+        self._ending = True  # who is gone from now on is not lost
         if not self._taking_part():
             return
         try:
@@ -161,7 +163,7 @@ class GeneratorPool:
 
     def look(self) -> None:
         """Ask who lives, start those anew that do not. Neither waits nor raises."""
-        for replica in self._replicas:
+        for replica in () if self._ending else self._replicas:
             if replica.state == "serving":
                 self._check(replica)
             elif replica.state == "starting":

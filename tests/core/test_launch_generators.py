@@ -214,3 +214,18 @@ def test_only_a_good_health_check_while_it_serves_makes_a_generator_start_anew_i
         serve(healthy=False)
     with pytest.raises(LaunchError, match="no generator is left"):
         push.push(1)
+
+
+def test_who_is_gone_while_the_pool_is_closed_is_not_started_again(clock: SimpleNamespace, tmp_path: Path) -> None:
+    actor = Actor(close=None)
+    cluster = Cluster(tmp_path, [actor])
+    pool = make_pool(cluster, 1)
+    clock.seconds += 10.0  # a health check is due
+
+    def closed() -> None:
+        actor.answers["health"] = RayActorError(error_msg="Session is closed")
+        pool.look()  # asks; the next look gets the answer
+
+    cluster.before_gather["close of the generators"] = closed
+    pool.close()
+    assert pool.failures() == ""
