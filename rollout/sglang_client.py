@@ -47,10 +47,10 @@ class SGLangClient:
             answer = raw.decode(errors="replace")
         return check_answer(self.name, path, status, answer)
 
-    async def is_healthy(self, *, timeout_seconds: float) -> bool:
-        """Whether /health answers 200 in time."""
+    async def answers(self, path: str, *, timeout_seconds: float) -> bool:
+        """Whether a GET of `path` is answered by 200 in time."""
         try:
-            async with asyncio.timeout(timeout_seconds), self._session.get("/health") as response:
+            async with asyncio.timeout(timeout_seconds), self._session.get(path) as response:
                 return response.status == 200
         except (TimeoutError, aiohttp.ClientError, OSError):
             return False

@@ -207,13 +207,10 @@ class SGLangGenerator:
 
     async def health(self) -> Health:
         """Version and load. Raises ServerGone when the server does not answer."""
-        # The server answers by sampling a token; while it is paused that would wait, and stand in the way of whoever
-        # wants its memory.
+        # To /health the server answers by sampling a token; while it is paused that would wait, and stand in the way of
+        # whoever wants its memory.
         async with self._checking:
-            if self._open.is_set():
-                await self._check_answers()
-            elif self._server.explain():
-                raise ServerGone(f"{self._client.name} ({self._client.url}) is gone. {self._server.explain()}")
+            await self._check_answers("/health" if self._open.is_set() else "/model_info")
         return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
 
     async def partial(self) -> dict[str, Completion]:
@@ -222,8 +219,8 @@ class SGLangGenerator:
         done = {name: outcome for name, outcome in self._done if isinstance(outcome, Completion)}
         return {name: part for name, part in self._partial.items() if len(part.token_ids)} | done
 
-    async def _check_answers(self) -> None:
-        if not await self._client.is_healthy(timeout_seconds=self._timeout):
+    async def _check_answers(self, path: str) -> None:
+        if not await self._client.answers(path, timeout_seconds=self._timeout):
             for _ in range(10):  # a process that was killed takes a moment to be gone
                 if self._server.explain():
                     break
