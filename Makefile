@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 # The CPU build of torch: 0.2 GB instead of several with the CUDA libraries.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-PYTEST_ARGS ?= -n 3 --dist loadfile
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test lint setup clean
 

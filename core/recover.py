@@ -206,6 +206,7 @@ class RecoverStore:
                 return
             self._commit(temporary, self._folder / f"globalstep{state.step}")
         except Exception as error:  # noqa: BLE001 (raised by the next call, whatever it is)
+            shutil.rmtree(temporary, ignore_errors=True)  # before anybody hears of it
             if not stop.is_set():
                 self._error = self._failure(state.step, error) if is_of_disk(error) else error
                 logger.error("The recover checkpoint of step %d failed: %s", state.step, first_line(self._error))

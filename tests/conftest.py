@@ -1,0 +1,16 @@
+"""Whole runs come first: a test process that got the longest file last would leave the others idle."""
+
+import pytest
+
+WHOLE_RUNS = (
+    "test_attempts",
+    "test_ppo_end_to_end",
+    "test_chaos",
+    "test_recover_run",
+    "test_out_of_memory",
+    "test_eval",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in WHOLE_RUNS)
