@@ -164,6 +164,7 @@ def _work(tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     while True:
         function, rank, args = tasks.get()
+        gc.freeze()  # what is there now is no garbage: without this the collection below takes tenths of a second
         try:
             value = pickle.dumps(function(rank, *args))  # plain bytes: no shared memory to outlive this process
         except BaseException:  # noqa: BLE001  whatever ends a rank is for the test to show
