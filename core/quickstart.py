@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from rich.console import Console
 from rich.table import Table
@@ -53,13 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), count=len(error.problems))
     cluster = loaded.config.external_configs.cluster_config
     paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
-    if arguments.dry_run:
-        return _start(arguments.experiment, loaded, paths, console, dry_run=True)
-    try:
-        with sole_run(paths.logs):
-            return _start(arguments.experiment, loaded, paths, console, dry_run=False)
-    except RunningError as error:
-        return _refuse(str(error))
+    log_file = None if arguments.dry_run else paths.logs / "master_worker.log"
+    with ExitStack() as running:
+        try:
+            if log_file is not None:
+                running.enter_context(sole_run(paths.logs))
+            log_to_terminal(log_file, level=loaded.config.monitor.log_level, console=console)
+        except RunningError as error:
+            return _refuse(str(error))
+        except OSError as error:
+            key = "external_configs.cluster_config.fileroot"
+            wrong = f"cannot write {error.filename}: {error.strerror}"
+            return _refuse(f"{key}: {wrong}; set it to a folder that you may write")
+        return _start(arguments.experiment, loaded, paths, console, dry_run=arguments.dry_run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,12 +101,6 @@ def _refuse(message: str, *, count: int = 1) -> int:
 
 def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Console, *, dry_run: bool) -> int:
     config = loaded.config
-    log_file = None if dry_run else paths.logs / "master_worker.log"
-    try:
-        log_to_terminal(log_file, level=config.monitor.log_level, console=console)
-    except OSError as error:
-        key = "external_configs.cluster_config.fileroot"
-        return _refuse(f"{key}: cannot write {error.filename}: {error.strerror}; set it to a folder that you may write")
     console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:

@@ -192,6 +192,22 @@ class RecoverStore:
         stop: threading.Event,
     ) -> None:
         """In a thread of its own; once `stop` is set nobody wants what comes of it."""
+        try:
+            self._write_whole(temporary, state, rollout_state, wait_engines, stop)
+        except Exception as error:  # noqa: BLE001 (raised by the next call, whatever it is)
+            if not stop.is_set():
+                self._error = self._failure(state.step, error) if is_of_disk(error) else error
+                logger.error("The recover checkpoint of step %d failed: %s", state.step, first_line(self._error))
+
+    def _write_whole(
+        self,
+        temporary: Path,
+        state: RunState,
+        rollout_state: object,
+        wait_engines: WaitWritten,
+        stop: threading.Event,
+    ) -> None:
+        """When this returns or raises, nothing half-written is left."""
         began = time.perf_counter()
         try:
             with open(temporary / "rollout.pkl", "wb") as f:
@@ -205,12 +221,6 @@ class RecoverStore:
             if stop.is_set():
                 return
             self._commit(temporary, self._folder / f"globalstep{state.step}")
-        except Exception as error:  # noqa: BLE001 (raised by the next call, whatever it is)
-            shutil.rmtree(temporary, ignore_errors=True)  # before anybody hears of it
-            if not stop.is_set():
-                self._error = self._failure(state.step, error) if is_of_disk(error) else error
-                logger.error("The recover checkpoint of step %d failed: %s", state.step, first_line(self._error))
-            return
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         logger.info("Dumped recover info to file.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class MegatronEngine:
             microbatches = self._pack(batch, plan[self._parallel.dp_rank])
             return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
 
-        sizes = self._sizes(batch, plan, limit)
+        sizes = partial(self._sizes, batch, plan, limit)
         self._optimizer.zero_grad()
         if self.model_config.moe is not None:
             forget_counts(self._model)  # of a pass that ran out of memory
@@ -306,7 +307,7 @@ class MegatronEngine:
             strain("logprobs", rank=self._parallel.rank, tokens=max(m.token_ids.shape[1] for m in microbatches))
             return microbatches, run_schedule(self._model, microbatches, head, forward_only=True)
 
-        microbatches, results = self._memory.inference(run, self._sizes(batch, whole_plan, max_tokens_per_mb))
+        microbatches, results = self._memory.inference(run, partial(self._sizes, batch, whole_plan, max_tokens_per_mb))
         if not (self._parallel.is_last_stage and self._parallel.tp_rank == 0):
             return None
         own = [self._whole(mb, r) for mb, r, ids in zip(microbatches, results, plan, strict=True) if ids]

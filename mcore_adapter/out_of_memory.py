@@ -54,7 +54,8 @@ class _AnotherRankRanOut(Exception):
 
 
 class MemoryGuard:
-    """Runs the passes of an engine; each raises StepOutOfMemory where memory runs out in it."""
+    """Runs the passes of an engine; each raises StepOutOfMemory where memory runs out in it, which alone asks for the
+    sizes."""
 
     def __init__(self, parallel: ParallelState, device: Device, *, overlap: bool) -> None:
         """`overlap`: gradients are reduced while others are still computed."""
@@ -63,7 +64,7 @@ class MemoryGuard:
         self._meet_late = layout.tp == layout.pp == layout.cp == layout.ep == 1 and not overlap
         self._agreed = True
 
-    def gradients(self, call: Callable[[], T], sizes: PassSizes) -> T:
+    def gradients(self, call: Callable[[], T], sizes: Callable[[], PassSizes]) -> T:
         """Repeatable where ranks meet only when they have their gradients: there all ranks raise or none does."""
         self._agreed = False
         try:
@@ -76,15 +77,15 @@ class MemoryGuard:
         if self._meet_late and not self._agree(True):
             raise _AnotherRankRanOut
 
-    def update(self, call: Callable[[], T], sizes: PassSizes) -> T:
+    def update(self, call: Callable[[], T], sizes: Callable[[], PassSizes]) -> T:
         """Never repeatable: some weights may have changed."""
         return self._run(call, "the update", sizes, repeatable=False)
 
-    def inference(self, call: Callable[[], T], sizes: PassSizes) -> T:
+    def inference(self, call: Callable[[], T], sizes: Callable[[], PassSizes]) -> T:
         """Repeatable where no rank waits for another one before it has its results."""
         return self._run(call, "a pass without gradients", sizes, repeatable=True)
 
-    def _run(self, call: Callable[[], T], what: str, sizes: PassSizes, *, repeatable: bool) -> T:
+    def _run(self, call: Callable[[], T], what: str, sizes: Callable[[], PassSizes], *, repeatable: bool) -> T:
         failure = ""
         try:
             return call()
@@ -100,12 +101,8 @@ class MemoryGuard:
         repeatable = repeatable and (self._meet_late or self._parallel.world_size == 1)
         if repeatable and not self._agreed:
             self._agree(False)
-        raise StepOutOfMemory(
-            f"out of memory in {what} on rank {self._parallel.rank} ({failure})",
-            sizes.largest,
-            sizes.longest,
-            repeatable,
-        )
+        message, found = f"out of memory in {what} on rank {self._parallel.rank} ({failure})", sizes()
+        raise StepOutOfMemory(message, found.largest, found.longest, repeatable)
 
     def _agree(self, well: bool) -> bool:
         """Whether all is well on all ranks."""
