@@ -30,6 +30,7 @@ from core.launch_wait import Waiter
 from core.processes import ask_for_stacks
 from core.push_config import SHARED_MEMORY_NAMES
 from core.wire import batch_to_wire
+from rollout.sglang_gpus import ALLOWED, allowed_gpus, device_names
 
 if TYPE_CHECKING:
     from core.batch import RolloutBatch
@@ -169,7 +170,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         actor = actor_class.options(
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node),
-            runtime_env={"env_vars": dict(env)},
+            runtime_env={"env_vars": {ALLOWED: allowed_gpus(), **env}},
         ).remote(name, str(self.log_folder / f"{name}.log"), *args)
         self._actors.append(actor)
         return actor
@@ -196,7 +197,7 @@ class TrainerGroup:
         self._ranks = [
             cluster.start_actor(
                 TrainerRank, self._names[rank], rank, world, gpus, threads, seed,
-                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": str(slot.gpu) if gpus else ""},
+                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": device_names([slot.gpu]) if gpus else ""},
             )
             for rank, slot in enumerate(placed.slots)
         ]  # fmt: skip

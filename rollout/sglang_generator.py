@@ -265,7 +265,7 @@ class SGLangGenerator:
             self._in_flight -= 1
             if not self._in_flight:
                 self._answered.set()
-        return self._completion(answer, version, truncated=_is_truncated(request.sampling, self._vocab_size))
+        return self._completion(answer, version)
 
     def _generate_call(self, request: GenerateRequest, output: Completion) -> Call:
         sampling, done = request.sampling, len(output.token_ids)
@@ -287,21 +287,17 @@ class SGLangGenerator:
         }
         if self._seeded:
             params["sampling_seed"] = request.seed & (2**63 - 1)
-        if _is_truncated(sampling, self._vocab_size):
-            # Log-probabilities of what is left after top_p and top_k come only with the list of those tokens, and
-            # that only with a finite top_k.
-            params |= {"top_p": sampling.top_p, "top_k": sampling.top_k if sampling.top_k > 0 else self._vocab_size}
-            body["return_sampling_mask"] = True
+        if sampling.temperature > 0 and sampling.top_p < 1.0:
+            params["top_p"] = sampling.top_p
+        if sampling.temperature > 0 and 0 < sampling.top_k < self._vocab_size:
+            params["top_k"] = sampling.top_k
         return "/generate", body
 
-    def _completion(self, answer: Mapping[str, Any], version: int, *, truncated: bool) -> Completion:
+    def _completion(self, answer: Mapping[str, Any], version: int) -> Completion:
         meta = answer["meta_info"]
         token_ids = answer["output_ids"]
         reason: FinishReason = meta["finish_reason"]["type"]
-        if truncated:
-            logprobs = meta.get("output_token_sampling_logprobs", [])
-        else:
-            logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
         versions = meta.get(VERSION_KEY)
         if versions is None and (reason == "abort" or self._server.settings.pp > 1):
             # Aborted while it waited for memory in the server. Under abort no update comes between the first token
@@ -351,11 +347,6 @@ class SGLangGenerator:
             raise ValueError(
                 f"{name}: temperature={sampling.temperature} must be >= 0, top_p={sampling.top_p} in (0, 1]"
             )
-
-
-def _is_truncated(sampling: SamplingParams, vocab_size: int) -> bool:
-    """Whether tokens are ruled out by top_p or top_k; greedy decoding is not."""
-    return sampling.temperature > 0 and (sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size)
 
 
 def _joined(output: Completion, part: Completion) -> Completion:

@@ -1,12 +1,18 @@
-"""Which GPUs a server would get, and who is on them already: asked of nvidia-smi before anything is started."""
+"""Which GPUs a server would get, and who is on them already: asked of nvidia-smi before anything is started.
+
+GPUs are numbered as CUDA numbers them for a program: CUDA_VISIBLE_DEVICES says which there are, in which order. The
+processes of a run, in which that variable means their own share, read it from ALLOWED instead.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+ALLOWED = "SLIPSTREAM_GPUS"
+"""Environment variable of a run's processes: the CUDA_VISIBLE_DEVICES that the run was started with, or "all"."""
 BUSY_MIB = 2048
 """More memory than this in the hands of others, and a server would come up with a fraction of its cache or fail."""
 
@@ -31,15 +37,48 @@ class Gpu:
     users: tuple[GpuUser, ...]
 
 
+def allowed_gpus() -> str:
+    """What the processes of a run get as ALLOWED."""
+    return os.environ.get(ALLOWED) or os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+
+
+def device_names(indices: Sequence[int]) -> str:
+    """The CUDA_VISIBLE_DEVICES of a process on these GPUs of the run. Raises ValueError for one that it has not."""
+    allowed = allowed_gpus()
+    if allowed == "all":
+        return ",".join(map(str, indices))
+    names = [name.strip() for name in allowed.split(",")]
+    if max(indices) >= len(names):
+        raise ValueError(
+            f"allocation_mode asks for GPU {max(indices)}, and CUDA_VISIBLE_DEVICES={allowed} shows {len(names)} (from "
+            "0); lower n_gpus_per_node and the layout with it, or show more of them"
+        )
+    return ",".join(names[index] for index in indices)
+
+
 def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
-    """The GPUs of this node; none when there is no driver."""
+    """The GPUs that this program may use; none when there is no driver."""
+    found, allowed = _query_all(nvidia_smi), allowed_gpus()
+    if allowed == "all":
+        return [gpu for gpu, _ in found]
+    chosen: list[Gpu] = []
+    for name in (name.strip() for name in allowed.split(",")):
+        gpu = next((gpu for gpu, uuid in found if name and (name == str(gpu.index) or uuid.startswith(name))), None)
+        if gpu is None:  # CUDA, too, sees nothing from the first unknown one on
+            break
+        chosen.append(replace(gpu, index=len(chosen)))
+    return chosen
+
+
+def _query_all(nvidia_smi: str) -> list[tuple[Gpu, str]]:
+    """Every GPU of this node with its UUID."""
     cards = _ask(nvidia_smi, "--query-gpu=index,uuid,name,memory.used,memory.total")
     users: dict[str, list[GpuUser]] = {uuid: [] for _, uuid, *_ in cards}
     for uuid, pid, name, mib in _ask(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if uuid in users and pid.isdigit():
             users[uuid].append(GpuUser(pid=int(pid), name=name, mib=int(mib) if mib.isdigit() else 0))
     return [
-        Gpu(index=int(index), name=name, used_mib=int(used), total_mib=int(total), users=tuple(users[uuid]))
+        (Gpu(index=int(index), name=name, used_mib=int(used), total_mib=int(total), users=tuple(users[uuid])), uuid)
         for index, uuid, name, used, total in cards
     ]
 
@@ -69,7 +108,8 @@ def check_gpus(
     missing = [index for index in indices if index not in by_index]
     if missing:
         raise ValueError(
-            f"allocation_mode asks for GPU {missing[0]}, and this machine has {len(gpus)} (0 to {max(by_index)}); "
+            f"allocation_mode asks for GPU {missing[0]}, and this machine has {len(gpus)} (0 to {max(by_index)}"
+            f"{'' if allowed_gpus() == 'all' else f', as CUDA_VISIBLE_DEVICES={allowed_gpus()} says'}); "
             "lower n_gpus_per_node and the layout with it"
         )
     own = {os.getpid(), *own_pids}

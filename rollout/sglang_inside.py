@@ -1,14 +1,17 @@
-"""What runs inside a SGLang server's processes: the start, and four hooks through SGLang's own plug-in interface.
+"""What runs inside a SGLang server's processes: the start, and hooks through SGLang's own plug-in interface.
 
 The file is run by path with the server's interpreter (`python -P rollout/sglang_inside.py`, settings as JSON on stdin),
-so it stands alone: nothing of this project is imported. Its hooks give the trainer what the HTTP interface lacks:
+so it stands alone: of this project only the file beside it is read, by its path. The hooks give the trainer what the
+HTTP interface lacks:
 
 - every token carries the version of the weights that its forward pass ran with (`weight_version` of a response is
   that of the moment of output, one for the whole response);
 - cached prefixes of older weights are never used for requests that start or restart under newer ones;
 - an update begins when no forward pass is running any more, and is answered when its copies are complete;
 - a checksum of every parameter that the sender can compute too, whatever the device;
-- logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06.
+- logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
+- log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
+- one greedy request makes the steps that it takes part in slower, not all that come after it.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import argparse
 import difflib
 import faulthandler
 import hashlib
+import importlib.util
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +100,48 @@ class Hooks:
         }
 
 
+class Truncation:
+    """Sampling under top_k and top_p, in place of SGLang's, which sorts the vocabulary, and twice where
+    log-probabilities of what is left are asked for."""
+
+    def __init__(self) -> None:
+        path = Path(__file__).with_name("sglang_truncate.py")
+        spec = importlib.util.spec_from_file_location("slipstream_truncate", path)
+        assert spec is not None and spec.loader is not None, f"{path} is a Python file"
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._keep_most_likely = module.keep_most_likely
+
+    def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:
+        """Around Sampler._sample_from_probs. What was left of each row's probability goes with the tokens; greedy rows
+        (top_k = 1) keep the log-probability under temperature 1."""
+        if is_simple or info.need_min_p_sampling:
+            return original(sampler, probs, info, positions, is_simple)
+        kept = self._keep_most_likely(probs, info.top_ks, info.top_ps)
+        tokens = original(sampler, probs, info, positions, True)
+        tokens.slipstream_log_kept = torch.where(info.top_ks == 1, 0.0, kept.log())
+        return tokens
+
+    def renormalise(self, original: Any, processor: Any, logprobs: Tensor, top: Any, asked: Any, tokens: Tensor) -> Any:
+        """Around OutputLogprobProcessor.compute_logprobs."""
+        result = original(processor, logprobs, top, asked, tokens)
+        log_kept = getattr(tokens, "slipstream_log_kept", None)
+        if log_kept is not None:
+            result.token_logprobs = result.token_logprobs - log_kept
+        return result
+
+    def forget(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """After ScheduleBatch.filter_batch: whether a batch has a request with top_k or top_p is otherwise remembered
+        until the batch is empty, which it never is in a run, and one evaluation would slow all of the rest down."""
+        if batch.reqs:
+            from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+            info = batch.sampling_info
+            info.need_top_k_sampling = any(req.sampling_params.top_k != TOP_K_ALL for req in batch.reqs)
+            info.need_top_p_sampling = any(req.sampling_params.top_p != 1.0 for req in batch.reqs)
+            info.is_all_greedy = all(req.sampling_params.top_k <= 1 for req in batch.reqs)
+
+
 def fp32_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, bias: Tensor | None = None) -> Tensor:
     """Around LogitsProcessor._compute_lm_head, for plain heads on GPUs. The server's own enable_fp32_lm_head converts
     the whole weight at every step."""
@@ -115,7 +162,7 @@ def install_hooks() -> None:
     """Register the hooks; SGLang applies them at the start of each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    hooks = Hooks()
+    hooks, truncation = Hooks(), Truncation()
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     for target, hook, kind in (
@@ -126,13 +173,32 @@ def install_hooks() -> None:
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", fp32_logits, HookType.AROUND),
         ("sglang.srt.utils.weight_checker.WeightChecker.handle", hooks.checksum, HookType.AROUND),
+        ("sglang.srt.layers.sampler.Sampler._sample_from_probs", truncation.sample, HookType.AROUND),
+        (
+            "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
+            truncation.renormalise,
+            HookType.AROUND,
+        ),
+        ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", truncation.forget, HookType.AFTER),
     ):
         HookRegistry.register(target, hook, kind, source=HookSource("slipstream", None))
 
 
+def hooks_not_applied() -> list[str]:
+    """Targets that this SGLang does not have; without one of them versions or log-probabilities would be wrong."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return sorted(HookRegistry._hooks.keys() - HookRegistry._patched)
+
+
+def sglang_version() -> str:
+    import sglang
+
+    return sglang.__version__
+
+
 def command_line(flags: dict[str, Any]) -> list[str]:
     """Server arguments by name as an argument list. Raises SystemExit(EXIT_USAGE) on a name this SGLang lacks."""
-    import sglang
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -144,7 +210,7 @@ def command_line(flags: dict[str, Any]) -> list[str]:
         if option is None:
             near = difflib.get_close_matches(_key(key), options, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            sys.stderr.write(f"actor.sglang.{key}: SGLang {sglang.__version__} has no such server argument{hint}\n")
+            sys.stderr.write(f"actor.sglang.{key}: SGLang {sglang_version()} has no such server argument{hint}\n")
             raise SystemExit(EXIT_USAGE)
         if parser._option_string_actions[option].nargs == 0:
             off = options.get(f"no_{_key(key)}")
@@ -184,6 +250,10 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    missing = hooks_not_applied()
+    if missing:
+        sys.stderr.write(f"SGLang {sglang_version()} lacks what this server's hooks change: {', '.join(missing)}\n")
+        raise SystemExit(EXIT_USAGE)
     try:
         run_server(prepare_server_args(argv))
     finally:

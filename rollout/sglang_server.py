@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.sglang_gpus import check_gpus
+from rollout.sglang_gpus import check_gpus, device_names
 from rollout.sglang_inside import EXIT_USAGE
 from rollout.sglang_weights import ServerAddress, is_healthy
 
@@ -34,6 +34,11 @@ FA3_HEAD_DIMS = (64, 96, 128, 256)
 COLOCATED_MEM_FRACTION = 0.6
 """Share of a GPU that a server beside the trainer takes for weights and cache; what the trainer keeps there in the
 generators' turn must fit beside it."""
+BATCHED_PREFILLS: dict[str, FlagValue] = {
+    "enable_prefill_delayer": True, "prefill_delayer_queue_min_ratio": 0.05, "prefill_delayer_max_delay_passes": 16,
+}  # fmt: skip
+"""In a run answers end one by one, and each makes room for a prompt: a prefill, which has no CUDA graph, between any
+two decode steps. New prompts wait until there are 5 % of what runs, but for 16 steps at most."""
 LAST_LINES = 20
 """How many lines of a dead server's log its error shows."""
 
@@ -112,8 +117,8 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "grammar_backend": "none",
-        # With FlashInfer's kernels, which run where greedy requests (a health check is one) and sampled ones meet in a
-        # batch, servers of small models stopped answering for ever. Other batches do not depend on this.
+        # Nothing is left for FlashInfer's kernels to do (see Truncation in sglang_inside.py), and servers of small
+        # models stopped answering for ever where greedy and sampled requests met in a batch.
         "sampling_backend": "pytorch",
         "log_level_http": "warning",
     }
@@ -125,6 +130,8 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
             flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.max_running)
         # A small model would otherwise get a cache that nothing can fill, and run out of memory on its index.
         flags["max_total_tokens"] = 2 * settings.max_running * model["max_position_embeddings"]
+        if settings.pp == 1 and not settings.flags.get("disable_overlap_schedule"):
+            flags |= BATCHED_PREFILLS
         if settings.colocated:
             flags |= {"enable_memory_saver": True, "mem_fraction_static": COLOCATED_MEM_FRACTION}
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
@@ -212,7 +219,7 @@ class SGLangServer:
         env["PYTHONPATH"] = os.pathsep.join(paths)
         if settings.gpus:
             # Both ends of a weight push must agree on this; the server's own default is 0.
-            env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus)), "NCCL_CUMEM_ENABLE": "0"}
+            env |= {"CUDA_VISIBLE_DEVICES": device_names(settings.gpus), "NCCL_CUMEM_ENABLE": "0"}
         settings.log_file.parent.mkdir(parents=True, exist_ok=True)
         if settings.log_file.exists():  # of a server that this one takes the place of
             settings.log_file.replace(settings.log_file.with_suffix(".previous.log"))

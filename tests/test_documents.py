@@ -25,6 +25,12 @@ def test_what_a_document_names_exists(document: str) -> None:
     assert [t for t in targets if f"\n{t}:" not in (ROOT / "Makefile").read_text()] == []
 
 
+def test_no_file_has_the_marks_of_a_merge_that_was_not_finished() -> None:
+    found = subprocess.run(["git", "grep", "-nE", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode in (0, 1), found.stderr
+    assert found.stdout == ""
+
+
 def test_the_readmes_commands_from_top_to_bottom_train_the_models_that_they_speak_of() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Train\n")[2].partition("\n## ")[0]
     lines = [line.removeprefix("    ") for line in text.splitlines() if line.startswith("    ")]

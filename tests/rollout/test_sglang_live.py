@@ -32,6 +32,7 @@ from core.push_buckets import PushError, Sender, SenderSettings  # noqa: E402
 from core.push_disk import DiskSender  # noqa: E402
 from core.push_ipc import IpcSender  # noqa: E402
 from core.push_nccl import NcclSender  # noqa: E402
+from rollout.embedded.sampler import restrict  # noqa: E402
 from rollout.router import Router  # noqa: E402
 from rollout.sglang_generator import SGLangGenerator  # noqa: E402
 
@@ -143,12 +144,30 @@ def test_top_p_and_top_k_give_the_logprobs_of_what_is_left(server: SGLangServer,
         return await generator.generate(request("p", prompt, max_new_tokens=40, top_p=0.8, top_k=50, temperature=0.7))
 
     completion = with_generator(server, "abort", sample)
-    probs = (models.logits(1, prompt, completion.token_ids) / 0.7).softmax(-1)
-    ordered, index = probs.sort(descending=True)
-    kept = ((ordered.cumsum(-1) - ordered) <= 0.8) & (torch.arange(VOCAB) < 50)
-    left = torch.zeros_like(probs).scatter(1, index, ordered * kept)
-    expected = (left / left.sum(-1, keepdim=True)).log()[range(40), completion.token_ids.tolist()]
+    logits = models.logits(1, prompt, completion.token_ids) / 0.7
+    left = restrict(logits, torch.full((40,), 50), torch.full((40,), 0.8))  # as the embedded generator
+    expected = left.log_softmax(-1)[range(40), completion.token_ids.tolist()]
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE)
+
+
+def test_a_greedy_request_changes_neither_the_tokens_nor_the_logprobs_of_those_beside_it(
+    server: SGLangServer, models: Models
+) -> None:
+    prompt = prompt_of(10, 30)
+
+    async def sample(generator: SGLangGenerator) -> list[Completion]:
+        await update(generator, models, 1)
+        long = [request(f"l{i}", prompt, max_new_tokens=120) for i in range(3)]
+        running = [asyncio.create_task(generator.generate(r)) for r in long]
+        await asyncio.sleep(0.2)
+        greedy = await generator.generate(request("g", prompt, max_new_tokens=20, temperature=0.0))
+        return [greedy, *await asyncio.gather(*running)]
+
+    greedy, *sampled = with_generator(server, "abort", sample)
+    assert greedy.token_ids.tolist() == models.logits(1, prompt, greedy.token_ids).argmax(-1).tolist()
+    for completion in (greedy, *sampled):
+        expected = models.logprobs(1, prompt, completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
 
 
 def test_stop_tokens_end_a_completion_but_not_before_min_new_tokens(server: SGLangServer, models: Models) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rollout.sglang_checksums import ExpectedChecksums, ModelShape
 from rollout.sglang_generator import SGLangGenerator
-from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, query_gpus
+from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.sglang_inside import position_checksum
 from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, decode_graph_sizes, server_flags
 from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
@@ -117,6 +117,35 @@ def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
     assert (first.used_mib, first.users) == (30_000, (CARD.users[0], GpuUser(pid=78, name="[Not Found]", mib=0)))
     assert (second.index, second.name, second.users) == (1, "NVIDIA H", ())
     assert query_gpus(str(tmp_path / "absent")) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("3,1", ["card3", "card1"]),
+        ("GPU-c2", ["card2"]),
+        ("0, 7,1", ["card0"]),
+        ("", []),
+        ("1,GPU-c0", ["card1", "card0"]),
+    ],
+)
+def test_the_gpus_of_a_run_are_those_that_cuda_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    cards = "\n".join(f"{i}, GPU-c{i}-0, card{i}, 4, 141000" for i in range(4))
+    script.write_text(f"#!/bin/sh\ncase \"$1\" in *query-gpu*) printf '{cards}\\n';; esac\n")
+    script.chmod(0o755)
+    monkeypatch.delenv("SLIPSTREAM_GPUS", raising=False)
+    assert device_names([0, 2]) == "0,2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = query_gpus(str(script))
+    assert [(gpu.index, gpu.name) for gpu in found] == list(enumerate(names))
+    if found:
+        assert device_names([len(found) - 1]) == visible.split(",")[len(found) - 1].strip()
+        monkeypatch.setenv("SLIPSTREAM_GPUS", visible)  # a process of the run, which sees one of them itself
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+        assert [gpu.name for gpu in query_gpus(str(script))] == names
 
 
 def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
