@@ -29,6 +29,7 @@ from tools import (
     bench_cpu,
     bench_gpu,
     bench_gpu_mismatch,
+    bench_gpu_models,
     bench_gpu_push,
     bench_gpu_ranks,
     bench_gpu_runs,
@@ -74,6 +75,8 @@ GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[Figure]]] = {
     "async": bench_gpu_runs.asynchronous,
     "push_tp": bench_gpu_ranks.push,
     "overlap": bench_gpu_ranks.overlap,
+    "checkpoint": bench_gpu_models.checkpoint,
+    "models": bench_gpu_models.convert_and_evaluate,
 }
 """How many GPUs each takes is in its docstring."""
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from tools import convert
-from tools.bench_cpu import Scene, alternate
+from tools.bench_cpu import ROUNDS, Scene, alternate
 from tools.bench_figure import Figure
 
 _SHAPE = dict(
@@ -22,10 +23,17 @@ _SHAPE = dict(
 
 def both_ways(scene: Scene) -> Iterator[Figure]:
     """MiB/s of a model of 0.9 GB in float32, checks left out; each side writes a new folder every time."""
-    source, checkpoint = scene.folder / "convert-hf", scene.folder / "convert-megatron"
-    num_bytes = write_random(source)
+    yield from compare(scene.folder, _SHAPE, torch.float32, name="convert")
+
+
+def compare(
+    folder: Path, shape: Mapping[str, Any], dtype: torch.dtype, *, name: str, rounds: int = ROUNDS
+) -> Iterator[Figure]:
+    """Random weights of config.json `shape` into a checkpoint, and that one into a Hugging Face folder; leaves the
+    weights in `folder`/convert-hf and the checkpoint in `folder`/convert-megatron."""
+    source, checkpoint, target = (folder / f"convert-{part}" for part in ("hf", "megatron", "target"))
+    num_bytes = write_random(source, shape, dtype)
     run("--checkpoint_path", source, "--output_path", checkpoint, "--to-megatron")
-    target = scene.folder / "convert-target"
 
     def rate_of(*arguments: object) -> float:
         shutil.rmtree(target, ignore_errors=True)
@@ -41,12 +49,13 @@ def both_ways(scene: Scene) -> Iterator[Figure]:
             save_file(load_file(file), target / file.name, metadata={"format": "pt"})
         return num_bytes / 2**20 / (time.perf_counter() - start)
 
-    for name, arguments in (
+    for way, arguments in (
         ("to_hugging_face", ("--checkpoint_path", checkpoint)),
         ("to_megatron", ("--checkpoint_path", source, "--to-megatron")),
     ):
-        value, baseline = alternate(lambda arguments=arguments: rate_of(*arguments), plain)  # type: ignore[misc]
-        yield Figure(name=f"convert.{name}", value=value, unit="MiB/s", baseline=baseline, target=">= 0.7x")
+        value, baseline = alternate(lambda arguments=arguments: rate_of(*arguments), plain, rounds)  # type: ignore[misc]
+        yield Figure(name=f"{name}.{way}", value=value, unit="MiB/s", baseline=baseline, target=">= 0.7x")
+    shutil.rmtree(target)
 
 
 def run(*arguments: object) -> None:
@@ -54,19 +63,19 @@ def run(*arguments: object) -> None:
     assert status == 0, f"convert {arguments} ended with {status}"
 
 
-def write_random(folder: Path) -> int:
-    """A folder of random weights of _SHAPE; its size in bytes."""
+def write_random(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """A folder of random weights; its size in bytes."""
     from mcore_adapter.families import hf_shapes
     from mcore_adapter.hf_config import parse_config
     from mcore_adapter.safetensors_folder import ShardWriter
     from mcore_adapter.weights import tensor_specs, write_config
 
-    config = parse_config(_SHAPE)
+    config = parse_config(shape)
     folder.mkdir()
-    write_config(folder, config, dtype=torch.float32, is_critic=False)
-    specs = tensor_specs(hf_shapes(config, is_critic=False), torch.float32)
+    write_config(folder, config, dtype=dtype, is_critic=False)
+    specs = tensor_specs(hf_shapes(config, is_critic=False), dtype)
     writer = ShardWriter(folder, specs)
     for name, spec in specs.items():
-        writer.add(name, torch.rand(spec.shape))
+        writer.add(name, (torch.randn(spec.shape) / 50).to(dtype))
     writer.finish()
     return sum(spec.nbytes for spec in specs.values())

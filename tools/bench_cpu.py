@@ -54,9 +54,9 @@ class Scene:
         return path
 
 
-def alternate(first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
+def alternate(first: Callable[[], float], second: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
     """Medians of two rates measured in turn, after one round of warm-up."""
-    pairs = [(first(), second()) for _ in range(ROUNDS + 1)][1:]
+    pairs = [(first(), second()) for _ in range(rounds + 1)][1:]
     return float(np.median([a for a, _ in pairs])), float(np.median([b for _, b in pairs]))
 
 

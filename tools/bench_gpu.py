@@ -51,6 +51,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Qwen2.5's shapes, and one for trying the measurements out."""
 
 
+def config_of(shape: str) -> dict[str, Any]:
+    """The config.json of a shape."""
+    return {**_QWEN2, **SHAPES[shape]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """Where the measurements write, and how large they are."""
@@ -85,7 +90,7 @@ class Scene:
         path = self.folder / self.shape
         if not path.exists():
             make_tokenizer().save_pretrained(path)
-            (path / "config.json").write_text(json.dumps({**_QWEN2, **SHAPES[self.shape]}))
+            (path / "config.json").write_text(json.dumps(config_of(self.shape)))
         return path
 
     @property

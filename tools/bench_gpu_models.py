@@ -1,0 +1,194 @@
+"""The measurements of `python -m tools.bench gpu` of whole models: checkpoints, conversion, evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import torch
+
+from mcore_adapter.checkpoint_outcome import wait_for_outcome
+from rollout.sglang_gpus import query_gpus
+from rollout.sglang_server import BATCHED_PREFILLS, free_ports, read_model_config, server_flags
+from tools import bench_convert
+from tools.bench_figure import Figure
+from tools.bench_gpu import Scene, config_of, make_engine, ppo_update, random_batch, trainer_world
+from tools.bench_gpu_servers import server_settings
+
+NUM_CHECKPOINTS = 3
+BENCHMARKS = ("math_500", "aime24", "amc23", "gsm8k")
+MAX_RUNNING = 256
+"""What tools.eval runs at once when it is told nothing."""
+
+
+def checkpoint(scene: Scene) -> Iterator[Figure]:
+    """How long the trainer stops for a checkpoint of weights, masters and moments, and how long an update takes while
+    threads write it. One GPU."""
+    small = not query_gpus()
+    with trainer_world() as (parallel, device):
+        batch = random_batch(scene, count=2 if small else 16, length=64 if small else 2048)
+        engine = make_engine(scene, parallel, device, recompute="selective")
+
+        def seconds_of_update() -> float:
+            device.synchronize()
+            start = time.perf_counter()
+            ppo_update(engine, batch, 16384)
+            device.synchronize()
+            return time.perf_counter() - start
+
+        quiet = [seconds_of_update() for _ in range(10)][2:]
+        stalls, beside, writing = [], [], []
+        for number in range(NUM_CHECKPOINTS):
+            path = scene.folder / f"checkpoint{number}"
+            path.mkdir()
+            device.synchronize()
+            start = time.perf_counter()
+            engine.begin_save(path)
+            stalls.append(time.perf_counter() - start)
+            written = threading.Thread(target=wait_for_outcome, args=(path, threading.Event()))
+            written.start()
+            while written.is_alive():
+                beside.append(seconds_of_update())
+            writing.append(time.perf_counter() - start)
+            gigabytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9
+            shutil.rmtree(path)
+    name = f"checkpoint.{scene.shape}"
+    yield Figure(name=f"{name}_first_stall", value=stalls[0], unit="s", baseline=None, target="")
+    yield Figure(name=f"{name}_stall", value=max(stalls[1:]), unit="s", baseline=None, target="<= 1.5")
+    yield Figure(
+        name=f"{name}_update_while_writing", value=float(np.median(beside)), unit="s", baseline=float(np.median(quiet)),
+        target="<= 1.05x",
+    )  # fmt: skip
+    yield Figure(name=f"{name}_size", value=gigabytes, unit="GB", baseline=None, target="")
+    yield Figure(name=f"{name}_until_written", value=float(np.median(writing)), unit="s", baseline=None, target="")
+
+
+def convert_and_evaluate(scene: Scene) -> Iterator[Figure]:
+    """A model of the shape into a checkpoint and back, against a plain copy; `tools.eval` of it on real sets against
+    the same requests to a server as SGLang starts it. Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
+    yield from bench_convert.compare(
+        scene.folder, config_of(scene.shape), torch.bfloat16, name=f"convert.{scene.shape}", rounds=2
+    )
+    checkpoint, model = scene.folder / "convert-megatron", scene.folder / "evaluated"
+    bench_convert.run("--checkpoint_path", checkpoint, "--output_path", model, "--check")
+    _add_tokenizer(model, scene.vocab_size)
+    length = 512 if query_gpus() else 8
+    yield from _evaluate(scene, model, length)
+
+
+def _add_tokenizer(model: Path, vocab_size: int) -> None:
+    from tools.scratch_model import train_tokenizer
+
+    rows = (Path(os.environ["SLIPSTREAM_DATA"]) / "gsm8k" / "train.jsonl").read_text().splitlines()[:2000]
+    train_tokenizer([json.loads(row)["question"] for row in rows], min(8192, vocab_size)).save_pretrained(model)
+
+
+def _evaluate(scene: Scene, model: Path, length: int) -> Iterator[Figure]:
+    output, log = scene.folder / "evaluation", scene.folder / "evaluation.log"
+    small = not query_gpus()
+    words = ["--model_path", model, "--output_path", output, "--data_names", ",".join(BENCHMARKS), "--n_sampling", 2]
+    words += ["--max_gen_tokens", length, "--reward_workers", 4]
+    words += ["--num_questions", 4, "--generator", "sglang", "--sglang", "max_total_tokens=8192"] if small else []
+    words += ["--sglang_python", scene.sglang_python] if scene.sglang_python else []
+    command = [sys.executable, "-m", "tools.eval", *map(str, words)]
+    with log.open("w") as file:
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=True)
+    tokens = seconds = 0.0
+    for name in BENCHMARKS:
+        (*_, rate) = re.findall(rf" {name}: .* answers, ([\d,]+) tokens/s", log.read_text())
+        lengths = [json.loads(line)["tokens"] for line in (output / f"{name}.jsonl").read_text().splitlines()]
+        tokens += sum(lengths)
+        seconds += sum(lengths) / float(rate.replace(",", ""))
+    print(log.read_text()[-1500:], flush=True)
+    with _plain_server(scene, model) as url:
+        asyncio.run(_ask(url, _requests(model, "aime24", length, small)))  # warm-up
+        start, bare = time.perf_counter(), 0
+        for name in BENCHMARKS:
+            bare += asyncio.run(_ask(url, _requests(model, name, length, small)))
+        plain = bare / (time.perf_counter() - start)
+    yield Figure(
+        name=f"eval.{scene.shape}_tokens_per_second", value=tokens / seconds, unit="tokens/s", baseline=plain,
+        target=">= 0.9x",
+    )  # fmt: skip
+
+
+def _requests(model: Path, name: str, length: int, small: bool) -> list[dict[str, Any]]:
+    """What the evaluation asks of one benchmark."""
+    from transformers import AutoTokenizer
+
+    from tools.eval_data import data_folders, find_benchmark, make_prompts, question_template
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = make_prompts(find_benchmark(name, data_folders(None)), tokenizer, question_template(None, tokenizer))
+    stop = {"max_new_tokens": length, "stop_token_ids": [tokenizer.eos_token_id, tokenizer.pad_token_id]}
+    sampled = {**stop, "temperature": 0.6, "top_p": 0.95}
+    return [
+        {"input_ids": prompt.token_ids, "sampling_params": params}
+        for prompt in (prompts[:4] if small else prompts)
+        for params in ({**stop, "temperature": 0.0}, sampled, sampled)
+    ]
+
+
+async def _ask(url: str, bodies: Sequence[dict[str, Any]]) -> int:
+    """Tokens that came back."""
+    limit = asyncio.Semaphore(5 * MAX_RUNNING // 4)
+
+    async def one(session: aiohttp.ClientSession, body: dict[str, Any]) -> int:
+        async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
+            return len(orjson.loads(await r.read())["output_ids"])
+
+    timeout, headers = aiohttp.ClientTimeout(total=None), {"Content-Type": "application/json"}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=timeout, headers=headers, connector=connector) as session:
+        return sum(await asyncio.gather(*(one(session, body) for body in bodies)))
+
+
+@contextmanager
+def _plain_server(scene: Scene, model: Path, timeout_seconds: float = 240.0) -> Iterator[str]:
+    """`python -m sglang.launch_server` with the settings of the evaluation's, none of this project's changes in it."""
+    ours = server_settings(scene, scene.first_gpu if query_gpus() else None)
+    (port, nccl_port) = free_ports(2)
+    flags = server_flags(ours, read_model_config(str(model)), port=port, nccl_port=nccl_port)
+    flags |= {"model_path": model, "load_format": "auto", "max_running_requests": MAX_RUNNING}
+    for name in ("sampling_backend", "cuda_graph_bs_decode", *BATCHED_PREFILLS):
+        flags.pop(name, None)
+    if query_gpus():
+        flags["cuda_graph_max_bs_decode"] = MAX_RUNNING
+    command = [ours.python, "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        if value is not False and value is not None:
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    log = scene.folder / "plain-server.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd="/", start_new_session=True)
+    try:
+        _wait_until_healthy(f"http://127.0.0.1:{port}", process, log, timeout_seconds)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> None:
+    from rollout.sglang_weights import ServerAddress, is_healthy
+
+    began = time.monotonic()
+    while not is_healthy(ServerAddress(name="plain", url=url, tp=1, pp=1), timeout_seconds=20.0):
+        if process.poll() is not None or time.monotonic() - began > timeout_seconds:
+            raise RuntimeError(f"the plain server is not ready:\n{log.read_text(errors='replace')[-3000:]}")
+        time.sleep(0.5)
