@@ -68,9 +68,9 @@ if triton is not None:
         row = probs + index.to(tl.int64) * stride
         k = tl.load(top_k + index)
         p = tl.load(top_p + index)
-        least = 0  # the largest bits so that enough columns have them or more; this many are enough, `over` are not
+        least = tl.full([], 0, tl.int32)  # the largest bits that enough columns reach; too few reach `over`
         if k < width:
-            over = ONE + 2
+            over = tl.full([], ONE + 2, tl.int32)
             while over - least > 1:
                 middle = (least + over) // 2
                 if _count(row, middle, width, BLOCK) >= k:
@@ -79,7 +79,7 @@ if triton is not None:
                     over = middle
         mass = _mass(row, least, width, BLOCK)
         if p < 1.0:
-            over = ONE + 2
+            over = tl.full([], ONE + 2, tl.int32)
             while over - least > 1:
                 middle = (least + over) // 2
                 if _mass(row, middle, width, BLOCK) >= p * mass:
