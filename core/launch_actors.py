@@ -26,6 +26,7 @@ import torch
 from allocation.strain import strain
 from core.errors import first_line
 from core.logs import log_to_file
+from core.processes import forget_modules
 from core.wire import batch_from_wire, bucket_from_wire, bucket_to_wire
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
 
@@ -100,6 +101,7 @@ class TrainerRank:
                 raise
             holders = self._device.memory_holders()
             raise MemoryError(f"out of memory in the initialisation of {engine}: {first_line(e)}. {holders}") from None
+        forget_modules()
 
     def train_step(
         self, engine: str, wire: dict[str, Any], sequences: list[int], loss_fn: LossFn, **kwargs: Any
@@ -218,6 +220,7 @@ class GeneratorActor:
                 interrupt=self._settings["interrupt"],
                 dtype=self._settings["dtype"],
             )
+        forget_modules()
 
     async def _start_server(self) -> Any:
         """Raises ValueError where the GPUs are missing or in use, ServerStartError with the server's last log lines."""
@@ -382,6 +385,7 @@ class RolloutActor:
 
         self._service = RolloutService([ActorGenerator(a) for a in self._generators], **self._settings)
         await self._service.start()
+        forget_modules()
         return self._service.describe()
 
     async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:

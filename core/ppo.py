@@ -13,6 +13,7 @@ from core.journal import Journal
 from core.launch import Cluster
 from core.memory import MemoryLimits
 from core.monitor import Monitor
+from core.processes import forget_modules
 from core.recover import RecoverStore, RunIdentity
 from core.run import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.schedule import Schedule
@@ -81,6 +82,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         if start.checkpoint is not None:
             workers.trained.load(start.checkpoint)
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
+        forget_modules()
         with Monitor(
             console=console,
             sinks=metric_sinks(config, paths, continue_after=rows_that_stay(config, start)),

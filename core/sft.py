@@ -12,6 +12,7 @@ from core.launch import Cluster
 from core.losses import sft_loss
 from core.memory import MemoryLimits
 from core.monitor import Monitor, StepTimer
+from core.processes import forget_modules
 from core.recover import RecoverStore, RunIdentity, RunState
 from core.run import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.schedule import Schedule
@@ -126,6 +127,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         if start.checkpoint is not None:
             engines.load(start.checkpoint)
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
+        forget_modules()
         with Monitor(
             console=console,
             sinks=metric_sinks(config, paths, continue_after=rows_that_stay(config, start)),

@@ -96,11 +96,13 @@ def copy_checkpoint(
 def _only_new_garbage() -> Iterator[None]:
     """Megatron collects garbage while it gathers the optimizer's state: without this, through all objects of the
     process, which takes several times as long as everything else."""
+    frozen = gc.get_freeze_count() > 0
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _copy_weights(sharded: ShardedStateDict, model: Sequence[ModelChunk], host: HostCopy) -> None:

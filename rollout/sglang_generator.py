@@ -100,6 +100,8 @@ class SGLangGenerator:
             await generator.resume(0)
             probe = SamplingParams(max_new_tokens=1)
             await generator.generate(GenerateRequest(request_id="probe", prompt_ids=[0], sampling=probe))
+            # Otherwise its processes look for garbage among all modules, now and then, for half a second.
+            await generator._post(("/freeze_gc", {}))
         except BaseException:
             await (generator.close() if generator else asyncio.to_thread(server.stop))
             raise

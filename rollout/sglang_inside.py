@@ -6,7 +6,7 @@ HTTP interface lacks:
 
 - every token carries the version of the weights that its forward pass ran with (`weight_version` of a response is
   that of the moment of output, one for the whole response);
-- cached prefixes of older weights are never used for requests that start or restart under newer ones;
+- cached prefixes of older weights are never used for requests that start or restart under newer ones, and do not stay;
 - an update begins when no forward pass is running any more, and is answered when its copies are complete;
 - a checksum of every parameter that the sender can compute too, whatever the device;
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
@@ -77,6 +77,8 @@ class Hooks:
     def before_continue(self, scheduler: Any, request: Any) -> None:
         """Before Scheduler.continue_generation: its request id is the version from now on."""
         if request.rid is not None:
+            if self.version != int(request.rid):
+                empty_prefix_cache(scheduler)
             self.version = int(request.rid)
             for req in scheduler.waiting_queue:
                 req.extra_key = request.rid
@@ -98,6 +100,26 @@ class Hooks:
             "per_gpu_checksum": hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest(),
             "parallelism_info": checker._parallelism_info().model_dump(),
         }
+
+
+def drop_answer(cache: Any, req: Any, is_insert: bool = True, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before RadixCache.cache_finished_req: prompts stay in the cache, answers do not. A cache full of these looks for
+    the oldest one at every step, among tens of thousands."""
+    return (cache, req), {**kwargs, "is_insert": False}
+
+
+def empty_prefix_cache(scheduler: Any) -> None:
+    """Give back what no running request uses: prefixes of weights that are gone."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    cache, memory = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    try:
+        size = cache.evictable_size()
+    except NotImplementedError:  # several kinds of memory; such a cache makes room by itself
+        return
+    memory.free_group_begin()
+    cache.evict(EvictParams(num_tokens=size))
+    memory.free_group_end()
 
 
 class Truncation:
@@ -171,6 +193,7 @@ def install_hooks() -> None:
         (scheduler + "continue_generation", hooks.before_continue, HookType.BEFORE),
         (scheduler + "pause_generation", hooks.wait_for_device, HookType.AFTER),
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
+        ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", fp32_logits, HookType.AROUND),
         ("sglang.srt.utils.weight_checker.WeightChecker.handle", hooks.checksum, HookType.AROUND),
         ("sglang.srt.layers.sampler.Sampler._sample_from_probs", truncation.sample, HookType.AROUND),

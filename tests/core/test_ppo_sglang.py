@@ -148,7 +148,13 @@ def wide_heads(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("allocation", "num_gpus"),
-    [("d1m1p1", 1), ("d1m2p1", 2), ("sglang.d1m1p1+d1m1p1", 2), ("sglang.d2m1p1+d1m2p1", 4), ("sglang.d1m2p1+d2m1p1", 4)],
+    [
+        ("d1m1p1", 1),
+        ("d1m2p1", 2),
+        ("sglang.d1m1p1+d1m1p1", 2),
+        ("sglang.d2m1p1+d1m2p1", 4),
+        ("sglang.d1m2p1+d2m1p1", 4),
+    ],
 )
 def test_a_run_on_gpus_trains_and_recovers(
     assets: Any, run_command: Any, wide_heads: Path, allocation: str, num_gpus: int

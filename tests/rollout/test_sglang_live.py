@@ -34,7 +34,7 @@ from core.push_ipc import IpcSender  # noqa: E402
 from core.push_nccl import NcclSender  # noqa: E402
 from rollout.embedded.sampler import restrict  # noqa: E402
 from rollout.router import Router  # noqa: E402
-from rollout.sglang_generator import SGLangGenerator  # noqa: E402
+from rollout.sglang_generator import _EMPTY, SGLangGenerator  # noqa: E402
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -168,6 +168,28 @@ def test_a_greedy_request_changes_neither_the_tokens_nor_the_logprobs_of_those_b
     for completion in (greedy, *sampled):
         expected = models.logprobs(1, prompt, completion.token_ids)
         np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+
+def test_the_cache_keeps_prompts_while_their_weights_are_there_and_no_answers(
+    server: SGLangServer, models: Models
+) -> None:
+    prompt = prompt_of(11, 400)
+
+    async def cached_tokens(generator: SGLangGenerator, name: str, ids: list[int]) -> tuple[int, list[int]]:
+        call = generator._generate_call(request(name, ids, max_new_tokens=60), _EMPTY)
+        answer = await generator._client.post(call)
+        return answer["meta_info"]["cached_tokens"], answer["output_ids"]
+
+    async def ask(generator: SGLangGenerator) -> list[int]:
+        await update(generator, models, 1)
+        first, answer = await cached_tokens(generator, "a", prompt)
+        again, _ = await cached_tokens(generator, "b", prompt)
+        longer, _ = await cached_tokens(generator, "c", [*prompt, *answer, 1])
+        await update(generator, models, 2)
+        return [first, again, longer, (await cached_tokens(generator, "d", prompt))[0]]
+
+    # Of a prompt that is there as a whole, the last token runs once more.
+    assert with_generator(server, "in_place", ask) == [0, 399, 400, 0]
 
 
 def test_stop_tokens_end_a_completion_but_not_before_min_new_tokens(server: SGLangServer, models: Models) -> None:
