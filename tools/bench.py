@@ -76,7 +76,8 @@ GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[Figure]]] = {
     "push_tp": bench_gpu_ranks.push,
     "overlap": bench_gpu_ranks.overlap,
     "checkpoint": bench_gpu_models.checkpoint,
-    "models": bench_gpu_models.convert_and_evaluate,
+    "convert": bench_gpu_models.convert,
+    "eval": bench_gpu_models.evaluation,
 }
 """How many GPUs each takes is in its docstring."""
 

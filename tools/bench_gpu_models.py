@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,7 +31,10 @@ from tools.bench_figure import Figure
 from tools.bench_gpu import Scene, config_of, make_engine, ppo_update, random_batch, trainer_world
 from tools.bench_gpu_servers import server_settings
 
-NUM_CHECKPOINTS = 3
+logger = logging.getLogger(__name__)
+
+NUM_CHECKPOINTS = 2
+"""Page-locked memory for the copies is taken for the first one."""
 BENCHMARKS = ("math_500", "aime24", "amc23", "gsm8k")
 MAX_RUNNING = 256
 """What tools.eval runs at once when it is told nothing."""
@@ -60,11 +64,13 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
             start = time.perf_counter()
             engine.begin_save(path)
             stalls.append(time.perf_counter() - start)
+            logger.info("checkpoint %d: stopped for %.3f s", number, stalls[-1])
             written = threading.Thread(target=wait_for_outcome, args=(path, threading.Event()))
             written.start()
             while written.is_alive():
                 beside.append(seconds_of_update())
             writing.append(time.perf_counter() - start)
+            logger.info("checkpoint %d: written after %.1f s; updates meanwhile %s", number, writing[-1], beside)
             gigabytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9
             shutil.rmtree(path)
     name = f"checkpoint.{scene.shape}"
@@ -78,17 +84,26 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
     yield Figure(name=f"{name}_until_written", value=float(np.median(writing)), unit="s", baseline=None, target="")
 
 
-def convert_and_evaluate(scene: Scene) -> Iterator[Figure]:
-    """A model of the shape into a checkpoint and back, against a plain copy; `tools.eval` of it on real sets against
-    the same requests to a server as SGLang starts it. Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
+def convert(scene: Scene) -> Iterator[Figure]:
+    """A model of the shape into a checkpoint and back, against a plain copy. No GPU takes part."""
     yield from bench_convert.compare(
         scene.folder, config_of(scene.shape), torch.bfloat16, name=f"convert.{scene.shape}", rounds=2
     )
-    checkpoint, model = scene.folder / "convert-megatron", scene.folder / "evaluated"
-    bench_convert.run("--checkpoint_path", checkpoint, "--output_path", model, "--check")
+
+
+def evaluation(scene: Scene) -> Iterator[Figure]:
+    """`tools.eval` of a checkpoint (random weights, converted both ways) on four real sets, against the same requests to
+    a server as SGLang starts it. Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
+    model, checkpoint = scene.folder / "evaluated", scene.folder / "evaluated-megatron"
+    bench_convert.write_random(model, config_of(scene.shape), torch.bfloat16)
     _add_tokenizer(model, scene.vocab_size)
-    length = 512 if query_gpus() else 8
-    yield from _evaluate(scene, model, length)
+    bench_convert.run("--checkpoint_path", model, "--output_path", checkpoint, "--to-megatron")
+    yield from _evaluate(scene, model, checkpoint, 512 if query_gpus() else 8)
+
+
+def _num_questions() -> int:
+    """Of each set, at most."""
+    return 500 if query_gpus() else 4
 
 
 def _add_tokenizer(model: Path, vocab_size: int) -> None:
@@ -98,12 +113,21 @@ def _add_tokenizer(model: Path, vocab_size: int) -> None:
     train_tokenizer([json.loads(row)["question"] for row in rows], min(8192, vocab_size)).save_pretrained(model)
 
 
-def _evaluate(scene: Scene, model: Path, length: int) -> Iterator[Figure]:
+def _evaluate(scene: Scene, model: Path, checkpoint: Path, length: int) -> Iterator[Figure]:
     output, log = scene.folder / "evaluation", scene.folder / "evaluation.log"
     small = not query_gpus()
-    words = ["--model_path", model, "--output_path", output, "--data_names", ",".join(BENCHMARKS), "--n_sampling", 2]
-    words += ["--max_gen_tokens", length, "--reward_workers", 4]
-    words += ["--num_questions", 4, "--generator", "sglang", "--sglang", "max_total_tokens=8192"] if small else []
+    words = [
+        "--model_path",
+        checkpoint,
+        "--output_path",
+        output,
+        "--data_names",
+        ",".join(BENCHMARKS),
+        "--n_sampling",
+        2,
+    ]
+    words += ["--max_gen_tokens", length, "--reward_workers", 4, "--num_questions", _num_questions()]
+    words += ["--generator", "sglang", "--sglang", "max_total_tokens=8192"] if small else []
     words += ["--sglang_python", scene.sglang_python] if scene.sglang_python else []
     command = [sys.executable, "-m", "tools.eval", *map(str, words)]
     with log.open("w") as file:
@@ -116,10 +140,10 @@ def _evaluate(scene: Scene, model: Path, length: int) -> Iterator[Figure]:
         seconds += sum(lengths) / float(rate.replace(",", ""))
     print(log.read_text()[-1500:], flush=True)
     with _plain_server(scene, model) as url:
-        asyncio.run(_ask(url, _requests(model, "aime24", length, small)))  # warm-up
+        asyncio.run(_ask(url, _requests(model, "aime24", length)))  # warm-up
         start, bare = time.perf_counter(), 0
         for name in BENCHMARKS:
-            bare += asyncio.run(_ask(url, _requests(model, name, length, small)))
+            bare += asyncio.run(_ask(url, _requests(model, name, length)))
         plain = bare / (time.perf_counter() - start)
     yield Figure(
         name=f"eval.{scene.shape}_tokens_per_second", value=tokens / seconds, unit="tokens/s", baseline=plain,
@@ -127,7 +151,7 @@ def _evaluate(scene: Scene, model: Path, length: int) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _requests(model: Path, name: str, length: int, small: bool) -> list[dict[str, Any]]:
+def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
     """What the evaluation asks of one benchmark."""
     from transformers import AutoTokenizer
 
@@ -139,7 +163,7 @@ def _requests(model: Path, name: str, length: int, small: bool) -> list[dict[str
     sampled = {**stop, "temperature": 0.6, "top_p": 0.95}
     return [
         {"input_ids": prompt.token_ids, "sampling_params": params}
-        for prompt in (prompts[:4] if small else prompts)
+        for prompt in prompts[: _num_questions()]
         for params in ({**stop, "temperature": 0.0}, sampled, sampled)
     ]
 
