@@ -30,7 +30,7 @@ from core.launch_wait import Waiter
 from core.processes import ask_for_stacks
 from core.push_config import SHARED_MEMORY_NAMES
 from core.wire import batch_to_wire
-from rollout.sglang_gpus import ALLOWED, allowed_gpus, device_names
+from rollout.sglang_gpus import ALLOWED, allowed_gpus, device_names, query_gpus
 
 if TYPE_CHECKING:
     from core.batch import RolloutBatch
@@ -89,7 +89,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._guard = start_guard(SHARED_MEMORY_NAMES)
         try:
             if self._address is None:
-                ray.init(address="local", num_cpus=self._num_actors, include_dashboard=False, **common)
+                size = {"num_cpus": self._num_actors, "num_gpus": len(query_gpus())}
+                ray.init(address="local", include_dashboard=False, **size, **common)
             else:
                 _check_reachable(self._address)
                 ray.init(address=self._address, **common)

@@ -92,8 +92,8 @@ def convert(scene: Scene) -> Iterator[Figure]:
 
 
 def evaluation(scene: Scene) -> Iterator[Figure]:
-    """`tools.eval` of a checkpoint (random weights, converted both ways) on four real sets, against the same requests to
-    a server as SGLang starts it. Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
+    """`tools.eval` of a checkpoint (random weights, converted both ways) on four real sets, against the same requests
+    to a server as SGLang starts it. Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
     model, checkpoint = scene.folder / "evaluated", scene.folder / "evaluated-megatron"
     bench_convert.write_random(model, config_of(scene.shape), torch.bfloat16)
     _add_tokenizer(model, scene.vocab_size)
