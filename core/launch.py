@@ -89,8 +89,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._guard = start_guard(SHARED_MEMORY_NAMES)
         try:
             if self._address is None:
-                size = {"num_cpus": self._num_actors, "num_gpus": len(query_gpus())}
-                ray.init(address="local", include_dashboard=False, **size, **common)
+                cpus, gpus = self._num_actors, len(query_gpus())
+                ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **common)
             else:
                 _check_reachable(self._address)
                 ray.init(address=self._address, **common)
@@ -177,6 +177,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         return actor
 
 
+_PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
+
 def _check_reachable(address: str) -> None:
     """Fail at once on a dead cluster; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -195,6 +198,8 @@ class TrainerGroup:
         self._names = [f"{name}-rank{rank}" for rank in range(world)]
         # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
         env = {"OMP_NUM_THREADS": str(threads), "NCCL_CUMEM_ENABLE": "0"}
+        # The host memory of checkpoints is page-locked by several threads.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", _PAGE_LOCKING)
         self._ranks = [
             cluster.start_actor(
                 TrainerRank, self._names[rank], rank, world, gpus, threads, seed,

@@ -166,6 +166,9 @@ class TrainerRank:
     def pulse(self) -> None:
         """Answers."""
 
+    def prepare_saves(self, engine: str) -> None:
+        self._engines[engine].prepare_saves()
+
     def begin_save(self, engine: str, path: str) -> None:
         """Raises MemoryError. A single rank first tries again without what it can do without."""
         from mcore_adapter.out_of_memory import is_out_of_memory

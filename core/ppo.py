@@ -77,6 +77,8 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
             workers.generators.wait_started(patience)
             weights.make_room()
         build_ppo_engines(config, workers, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
+        if config.recover_mode != "disabled":
+            workers.trained.prepare_saves()
         workers.generators.wait_started(patience)
         connect_senders(config, allocation, workers, push_folder)
         if start.checkpoint is not None:

@@ -81,6 +81,11 @@ class TrainerGroups:
 class TrainedEngines(list[EngineRef]):
     """The engines that checkpoints hold; a reference never changes and is not among them."""
 
+    def prepare_saves(self) -> None:
+        """Let the ranks take the memory for copies while they wait for others to start."""
+        for engine in self:
+            engine.group.call("prepare_saves", engine.name)
+
     def begin_save(self, folder: Path) -> WaitWritten:
         """Copy every engine to host memory and start writing distributed checkpoints of them under `folder`."""
         for engine in self:

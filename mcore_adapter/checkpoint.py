@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import io
-import itertools
 import json
 import logging
 import random
@@ -37,13 +36,18 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.tensor_parallel import random as megatron_random
 
 from mcore_adapter.checkpoint_files import CopiedCheckpoint
-from mcore_adapter.host_copy import HostCopy, gathered_by
+from mcore_adapter.host_copy import HostCopy, gathered_by, gathered_sizes
 from mcore_adapter.model import ModelChunk
 from mcore_adapter.optimizer import TrainOptimizer
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.weights import hf_config_json
 
 logger = logging.getLogger(__name__)
+
+_WEIGHTS = "weights"
+_ALIGNMENT = 64
+_MOST_PARTS = 4
+"""Of a parameter, as checkpoints lay it out: query, key and value, gate and up."""
 
 
 def save_checkpoint(
@@ -107,17 +111,41 @@ def _only_new_garbage() -> Iterator[None]:
 
 def _copy_weights(sharded: ShardedStateDict, model: Sequence[ModelChunk], host: HostCopy) -> None:
     """Put copies in place of the parameters; the optimizer's state is copied already."""
-    live = {t.untyped_storage().data_ptr() for chunk in model for t in (*chunk.parameters(), *chunk.buffers())}
-    names = itertools.count()
+    live = {t.untyped_storage().data_ptr() for t in _parameters(model)}
+    mine: list[ShardedTensor] = []
 
-    def copy(entry: Any) -> Any:
-        if isinstance(entry, ShardedTensor) and entry.data.untyped_storage().data_ptr() in live:
-            name = f"weights.{next(names)}"
-            if is_main_replica(entry.replica_id):
-                entry.data = host.take(name, entry.data)
+    def find(entry: Any) -> Any:
+        of_model = isinstance(entry, ShardedTensor) and entry.data.untyped_storage().data_ptr() in live
+        if of_model and is_main_replica(entry.replica_id):
+            mine.append(entry)
         return entry
 
-    dict_list_map_inplace(copy, sharded)
+    dict_list_map_inplace(find, sharded)
+    if not mine:
+        return
+    whole = host.room(_WEIGHTS, sum(_aligned(e.data.nbytes) for e in mine), torch.uint8, on=mine[0].data.device)
+    start = 0
+    for entry in mine:
+        copy = whole[start : start + entry.data.nbytes].view(entry.data.dtype).view(entry.data.shape)
+        host.fill(copy, entry.data)
+        start += _aligned(entry.data.nbytes)
+        entry.data = copy
+
+
+def copied_sizes(model: Sequence[ModelChunk], optimizer: TrainOptimizer | None) -> dict[str, int]:
+    """Bytes of the host memory that copy_checkpoint() uses on this rank, at most, by name."""
+    weights = sum(t.nbytes + _ALIGNMENT * _MOST_PARTS for t in _parameters(model))
+    return {_WEIGHTS: weights, **gathered_sizes(optimizer.megatron.chained_optimizers if optimizer else [])}
+
+
+def _parameters(model: Sequence[ModelChunk]) -> Iterator[torch.Tensor]:
+    for chunk in model:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def load_checkpoint(

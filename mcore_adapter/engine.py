@@ -19,7 +19,7 @@ from torch import Tensor
 
 from allocation.strain import strain
 from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
-from mcore_adapter.checkpoint import copy_checkpoint, load_checkpoint, save_checkpoint
+from mcore_adapter.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.device import Device
 from mcore_adapter.families import HF_VALUE_HEAD
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
@@ -205,6 +205,11 @@ class MegatronEngine:
         """Write model, optimizer, schedule and random states to a new folder; any layout can load it."""
         self._settle()
         save_checkpoint(path, self._model, self._optimizer, **self._save_options())
+
+    def prepare_saves(self) -> None:
+        """Begin to take the host memory of begin_save(), for which the first one would otherwise wait."""
+        rooms = copied_sizes(self._model, self._optimizer)
+        self._host_copy.reserve(rooms, on=self._device.torch_device)
 
     def begin_save(self, path: str | Path) -> None:
         """As save(), but return when everything is copied to host memory, and write it in the background;

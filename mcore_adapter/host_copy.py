@@ -6,7 +6,8 @@ the next copy. Invariant: a copy may be written until the next one is taken, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,22 +24,35 @@ class HostCopy:
     """Host memory by name. On a device copies are under way until `wait()`."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}  # uint8
         self._devices: set[torch.device] = set()
+        self._reserving: threading.Thread | None = None
 
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`."""
-        host = self.room(name, tensor.numel(), tensor.dtype, on=tensor.device).view(tensor.shape)
-        self.fill(host, tensor)
-        return host
+    def reserve(self, rooms: Mapping[str, int], *, on: torch.device) -> None:
+        """Begin to take memory, bytes by name, for what is on the device `on`. Page-locking it takes seconds for every
+        10 GB, which a thread spends here instead of the first copy."""
+        if on.type != "cpu":
+            self._reserving = threading.Thread(
+                target=self._take_all, args=(dict(rooms), on), name="reserve", daemon=True
+            )
+            self._reserving.start()
+
+    def _take_all(self, rooms: Mapping[str, int], on: torch.device) -> None:
+        torch.accelerator.set_device_index(on)
+        for name, size in rooms.items():
+            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def room(self, name: str, numel: int, dtype: torch.dtype, *, on: torch.device) -> Tensor:
         """[numel] memory for what is on the device `on`."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        size = numel * dtype.itemsize
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() != numel or buffer.dtype != dtype:
-            buffer = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=on.type != "cpu")
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on.type != "cpu")
             self._buffers[name] = buffer
-        return buffer
+        return buffer[:size].view(dtype)
 
     def fill(self, host: Tensor, tensor: Tensor) -> None:
         host.copy_(tensor.detach(), non_blocking=tensor.device.type != "cpu")
@@ -60,12 +74,28 @@ def gathered_by(copy: HostCopy, optimizers: list[Any]) -> Iterator[None]:
     pipeline ties its embeddings: it lays buckets end to end, and reads them as if there were padding between them. It
     also goes through pageable memory, to the device and back, and holds the whole on every rank."""
     for i, optimizer in enumerate(optimizers):
-        optimizer.get_parameter_state_dp_zero = _Gather(copy, optimizer, f"optimizer{i}")
+        optimizer.get_parameter_state_dp_zero = _Gather(copy, optimizer, i)
     try:
         yield
     finally:
         for optimizer in optimizers:
             del optimizer.get_parameter_state_dp_zero
+
+
+def gathered_sizes(optimizers: list[Any]) -> dict[str, int]:
+    """Bytes of every room that gathered_by() asks for on this rank, by name."""
+    return {
+        _name(i, index, key): 4 * optimizer.buffers[index].numel
+        for i, optimizer in enumerate(optimizers)
+        if optimizer.data_parallel_group.rank() == 0
+        for index, by_dtype in enumerate(optimizer.gbuf_ranges)
+        for _ in by_dtype
+        for key in _KEYS
+    }
+
+
+def _name(optimizer: int, buffer: int, key: str) -> str:
+    return f"optimizer{optimizer}.{buffer}.{key}"
 
 
 class _Gather:
@@ -75,8 +105,8 @@ class _Gather:
     The first data-parallel rank, which writes, has the values; the others have the shape alone. With empty_data all
     have memory to load into."""
 
-    def __init__(self, copy: HostCopy, optimizer: Any, name: str) -> None:
-        self._copy, self._optimizer, self._name = copy, optimizer, name
+    def __init__(self, copy: HostCopy, optimizer: Any, number: int) -> None:
+        self._copy, self._optimizer, self._number = copy, optimizer, number
 
     def __call__(self, *, empty_data: bool = False, **options: Any) -> dict[Any, Any]:
         state: dict[Any, Any] = {"buckets_coalesced": True}
@@ -94,7 +124,7 @@ class _Gather:
         whole: dict[str, Tensor] = {}
         for key in _KEYS:
             if is_first:
-                name = f"{self._name}.{index}.{key}"
+                name = _name(self._number, index, key)
                 whole[key] = self._copy.room(name, buffer.numel, torch.float32, on=device)
             else:
                 whole[key] = torch.zeros(1).expand(buffer.numel)
