@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +92,11 @@ class SafetensorsFolder:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the file."""
-        part = self._slice(name)
+        if name not in self._file_of:
+            raise WeightsError(f"{self.folder}: tensor {name} is missing")
         try:
-            if (start, stop) == (0, part.get_shape()[dim]):
-                return self._open(self._file_of[name]).get_tensor(name)  # mapped, not copied
-            return part[start:stop] if dim == 0 else part[:, start:stop]
+            whole: Tensor = self._open(self._file_of[name]).get_tensor(name)  # mapped, not copied
+            return whole.narrow(dim, start, stop - start)
         except SafetensorError as error:
             raise WeightsError(f"{self.file_of(name)}: cannot read {name}: {error}") from None
 
@@ -206,13 +206,16 @@ class ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, converted to the format announced for it."""
+        assert tuple(tensor.shape) == self._specs[name].shape, f"{name} is {tuple(tensor.shape)}"
+        self.add_rows(name, [tensor])
+
+    def add_rows(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """The same, in pieces that follow each other."""
         spec = self._specs[name]
-        assert tuple(tensor.shape) == spec.shape, f"{name} is {tuple(tensor.shape)}, announced as {spec.shape}"
         file, offset = self._place.pop(name)
         file.seek(offset)
-        flat = tensor.contiguous().view(-1)
-        for part in flat.split(_SLAB_ELEMENTS):
-            file.write(memoryview(part.to(spec.dtype).view(torch.uint8).numpy()))
+        written = sum(write_bytes(file, piece, spec.dtype) for piece in pieces)
+        assert written == spec.nbytes, f"{name} has {written} bytes, announced as {spec.shape} {spec.dtype}"
 
     def finish(self) -> None:
         assert not self._place, f"never written: {sorted(self._place)[:3]}"
@@ -233,6 +236,13 @@ class ShardWriter:
         if len(self._shards) == 1:
             return SINGLE_FILE
         return f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
+
+
+def write_bytes(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> int:
+    """The elements, row by row; returns how many bytes these are."""
+    for part in tensor.contiguous().view(-1).split(_SLAB_ELEMENTS):
+        file.write(memoryview(part.to(dtype).view(torch.uint8).numpy()))
+    return tensor.numel() * dtype.itemsize
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:

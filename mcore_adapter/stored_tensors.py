@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from mcore_adapter.checkpoint import model_state
 from mcore_adapter.conversions import Conversion
@@ -36,7 +37,7 @@ from mcore_adapter.device import Device
 from mcore_adapter.hf_config import ModelConfig
 from mcore_adapter.model import build_model, named_conversions
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.safetensors_folder import WeightsError
+from mcore_adapter.safetensors_folder import WeightsError, write_bytes
 
 METADATA_FILE = ".metadata"
 UNREADABLE = (
@@ -203,21 +204,33 @@ class StoredTensorsWriter:
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
-    def add(self, part: StoredPart, at: Sequence[int], tensor: Tensor, *, rank: int) -> None:
-        """The piece of `part` that begins `at` this place within it."""
+    def add(
+        self, part: StoredPart, at: Sequence[int], pieces: Sequence[Tensor], shape: Sequence[int], *, rank: int
+    ) -> None:
+        """The piece of `part` that begins `at` this place within it; `pieces` of it follow each other."""
         name = f"__{rank}_0.distcp"
-        stream = self._files.setdefault(name, open(self._folder / name, "ab"))  # noqa: SIM115  closed by finish()
+        if name not in self._files:
+            self._files[name] = open(self._folder / name, "w+b")  # noqa: SIM115  closed by finish()
+        stream = self._files[name]
         begin = stream.tell()
         offsets = torch.Size((*part.prefix, *(o + a for o, a in zip(part.offset, at, strict=True))))
-        sizes = torch.Size((*(1 for _ in part.prefix), *tensor.shape))
-        torch.save(tensor.contiguous().view(sizes), stream)
+        sizes = torch.Size((*(1 for _ in part.prefix), *shape))
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(sizes, dtype=part.dtype), stream)  # all but the elements, for which there is room
+        end = stream.tell()
+        stream.flush()
+        view: Any = _create_file_view(stream, begin, end - begin)
+        stream.seek(begin + torch._C.PyTorchFileReader(view).get_record_offset("data/0") if math.prod(sizes) else end)
+        for piece in pieces:
+            write_bytes(stream, piece, part.dtype)
+        stream.seek(end)
         entry = self._tensors.setdefault(
             part.key,
-            TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(part.global_shape), []),
+            TensorStorageMetadata(TensorProperties(dtype=part.dtype), torch.Size(part.global_shape), []),
         )
         entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
         index = MetadataIndex(part.key, offsets, len(entry.chunks) - 1)
-        self._storage[index] = _StorageInfo(name, begin, stream.tell() - begin)
+        self._storage[index] = _StorageInfo(name, begin, end - begin)
 
     def finish(self) -> None:
         """Write the list of tensors."""

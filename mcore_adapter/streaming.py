@@ -7,6 +7,7 @@ the first byte is written.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,18 +101,32 @@ class ModelFile:
         assert result is not None, f"{name} has no rows"
         return result
 
-    def read_folder(self, folder: SafetensorsFolder, part: StoredPart, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) [start, stop) of a stored part out of a Hugging Face folder."""
+    def rows_stored(self, stored: StoredTensors, name: str) -> Iterator[Tensor]:
+        """The same in pieces that follow each other, none of them copied where that can be."""
+        conversion = self._of_name[name]
+        places = [place for of, place in self.places(conversion) if of == name]
+        if conversion.tp_dim == 1 or [p.start for p in places] != [0, *(p.stop for p in places[:-1])]:
+            yield self.read_stored(stored, name)
+            return
+        for place in places:
+            for part, a, b in rows_of(self.parts[conversion], place.row, place.row + place.stop - place.start):
+                yield stored.read(part, a, b)
+
+    def rows_of_folder(
+        self, folder: SafetensorsFolder, part: StoredPart, dim: int, start: int, stop: int
+    ) -> list[Tensor]:
+        """Rows (dim 0) or columns (dim 1) [start, stop) of a stored part out of a Hugging Face folder, in pieces that
+        follow each other."""
         conversion = part.conversion
         if dim == 1 or conversion.tp_dim == 1:
-            return folder.read(conversion.names[0], dim, start, stop)
+            return [folder.read(conversion.names[0], dim, start, stop)]
         low, high = part.first_row + start, part.first_row + stop
         found = []
         for name, place in self.places(conversion):
             a, b = max(low, place.row), min(high, place.row + place.stop - place.start)
             if a < b:
                 found.append(folder.read(name, 0, place.start + a - place.row, place.start + b - place.row))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return found
 
 
 def checkpoint_to_hf(source: Path, target: Path, model: ModelFile, progress: Progress) -> None:
@@ -122,7 +137,7 @@ def checkpoint_to_hf(source: Path, target: Path, model: ModelFile, progress: Pro
     writer = ShardWriter(target, model.specs)
     try:
         for name, spec in model.specs.items():
-            writer.add(name, model.read_stored(stored, name))
+            writer.add_rows(name, model.rows_stored(stored, name))
             progress(spec.nbytes)
         writer.finish()
     finally:
@@ -140,9 +155,11 @@ def hf_to_checkpoint(source: Path, target: Path, model: ModelFile, layout: Paral
                 dim, ranks = part.conversion.tp_dim or 0, holders.of(part.conversion)
                 share = part.shape[dim] // len(ranks)
                 for i, rank in enumerate(ranks):
-                    tensor = model.read_folder(folder, part, dim, i * share, (i + 1) * share).to(part.dtype)
-                    writer.add(part, (0,) * dim + (i * share,) + (0,) * (len(part.shape) - dim - 1), tensor, rank=rank)
-                    progress(tensor.nbytes)
+                    pieces = model.rows_of_folder(folder, part, dim, i * share, (i + 1) * share)
+                    at = (0,) * dim + (i * share,) + (0,) * (len(part.shape) - dim - 1)
+                    shape = (*part.shape[:dim], share, *part.shape[dim + 1 :])
+                    writer.add(part, at, pieces, shape, rank=rank)
+                    progress(math.prod(shape) * part.dtype.itemsize)
         writer.finish()
     config = hf_config_json(model.config, dtype=model.dtype, is_critic=model.config.is_critic)
     write_small_files(target, small_files(converted_common(), config), source)
