@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from allocation import Allocation, RoleAllocation
+from allocation import Allocation, RoleAllocation, Slot
 from core.errors import LaunchError, first_line
 from core.launch_actors import RolloutActor, TrainerRank
 from core.launch_guard import start_guard
@@ -61,6 +61,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         log_folder: Path,
     ):
         self._address = ray_address or os.environ.get("RAY_ADDRESS")
+        self.gpus_allowed = "all" if self._address else allowed_gpus()
+        """CUDA_VISIBLE_DEVICES as this program got it; it says nothing of the machines of a cluster that was there."""
         self._num_actors = num_actors
         self.startup_seconds = startup_timeout_seconds
         self.deadlines = deadlines
@@ -89,8 +91,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._guard = start_guard(SHARED_MEMORY_NAMES)
         try:
             if self._address is None:
-                cpus, gpus = self._num_actors, len(query_gpus())
-                ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **common)
+                # Ray counts by itself where all GPUs may be used.
+                gpus = None if self.gpus_allowed == "all" else len(query_gpus())
+                ray.init(address="local", num_cpus=self._num_actors, num_gpus=gpus, include_dashboard=False, **common)
             else:
                 _check_reachable(self._address)
                 ray.init(address=self._address, **common)
@@ -171,7 +174,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         actor = actor_class.options(
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node),
-            runtime_env={"env_vars": {ALLOWED: allowed_gpus(), **env}},
+            runtime_env={"env_vars": {ALLOWED: self.gpus_allowed, **env}},
         ).remote(name, str(self.log_folder / f"{name}.log"), *args)
         self._actors.append(actor)
         return actor
@@ -199,11 +202,16 @@ class TrainerGroup:
         # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
         env = {"OMP_NUM_THREADS": str(threads), "NCCL_CUMEM_ENABLE": "0"}
         # The host memory of checkpoints is page-locked by several threads.
-        env["PYTORCH_CUDA_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", _PAGE_LOCKING)
+        if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
+            env["PYTORCH_CUDA_ALLOC_CONF"] = _PAGE_LOCKING
+
+        def gpu_of(slot: Slot) -> str:
+            return device_names([slot.gpu], allowed=cluster.gpus_allowed) if gpus else ""
+
         self._ranks = [
             cluster.start_actor(
                 TrainerRank, self._names[rank], rank, world, gpus, threads, seed,
-                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": device_names([slot.gpu]) if gpus else ""},
+                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
             )
             for rank, slot in enumerate(placed.slots)
         ]  # fmt: skip

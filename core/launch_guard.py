@@ -2,13 +2,14 @@
 
 Started with the read end of a pipe as standard input, whose other end the driver holds: end of file means that the
 driver is gone. Until then it remembers the driver's descendants, by process id and start time; then it kills those that
-are left, and theirs. No name is ever matched.
+are left, and theirs. Nothing else is ever killed.
 
 Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The guard removes what came there
 during the run, is this user's, bears a name as the run's libraries give it, and is used by no living process.
 
 A driver that did not say goodbye cannot say what happened either: Ray ends the process that it runs in without a word
-when its own processes die. The guard then says it.
+when its own processes die. The guard then says it. It also ends a driver that Ray does not end: one that waits for an
+actor to be placed by a raylet that died waits for ever.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ import psutil
 _SHARED_MEMORY = Path("/dev/shm")
 
 _LOOK_EVERY_SECONDS = 1.0
+_WITHOUT_RAY_SECONDS = 10.0
+"""That the driver may outlive Ray's processes, to end by itself."""
+_RAYS = ("raylet", "gcs_server")
+"""Children of a driver that has a cluster of its own."""
 _GONE_SECONDS = 10.0
 """For what was killed to be gone."""
 _GOODBYE = b"done"
@@ -61,6 +66,13 @@ def descendants(process: psutil.Process) -> set[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return set(process.children(recursive=True))
     return set()
+
+
+def _is_child(process: psutil.Process, parent: psutil.Process, names: Sequence[str]) -> bool:
+    try:
+        return process.ppid() == parent.pid and process.name() in names
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _wait_gone(processes: set[psutil.Process]) -> None:
@@ -109,8 +121,16 @@ def guard(driver: psutil.Process, names: Sequence[str]) -> bool:
     me = psutil.Process()
     before = set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
     family: set[psutil.Process] = set()
+    rays: set[psutil.Process] = set()
+    with_ray = time.monotonic()
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_SECONDS)[0]:
         family |= descendants(driver)
+        rays |= {p for p in family - rays if _is_child(p, driver, _RAYS)}
+        if all(map(_holds_something, rays)):
+            with_ray = time.monotonic()
+        elif time.monotonic() - with_ray > _WITHOUT_RAY_SECONDS:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                driver.kill()
         # psutil compares process id and start time: an id that was given anew is not in the family.
         family = {p for p in family if p.is_running()} - {me}
     for process in family.copy():

@@ -77,12 +77,15 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
             workers.generators.wait_started(patience)
             weights.make_room()
         build_ppo_engines(config, workers, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
-        if config.recover_mode != "disabled":
+        saves = config.recover_mode != "disabled"
+        if saves and start.checkpoint is None:
             workers.trained.prepare_saves()
         workers.generators.wait_started(patience)
         connect_senders(config, allocation, workers, push_folder)
         if start.checkpoint is not None:
             workers.trained.load(start.checkpoint)
+            if saves:  # not before: loading takes as much
+                workers.trained.prepare_saves()
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
         forget_modules()
         with Monitor(

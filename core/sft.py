@@ -124,11 +124,11 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         cluster.reserve(allocation, gpus=uses_gpus(allocation))
         engine = _start_engine(config, allocation, cluster, schedule.total_steps)
         engines = TrainedEngines([engine])
-        if config.recover_mode != "disabled":
-            engines.prepare_saves()
         if start.checkpoint is not None:
             engines.load(start.checkpoint)
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
+        if config.recover_mode != "disabled":
+            engines.prepare_saves()
         forget_modules()
         with Monitor(
             console=console,

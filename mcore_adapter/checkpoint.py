@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = "weights"
 _ALIGNMENT = 64
 _MOST_PARTS = 4
-"""Of a parameter, as checkpoints lay it out: query, key and value, gate and up."""
+"""That a checkpoint has of one parameter, which lie apart in the copy: gate and up are two."""
 
 
 def save_checkpoint(
@@ -100,13 +100,14 @@ def copy_checkpoint(
 def _only_new_garbage() -> Iterator[None]:
     """Megatron collects garbage while it gathers the optimizer's state: without this, through all objects of the
     process, which takes several times as long as everything else."""
-    frozen = gc.get_freeze_count() > 0
+    if gc.get_freeze_count():  # whoever froze the modules wants them to stay so, and nothing besides
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def _copy_weights(sharded: ShardedStateDict, model: Sequence[ModelChunk], host: HostCopy) -> None:
@@ -132,10 +133,15 @@ def _copy_weights(sharded: ShardedStateDict, model: Sequence[ModelChunk], host: 
         entry.data = copy
 
 
-def copied_sizes(model: Sequence[ModelChunk], optimizer: TrainOptimizer | None) -> dict[str, int]:
-    """Bytes of the host memory that copy_checkpoint() uses on this rank, at most, by name."""
-    weights = sum(t.nbytes + _ALIGNMENT * _MOST_PARTS for t in _parameters(model))
-    return {_WEIGHTS: weights, **gathered_sizes(optimizer.megatron.chained_optimizers if optimizer else [])}
+def copied_sizes(
+    model: Sequence[ModelChunk], optimizer: TrainOptimizer | None, *, parallel: ParallelState
+) -> dict[str, int]:
+    """Bytes of the host memory that copy_checkpoint() uses on this rank, by name; at most, but for experts, which other
+    ranks than the first of data parallelism may hold."""
+    sizes = gathered_sizes(optimizer.megatron.chained_optimizers if optimizer else [])
+    if parallel.dp_cp_group.rank() == 0:
+        sizes[_WEIGHTS] = sum(t.nbytes + _ALIGNMENT * _MOST_PARTS for t in _parameters(model))
+    return sizes
 
 
 def _parameters(model: Sequence[ModelChunk]) -> Iterator[torch.Tensor]:

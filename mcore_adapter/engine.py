@@ -208,7 +208,7 @@ class MegatronEngine:
 
     def prepare_saves(self) -> None:
         """Begin to take the host memory of begin_save(), for which the first one would otherwise wait."""
-        rooms = copied_sizes(self._model, self._optimizer)
+        rooms = copied_sizes(self._model, self._optimizer, parallel=self._parallel)
         self._host_copy.reserve(rooms, on=self._device.torch_device)
 
     def begin_save(self, path: str | Path) -> None:

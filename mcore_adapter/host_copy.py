@@ -6,6 +6,7 @@ the next copy. Invariant: a copy may be written until the next one is taken, and
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _KEYS = ("param", "exp_avg", "exp_avg_sq")
 _CHUNK_ELEMENTS = 2**26
@@ -40,7 +43,11 @@ class HostCopy:
     def _take_all(self, rooms: Mapping[str, int], on: torch.device) -> None:
         torch.accelerator.set_device_index(on)
         for name, size in rooms.items():
-            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            try:
+                self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                logger.warning("no %.1f GB of page-locked memory for checkpoints now: %s", size / 1e9, error)
+                return
 
     def room(self, name: str, numel: int, dtype: torch.dtype, *, on: torch.device) -> Tensor:
         """[numel] memory for what is on the device `on`."""

@@ -267,7 +267,11 @@ class SGLangGenerator:
             self._in_flight -= 1
             if not self._in_flight:
                 self._answered.set()
-        return self._completion(answer, version)
+        completion = self._completion(answer, version)
+        if request.sampling.temperature > 0 and request.sampling.top_k == 1:
+            # The server takes it for greedy, and tells how likely the token was among all.
+            return replace(completion, logprobs=np.zeros_like(completion.logprobs))
+        return completion
 
     def _generate_call(self, request: GenerateRequest, output: Completion) -> Call:
         sampling, done = request.sampling, len(output.token_ids)

@@ -1,15 +1,19 @@
 """Which GPUs a server would get, and who is on them already: asked of nvidia-smi before anything is started.
 
-GPUs are numbered as CUDA numbers them for a program: CUDA_VISIBLE_DEVICES says which there are, in which order. The
+CUDA_VISIBLE_DEVICES says which GPUs there are, in which order (numbers as nvidia-smi gives them, or UUIDs). The
 processes of a run, in which that variable means their own share, read it from ALLOWED instead.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+
+logger = logging.getLogger(__name__)
 
 ALLOWED = "SLIPSTREAM_GPUS"
 """Environment variable of a run's processes: the CUDA_VISIBLE_DEVICES that the run was started with, or "all"."""
@@ -42,12 +46,19 @@ def allowed_gpus() -> str:
     return os.environ.get(ALLOWED) or os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
 
-def device_names(indices: Sequence[int]) -> str:
-    """The CUDA_VISIBLE_DEVICES of a process on these GPUs of the run. Raises ValueError for one that it has not."""
-    allowed = allowed_gpus()
+def _names(allowed: str) -> list[str]:
+    """CUDA sees nothing from the first name on that is none, as in -1."""
+    names = [name.strip() for name in allowed.split(",")]
+    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+def device_names(indices: Sequence[int], *, allowed: str | None = None) -> str:
+    """The CUDA_VISIBLE_DEVICES of a process on these GPUs of the run. Raises ValueError for one that it has not.
+    `allowed`: instead of allowed_gpus()."""
+    allowed = allowed_gpus() if allowed is None else allowed
     if allowed == "all":
         return ",".join(map(str, indices))
-    names = [name.strip() for name in allowed.split(",")]
+    names = _names(allowed)
     if max(indices) >= len(names):
         raise ValueError(
             f"allocation_mode asks for GPU {max(indices)}, and CUDA_VISIBLE_DEVICES={allowed} shows {len(names)} (from "
@@ -62,9 +73,11 @@ def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
     if allowed == "all":
         return [gpu for gpu, _ in found]
     chosen: list[Gpu] = []
-    for name in (name.strip() for name in allowed.split(",")):
-        gpu = next((gpu for gpu, uuid in found if name and (name == str(gpu.index) or uuid.startswith(name))), None)
+    for name in _names(allowed) if found else ():
+        gpu = next((gpu for gpu, uuid in found if name == str(gpu.index) or uuid.startswith(name)), None)
         if gpu is None:  # CUDA, too, sees nothing from the first unknown one on
+            uuids = ", ".join(uuid for _, uuid in found)
+            logger.warning("CUDA_VISIBLE_DEVICES=%s: %s is no number or UUID of a whole GPU (%s)", allowed, name, uuids)
             break
         chosen.append(replace(gpu, index=len(chosen)))
     return chosen
@@ -76,11 +89,15 @@ def _query_all(nvidia_smi: str) -> list[tuple[Gpu, str]]:
     users: dict[str, list[GpuUser]] = {uuid: [] for _, uuid, *_ in cards}
     for uuid, pid, name, mib in _ask(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if uuid in users and pid.isdigit():
-            users[uuid].append(GpuUser(pid=int(pid), name=name, mib=int(mib) if mib.isdigit() else 0))
+            users[uuid].append(GpuUser(pid=int(pid), name=name, mib=_mib(mib)))
     return [
-        (Gpu(index=int(index), name=name, used_mib=int(used), total_mib=int(total), users=tuple(users[uuid])), uuid)
+        (Gpu(index=int(index), name=name, used_mib=_mib(used), total_mib=_mib(total), users=tuple(users[uuid])), uuid)
         for index, uuid, name, used, total in cards
     ]
+
+
+def _mib(text: str) -> int:
+    return int(text) if text.isdigit() else 0  # [N/A] where a GPU does not tell
 
 
 def _ask(nvidia_smi: str, query: str) -> list[list[str]]:

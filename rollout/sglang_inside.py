@@ -35,9 +35,13 @@ from torch import Tensor
 
 VERSION_KEY = "slipstream_version"
 """Name of the per-token versions in a response's meta_info."""
+SOURCE = ("slipstream", None)
+"""Of this file's hooks, as SGLang tells those of several plug-ins apart."""
 EXIT_USAGE = 64
 """Exit code of a server that was given wrong arguments; the last line of its log says which."""
 
+_LOG_KEPT = "slipstream_log_kept"
+"""Attribute of sampled tokens: logarithm of what top_k and top_p left of their distributions."""
 _MULTIPLIER = -7046029254386353131  # an odd 64-bit constant (the golden ratio's), as a signed number
 _CHUNK = 1 << 24
 
@@ -140,14 +144,16 @@ class Truncation:
         if is_simple or info.need_min_p_sampling:
             return original(sampler, probs, info, positions, is_simple)
         kept = self._keep_most_likely(probs, info.top_ks, info.top_ps)
+        greedy, whole = info.top_ks == 1, (info.top_ks >= probs.shape[1]) & (info.top_ps >= 1)
         tokens = original(sampler, probs, info, positions, True)
-        tokens.slipstream_log_kept = torch.where(info.top_ks == 1, 0.0, kept.log())
+        tokens = torch.where(greedy, probs.argmax(-1).to(tokens.dtype), tokens)  # of equals, always the first
+        setattr(tokens, _LOG_KEPT, torch.where(greedy | whole, 0.0, kept.log()))
         return tokens
 
     def renormalise(self, original: Any, processor: Any, logprobs: Tensor, top: Any, asked: Any, tokens: Tensor) -> Any:
         """Around OutputLogprobProcessor.compute_logprobs."""
         result = original(processor, logprobs, top, asked, tokens)
-        log_kept = getattr(tokens, "slipstream_log_kept", None)
+        log_kept = getattr(tokens, _LOG_KEPT, None)
         if log_kept is not None:
             result.token_logprobs = result.token_logprobs - log_kept
         return result
@@ -204,14 +210,15 @@ def install_hooks() -> None:
         ),
         ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", truncation.forget, HookType.AFTER),
     ):
-        HookRegistry.register(target, hook, kind, source=HookSource("slipstream", None))
+        HookRegistry.register(target, hook, kind, source=HookSource(*SOURCE))
 
 
 def hooks_not_applied() -> list[str]:
     """Targets that this SGLang does not have; without one of them versions or log-probabilities would be wrong."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return sorted(HookRegistry._hooks.keys() - HookRegistry._patched)
+    mine = {target for target, hooks in HookRegistry._hooks.items() if any(source == SOURCE for *_, source in hooks)}
+    return sorted(mine - HookRegistry._patched)
 
 
 def sglang_version() -> str:

@@ -38,7 +38,8 @@ BATCHED_PREFILLS: dict[str, FlagValue] = {
     "enable_prefill_delayer": True, "prefill_delayer_queue_min_ratio": 0.05, "prefill_delayer_max_delay_passes": 16,
 }  # fmt: skip
 """In a run answers end one by one, and each makes room for a prompt: a prefill, which has no CUDA graph, between any
-two decode steps. New prompts wait until there are 5 % of what runs, but for 16 steps at most."""
+two decode steps. New prompts wait until there are 5 % of what runs, and where the server is nearly full until as many
+slots are free as there lately were prompts at once; but for 16 steps at most."""
 LAST_LINES = 20
 """How many lines of a dead server's log its error shows."""
 
@@ -130,7 +131,8 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
             flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.max_running)
         # A small model would otherwise get a cache that nothing can fill, and run out of memory on its index.
         flags["max_total_tokens"] = 2 * settings.max_running * model["max_position_embeddings"]
-        if settings.pp == 1 and not settings.flags.get("disable_overlap_schedule"):
+        given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
+        if settings.pp == 1 and not given.get("disable_overlap_schedule"):
             flags |= BATCHED_PREFILLS
         if settings.colocated:
             flags |= {"enable_memory_saver": True, "mem_fraction_static": COLOCATED_MEM_FRACTION}

@@ -26,6 +26,7 @@ def keep_most_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
     probs [n, v] float32, top_k [n] int32 (>= v: no limit), top_p [n] float32. Returns what is left of each row, [n]."""
     if probs.is_cuda and triton is not None:
+        assert probs.stride(1) == 1, "columns next to each other"
         kept = torch.empty(len(probs), dtype=torch.float32, device=probs.device)
         _keep_most_likely[(len(probs),)](
             probs, top_k, top_p, kept, probs.shape[1], probs.stride(0), ONE=_BITS_OF_ONE, BLOCK=_BLOCK, num_warps=8

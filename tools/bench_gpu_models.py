@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from tools.bench_gpu_servers import server_settings
 logger = logging.getLogger(__name__)
 
 NUM_CHECKPOINTS = 2
-"""Page-locked memory for the copies is taken for the first one."""
 BENCHMARKS = ("math_500", "aime24", "amc23", "gsm8k")
 MAX_RUNNING = 256
 """What tools.eval runs at once when it is told nothing."""
@@ -44,9 +44,10 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
     """How long the trainer stops for a checkpoint of weights, masters and moments, and how long an update takes while
     threads write it. One GPU."""
     small = not query_gpus()
-    with trainer_world() as (parallel, device):
+    with trainer_world() as (parallel, device), ThreadPoolExecutor(1) as pool:
         batch = random_batch(scene, count=2 if small else 16, length=64 if small else 2048)
         engine = make_engine(scene, parallel, device, recompute="selective")
+        engine.prepare_saves()
 
         def seconds_of_update() -> float:
             device.synchronize()
@@ -65,10 +66,10 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
             engine.begin_save(path)
             stalls.append(time.perf_counter() - start)
             logger.info("checkpoint %d: stopped for %.3f s", number, stalls[-1])
-            written = threading.Thread(target=wait_for_outcome, args=(path, threading.Event()))
-            written.start()
-            while written.is_alive():
+            written = pool.submit(wait_for_outcome, path, threading.Event())
+            while not written.done():
                 beside.append(seconds_of_update())
+            written.result()
             writing.append(time.perf_counter() - start)
             logger.info("checkpoint %d: written after %.1f s; updates meanwhile %s", number, writing[-1], beside)
             gigabytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9
@@ -204,7 +205,8 @@ def _plain_server(scene: Scene, model: Path, timeout_seconds: float = 240.0) -> 
         _wait_until_healthy(f"http://127.0.0.1:{port}", process, log, timeout_seconds)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

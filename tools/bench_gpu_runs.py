@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.sglang_gpus import query_gpus
+from rollout.sglang_gpus import device_names, query_gpus
 from tools.bench_figure import Figure
 from tools.bench_gpu import Scene
 from tools.demo_data import write_jsonl
@@ -122,10 +122,12 @@ def busy_share() -> Iterator[dict[int, list[float]]]:
 
     def sample() -> None:
         query = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits"]
+        numbers = {name: index for index, name in enumerate(device_names(sorted(samples)).split(","))}
         while not stop.wait(0.2):
             for text in subprocess.run(query, capture_output=True, text=True).stdout.splitlines():
                 index, share = text.split(", ")
-                samples[int(index)].append(float(share))
+                if index in numbers:
+                    samples[numbers[index]].append(float(share))
 
     thread = threading.Thread(target=sample, daemon=True)
     if samples:

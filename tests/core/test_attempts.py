@@ -18,14 +18,6 @@ from core.launch_guard import unused_shared_memory
 ONE_RESTART = {"recover_mode": "auto", "recover_retries": 1}
 
 
-def find(command, text: str) -> psutil.Process:
-    """The newest process of the run whose name or command line holds `text`."""
-    family = [psutil.Process(pid) for pid in command.remember_family() if psutil.pid_exists(pid)]
-    found = [p for p in family if p.is_running() and text in " ".join([p.name(), *p.cmdline()])]
-    assert found, f"no {text} among {[p.cmdline()[:3] for p in family]}"
-    return max(found, key=lambda p: p.create_time())
-
-
 def driver_of(command) -> psutil.Process:
     """The attempt: the child of the command that is its fork."""
     children = psutil.Process(command.process.pid).children()
@@ -90,7 +82,10 @@ def test_a_run_outlives_its_driver_a_stopped_rank_and_its_ray(assets, run_comman
     for name in ("trainer-rank0", "trainer-rank1", "rollout", "generator-0", "driver"):
         assert (command.logs / "stacks" / f"{name}.txt").is_file()
 
-    find(command, "raylet").kill()
+    raylet = next(p for p in driver_of(command).children() if p.name() == "raylet")
+    process_of(command, "generator-0").kill()  # a driver that waits for its successor would wait for ever
+    time.sleep(0.3)
+    raylet.kill()
     lost(command, 3)
     command.process.send_signal(signal.SIGTERM)
     assert command.finish() == 130

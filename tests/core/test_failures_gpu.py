@@ -17,7 +17,7 @@ import pytest
 from test_attempts import came_back, lost, process_of, wait_for_match
 from test_ppo_end_to_end import metrics_of, ppo
 
-from rollout.sglang_gpus import query_gpus
+from rollout.sglang_gpus import device_names, query_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON")
@@ -111,7 +111,7 @@ def test_a_killed_server_comes_back_alone_within_a_minute(assets, models, run_co
     need(2)
     changes: dict[str, Any] = {}
     if len(query_gpus()) == 2:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,1")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", device_names([1, 0, 1]))
         changes = {"push": {"type": "disk"}, "sglang": {"mem_fraction_static": 0.3}}
     command = run_command("ppo-math", asynchronous(assets, models, "sglang.d2m1p1+d1m1p1", 3, **changes))
     command.wait_for("global step 10)", timeout=400)

@@ -19,6 +19,7 @@ from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
+from mcore_adapter.checkpoint import copied_sizes
 from mcore_adapter.checkpoint_outcome import wait_for_outcome
 
 TP2 = ParallelLayout(tp=2)
@@ -166,6 +167,26 @@ def test_a_checkpoint_written_beside_the_training_is_of_the_moment_it_was_begun(
         assert result["draws"] == reference["draws"]
         assert result["steps"] == reference["steps"]
     assert not list(folder.glob("*.outcome")) and not list(folder.glob("*.rank*"))
+
+
+def sizes_run(rank: Rank, layout: ParallelLayout, model: str, path: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of host memory by name, as announced and as a save took them."""
+    with rank.joined(layout) as (parallel, device):
+        engine = make_engine(parallel, device, model, dtype="bfloat16", optimizer=OPTIMIZER)
+        train(engine, 1)
+        said = copied_sizes(engine._model, engine._optimizer, parallel=parallel)
+        engine.begin_save(path)
+        if rank.rank == 0:
+            wait_for_outcome(Path(path), threading.Event())
+        dist.barrier()
+        return said, {name: buffer.numel() for name, buffer in engine._host_copy._buffers.items()}
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(tp=2)], ids=str)
+def test_what_a_save_needs_of_host_memory_is_known_before(ranks, folder, tmp_path, layout) -> None:
+    for said, used in ranks.run(sizes_run, layout.world_size, layout, str(folder / "model"), str(tmp_path / "saved")):
+        assert said.keys() == used.keys()
+        assert all(used[name] <= said[name] <= 1.1 * used[name] + 65536 for name in used)
 
 
 def background_failure_run(rank: Rank, model: str, path: str) -> str:

@@ -126,11 +126,12 @@ def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
         ("GPU-c2", ["card2"]),
         ("0, 7,1", ["card0"]),
         ("", []),
+        ("-1,0", []),
         ("1,GPU-c0", ["card1", "card0"]),
     ],
 )
 def test_the_gpus_of_a_run_are_those_that_cuda_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, visible: str, names: list[str]
 ) -> None:
     script = tmp_path / "nvidia-smi"
     cards = "\n".join(f"{i}, GPU-c{i}-0, card{i}, 4, 141000" for i in range(4))
@@ -141,6 +142,13 @@ def test_the_gpus_of_a_run_are_those_that_cuda_shows_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = query_gpus(str(script))
     assert [(gpu.index, gpu.name) for gpu in found] == list(enumerate(names))
+    for unusable in ("MIG-aa", "9"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", unusable)
+        assert query_gpus(str(script)) == []
+        assert f"CUDA_VISIBLE_DEVICES={unusable}: {unusable} is no number or UUID of a whole GPU" in caplog.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError, match=f"asks for GPU 5, and CUDA_VISIBLE_DEVICES={visible} shows"):
+        device_names([5])
     if found:
         assert device_names([len(found) - 1]) == visible.split(",")[len(found) - 1].strip()
         monkeypatch.setenv("SLIPSTREAM_GPUS", visible)  # a process of the run, which sees one of them itself
