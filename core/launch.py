@@ -45,6 +45,10 @@ _NODES_SECONDS = 10.0
 """For other machines to have the stacks of their processes written."""
 
 
+_PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""PYTORCH_CUDA_ALLOC_CONF of trainer ranks: several threads take the host memory of checkpoints."""
+
+
 class Cluster(AbstractContextManager["Cluster"]):
     """A Ray cluster of our own (or a joined one) with everything this run put on it.
 
@@ -180,9 +184,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         return actor
 
 
-_PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-
-
 def _check_reachable(address: str) -> None:
     """Fail at once on a dead cluster; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -201,7 +202,6 @@ class TrainerGroup:
         self._names = [f"{name}-rank{rank}" for rank in range(world)]
         # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
         env = {"OMP_NUM_THREADS": str(threads), "NCCL_CUMEM_ENABLE": "0"}
-        # The host memory of checkpoints is page-locked by several threads.
         if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
             env["PYTORCH_CUDA_ALLOC_CONF"] = _PAGE_LOCKING
 

@@ -29,8 +29,8 @@ import psutil
 _SHARED_MEMORY = Path("/dev/shm")
 
 _LOOK_EVERY_SECONDS = 1.0
-_WITHOUT_RAY_SECONDS = 10.0
-"""That the driver may outlive Ray's processes, to end by itself."""
+_WITHOUT_RAY_SECONDS = 15.0
+"""That the driver may outlive Ray's processes: to shut the others down, or to end by itself."""
 _RAYS = ("raylet", "gcs_server")
 """Children of a driver that has a cluster of its own."""
 _GONE_SECONDS = 10.0
