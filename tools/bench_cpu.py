@@ -173,7 +173,7 @@ async def compare_generators(path: Path) -> tuple[float, float]:
     padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     longest = int(lengths.max())
     rates: list[tuple[float, float]] = []
-    engine = EmbeddedGenerator(path, max_running=64)
+    engine, threads = EmbeddedGenerator(path, max_running=64), torch.get_num_threads()
     for round_ in range(ROUNDS + 1):
         requests = [
             GenerateRequest(
@@ -184,6 +184,7 @@ async def compare_generators(path: Path) -> tuple[float, float]:
         ]  # fmt: skip
         start = time.perf_counter()
         await engine.generate_many(requests)
+        torch.set_num_threads(threads)  # of this thread; the engine chooses its own
         middle = time.perf_counter()
         with torch.inference_mode():
             model.generate(
