@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from core.errors import LaunchError, could_not_write, first_line, is_of_disk
@@ -140,8 +141,9 @@ class RecoverStore:
         logger.info("Recover checkpoint of step %d: the trainer stopped for %.3f s%s.", state.step, stall, note)
         self._stop = threading.Event()
         self._writing = (state.step, time.monotonic() + self._timeout)
+        write = partial(self._write, temporary, state, rollout, wait_engines, self._stop)
         self._writer = threading.Thread(
-            target=self._write, args=(temporary, state, rollout, wait_engines, self._stop), name="recover", daemon=True
+            target=self._keep_error, args=(write, state.step, self._stop), name="recover", daemon=True
         )
         self._writer.start()
 
@@ -183,23 +185,16 @@ class RecoverStore:
             self._writer.join(_END_SECONDS)
             self._writer = None
 
-    def _write(
-        self,
-        temporary: Path,
-        state: RunState,
-        rollout_state: object,
-        wait_engines: WaitWritten,
-        stop: threading.Event,
-    ) -> None:
+    def _keep_error(self, write: Callable[[], None], step: int, stop: threading.Event) -> None:
         """In a thread of its own; once `stop` is set nobody wants what comes of it."""
         try:
-            self._write_whole(temporary, state, rollout_state, wait_engines, stop)
+            write()
         except Exception as error:  # noqa: BLE001 (raised by the next call, whatever it is)
             if not stop.is_set():
-                self._error = self._failure(state.step, error) if is_of_disk(error) else error
-                logger.error("The recover checkpoint of step %d failed: %s", state.step, first_line(self._error))
+                self._error = self._failure(step, error) if is_of_disk(error) else error
+                logger.error("The recover checkpoint of step %d failed: %s", step, first_line(self._error))
 
-    def _write_whole(
+    def _write(
         self,
         temporary: Path,
         state: RunState,

@@ -92,22 +92,24 @@ class SafetensorsFolder:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the file."""
-        if name not in self._file_of:
-            raise WeightsError(f"{self.folder}: tensor {name} is missing")
+        file = self._open_file_of(name)
         try:
-            whole: Tensor = self._open(self._file_of[name]).get_tensor(name)  # mapped, not copied
+            whole: Tensor = file.get_tensor(name)  # mapped, not copied
             return whole.narrow(dim, start, stop - start)
         except SafetensorError as error:
             raise WeightsError(f"{self.file_of(name)}: cannot read {name}: {error}") from None
 
     def _slice(self, name: str) -> Any:
+        file = self._open_file_of(name)
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{self.file_of(name)}: tensor {name} is missing: {error}") from None
+
+    def _open_file_of(self, name: str) -> Any:
         if name not in self._file_of:
             raise WeightsError(f"{self.folder}: tensor {name} is missing")
-        path = self._file_of[name]
-        try:
-            return self._open(path).get_slice(name)
-        except SafetensorError as error:
-            raise WeightsError(f"{path}: tensor {name} is missing: {error}") from None
+        return self._open(self._file_of[name])
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

@@ -19,9 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
-import orjson
 import torch
 
 from mcore_adapter.checkpoint_outcome import wait_for_outcome
@@ -30,7 +28,7 @@ from rollout.sglang_server import BATCHED_PREFILLS, free_ports, read_model_confi
 from tools import bench_convert
 from tools.bench_figure import Figure
 from tools.bench_gpu import Scene, config_of, make_engine, ppo_update, random_batch, trainer_world
-from tools.bench_gpu_servers import server_settings
+from tools.bench_gpu_servers import ask_plainly, server_settings
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +139,10 @@ def _evaluate(scene: Scene, model: Path, checkpoint: Path, length: int) -> Itera
         seconds += sum(lengths) / float(rate.replace(",", ""))
     print(log.read_text()[-1500:], flush=True)
     with _plain_server(scene, model) as url:
-        asyncio.run(_ask(url, _requests(model, "aime24", length)))  # warm-up
+        _ask(url, _requests(model, "aime24", length))  # warm-up
         start, bare = time.perf_counter(), 0
         for name in BENCHMARKS:
-            bare += asyncio.run(_ask(url, _requests(model, name, length)))
+            bare += _ask(url, _requests(model, name, length))
         plain = bare / (time.perf_counter() - start)
     yield Figure(
         name=f"eval.{scene.shape}_tokens_per_second", value=tokens / seconds, unit="tokens/s", baseline=plain,
@@ -169,18 +167,9 @@ def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
     ]
 
 
-async def _ask(url: str, bodies: Sequence[dict[str, Any]]) -> int:
-    """Tokens that came back."""
-    limit = asyncio.Semaphore(5 * MAX_RUNNING // 4)
-
-    async def one(session: aiohttp.ClientSession, body: dict[str, Any]) -> int:
-        async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
-            return len(orjson.loads(await r.read())["output_ids"])
-
-    timeout, headers = aiohttp.ClientTimeout(total=None), {"Content-Type": "application/json"}
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, timeout=timeout, headers=headers, connector=connector) as session:
-        return sum(await asyncio.gather(*(one(session, body) for body in bodies)))
+def _ask(url: str, bodies: Sequence[dict[str, Any]]) -> int:
+    """Tokens that came back of as many requests at once as an evaluation makes."""
+    return sum(asyncio.run(ask_plainly(url, bodies, at_once=5 * MAX_RUNNING // 4)))
 
 
 @contextmanager

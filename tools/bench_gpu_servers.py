@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -111,25 +111,31 @@ async def _compare(scene: Scene, server: ServerSettings, start: float) -> tuple[
 
 async def _bare(scene: Scene, url: str, seed: int, new_tokens: int | None = None) -> float:
     """tokens/s of plain requests, twice as many as run at once."""
-    many, limit = load(), asyncio.Semaphore(load().in_flight)
-    new_tokens = new_tokens or many.new_tokens
+    new_tokens = new_tokens or load().new_tokens
+    sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+    bodies = [
+        {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
+        for prompt in prompts(scene, 2 * load().in_flight, seed=seed)
+    ]
+    start = time.perf_counter()
+    lengths = await ask_plainly(url, bodies, at_once=load().in_flight)
+    seconds = time.perf_counter() - start
+    assert set(lengths) == {new_tokens}, f"answers of {sorted(set(lengths))} tokens"
+    return sum(lengths) / seconds
 
-    async def one(session: aiohttp.ClientSession, prompt: np.ndarray) -> None:
-        body = {
-            "input_ids": prompt, "return_logprob": True,
-            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True},
-        }  # fmt: skip
+
+async def ask_plainly(url: str, bodies: Sequence[dict[str, Any]], *, at_once: int) -> list[int]:
+    """How many tokens a server answers to each request."""
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(session: aiohttp.ClientSession, body: dict[str, Any]) -> int:
         async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
-            answer = orjson.loads(await r.read())
-            assert len(answer["output_ids"]) == new_tokens, answer["meta_info"]["finish_reason"]
+            return len(orjson.loads(await r.read())["output_ids"])
 
     timeout, headers = aiohttp.ClientTimeout(total=None), {"Content-Type": "application/json"}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, headers=headers, connector=connector) as session:
-        given = prompts(scene, 2 * many.in_flight, seed=seed)
-        start = time.perf_counter()
-        await asyncio.gather(*(one(session, prompt) for prompt in given))
-        return len(given) * new_tokens / (time.perf_counter() - start)
+        return await asyncio.gather(*(one(session, body) for body in bodies))
 
 
 async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
