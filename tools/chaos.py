@@ -5,7 +5,8 @@
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
 moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
 itself; all else is its own business (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the
-same order, with the same losses, and the last checkpoint holds the same weights and optimizer moments, bit for bit.
+same order, with the same losses, and the last checkpoint holds the same weights and optimizer moments, bit for bit;
+and no process and no file in /dev/shm was left.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from core.launch_guard import unused_shared_memory
 from tools.chaos_run import (
     TARGETS,
     Trial,
     family,
     find_target,
+    left_behind,
     make_assets,
     optimizer_state,
     wait_gone,
@@ -44,6 +47,8 @@ KILLS_PER_RUN = 20
 RUNS_AT_ONCE = max(2, (os.cpu_count() or 1) // 2)  # starting a run keeps a core or two busy
 STEPS_PER_KILL = 3
 _PATIENCE_SECONDS = 120.0
+_GONE_SECONDS = 15.0
+"""For the guard of a command that was killed to end what that left."""
 _COMPARED = ("loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens")
 
 
@@ -144,6 +149,7 @@ def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps)
     trials = [Trial(folder=folder, name=f"killed{number}", steps=steps) for number in range(len(plans))]
     stop, verdict = threading.Event(), Verdict(problems=[])
+    shared_memory = unused_shared_memory()
     with ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
         try:
             jobs = [(undisturbed, []), *zip(trials, plans, strict=True)]
@@ -157,6 +163,12 @@ def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
             raise
     for trial in trials:
         compare(undisturbed, trial, verdict)
+
+    def left() -> list[str]:
+        return [*left_behind(folder), *(f"{path} was left" for path in unused_shared_memory() - shared_memory)]
+
+    if not wait_until(lambda: not left(), _GONE_SECONDS, stop):
+        verdict.problems += left()
     return verdict
 
 

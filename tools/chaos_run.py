@@ -31,6 +31,8 @@ TARGETS = {
     "raylet": "raylet",
 }
 """What can be killed beside the command and its driver, by what its command line begins with."""
+_MARK = "SLIPSTREAM_CHAOS"
+"""In the environment of every process of a run: the folder of its trials."""
 
 
 @dataclass(kw_only=True)
@@ -55,7 +57,8 @@ class Trial:
         """The command that a user starts, and starts again when it ended."""
         path = self.folder / f"{self.name}.yaml"
         path.write_text(yaml.safe_dump(_config(self)))
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"OMP_NUM_THREADS": "1"}
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        environment |= {"OMP_NUM_THREADS": "1", _MARK: str(self.folder)}
         with open(self.folder / f"{self.name}.log", "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(path)],
@@ -159,6 +162,14 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 def wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Those that are still there after so long."""
     return psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def left_behind(folder: Path) -> Iterator[str]:
+    """What lives on of the trials in `folder`, a line for each process."""
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                yield f"process {process.pid}, {process.info['name']}, was left running"
 
 
 def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, object]]:
