@@ -45,7 +45,7 @@ _NODES_SECONDS = 10.0
 """For other machines to have the stacks of their processes written."""
 
 
-_PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """PYTORCH_CUDA_ALLOC_CONF of trainer ranks: several threads take the host memory of checkpoints."""
 
 
@@ -203,7 +203,7 @@ class TrainerGroup:
         # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
         env = {"OMP_NUM_THREADS": str(threads), "NCCL_CUMEM_ENABLE": "0"}
         if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
-            env["PYTORCH_CUDA_ALLOC_CONF"] = _PAGE_LOCKING
+            env["PYTORCH_CUDA_ALLOC_CONF"] = PAGE_LOCKING
 
         def gpu_of(slot: Slot) -> str:
             return device_names([slot.gpu], allowed=cluster.gpus_allowed) if gpus else ""

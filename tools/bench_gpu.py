@@ -113,10 +113,13 @@ class Scene:
 def trainer_world() -> Iterator[tuple[Any, Any]]:
     """(parallel, device) of a world of one rank, on the first GPU where there is one."""
     from allocation import ParallelLayout
+    from core.launch import PAGE_LOCKING
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
-    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as in a run's trainer ranks
+    # As in a run's trainer ranks.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
     device = get_device("auto")
     with device.activate(), tempfile.TemporaryDirectory() as folder:
         init = f"file://{folder}/rendezvous"

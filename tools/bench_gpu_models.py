@@ -54,7 +54,8 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
             device.synchronize()
             return time.perf_counter() - start
 
-        quiet = [seconds_of_update() for _ in range(10)][2:]
+        for _ in range(3):
+            seconds_of_update()
         stalls, beside, writing = [], [], []
         for number in range(NUM_CHECKPOINTS):
             path = scene.folder / f"checkpoint{number}"
@@ -72,6 +73,8 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
             logger.info("checkpoint %d: written after %.1f s; updates meanwhile %s", number, writing[-1], beside)
             gigabytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9
             shutil.rmtree(path)
+        quiet = [seconds_of_update() for _ in range(15)]  # nothing is taken, copied or written any more
+        logger.info("updates afterwards %s", quiet)
     name = f"checkpoint.{scene.shape}"
     yield Figure(name=f"{name}_first_stall", value=stalls[0], unit="s", baseline=None, target="")
     yield Figure(name=f"{name}_stall", value=max(stalls[1:]), unit="s", baseline=None, target="<= 1.5")

@@ -18,15 +18,18 @@ from tools.bench_gpu import Scene
 from tools.demo_data import write_jsonl
 
 WARM_UP_STEPS = 2
+_RUNNING_PER_TRAINER = 128
+"""Requests that run at once for each GPU of the trainer: one that runs 512 of them samples faster than one GPU learns,
+and would wait for it."""
 
 
 def asynchronous(scene: Scene) -> Iterator[Figure]:
     """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. One generator, which is the bottleneck;
     the other GPUs are the trainer's."""
     rates: dict[int, float] = {}
-    for staleness, steps in ((4, 8), (0, 4)):
+    for staleness, steps in ((4, 14), (0, 4)):
         config = {
-            **_config(scene, num_generators=1),
+            **_config(scene),
             "staleness.max_staleness": staleness,
             "exp_ctrl.benchmark_steps": steps,
         }
@@ -51,17 +54,16 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _config(scene: Scene, num_generators: int | None = None) -> dict[str, object]:
-    """60 prompts x 8 answers a step; generators on the first GPUs (or half of them), the trainer on the others."""
+def _config(scene: Scene) -> dict[str, object]:
+    """60 prompts x 8 answers a step; the generator on the first GPU, the trainer on the others."""
     num_gpus = max(2, len(query_gpus()))
-    num_generators = num_generators or num_gpus // 2
-    small = not query_gpus()
+    num_trainers, small = num_gpus - 1, not query_gpus()
     path = scene.folder / "prompts.jsonl"
     sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
     write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
     config: dict[str, object] = {
         "experiment_name": "bench",
-        "allocation_mode": f"sglang.d{num_generators}m1p1+d{num_gpus - num_generators}m1p1",
+        "allocation_mode": f"sglang.d1m1p1+d{num_trainers}m1p1",
         "n_gpus_per_node": num_gpus,
         "external_configs.cluster_config.fileroot": scene.folder / "runs",
         "actor.path": scene.model,
@@ -77,7 +79,7 @@ def _config(scene: Scene, num_generators: int | None = None) -> dict[str, object
         "ppo.ppo_n_minibatches": 1,
         "ppo.kl_ctl": 0.0,
         "ppo.disable_value": True,
-        "generator.max_running": 32 if small else 512,
+        "generator.max_running": 32 if small else min(512, _RUNNING_PER_TRAINER * num_trainers),
         "generator.interrupt": "in_place",
         "workflow.type": "tools.bench_workflow:LognormalLengths",
         "reward.function": "tools.bench_reward:coin_reward",
