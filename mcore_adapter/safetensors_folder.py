@@ -20,11 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mcore_adapter.file_rows import FileRows, write_all, write_rows
+
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_SLAB_ELEMENTS = 4 << 20  # converted and written at a time
 _TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -50,6 +51,7 @@ class SafetensorsFolder:
         """Raises WeightsError where there is neither model.safetensors nor an index of shards."""
         self.folder = Path(folder)
         self._files: dict[Path, Any] = {}
+        self._begins: dict[Path, dict[str, int]] = {}
         self._file_of: dict[str, Path] = {}
         index = self.folder / INDEX_FILE
         if index.exists():
@@ -92,10 +94,19 @@ class SafetensorsFolder:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the file."""
-        file = self._open_file_of(name)
+        return self._whole(name).narrow(dim, start, stop - start)
+
+    def rows(self, name: str, dim: int, start: int, stop: int) -> FileRows:
+        """The same with their place in the file."""
+        whole, path = self._whole(name), self._file_of[name]
+        if path not in self._begins:
+            self._begins[path] = _first_bytes(path)
+        return FileRows(whole, path, self._begins[path][name]).part(whole.narrow(dim, start, stop - start))
+
+    def _whole(self, name: str) -> Tensor:
         try:
-            whole: Tensor = file.get_tensor(name)  # mapped, not copied
-            return whole.narrow(dim, start, stop - start)
+            whole: Tensor = self._open_file_of(name).get_tensor(name)  # mapped, not copied
+            return whole
         except SafetensorError as error:
             raise WeightsError(f"{self.file_of(name)}: cannot read {name}: {error}") from None
 
@@ -126,6 +137,14 @@ class SafetensorsFolder:
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
+
+
+def _first_bytes(path: Path) -> dict[str, int]:
+    """Where in a safetensors file, which is known to be one, each tensor begins."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 @contextmanager
@@ -200,9 +219,9 @@ class ShardWriter:
             offset += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = open(self._folder / self._file_name(shard), "wb")  # noqa: SIM115  closed by finish() or close()
+        file = open(self._folder / self._file_name(shard), "wb", buffering=0)  # noqa: SIM115  closed by close()
         self._files.append(file)
-        file.write(len(text).to_bytes(8, "little") + text)
+        write_all(file.fileno(), 0, len(text).to_bytes(8, "little") + text)
         for name in names:
             self._place[name] = file, 8 + len(text) + header[name]["data_offsets"][0]
 
@@ -211,12 +230,12 @@ class ShardWriter:
         assert tuple(tensor.shape) == self._specs[name].shape, f"{name} is {tuple(tensor.shape)}"
         self.add_rows(name, [tensor])
 
-    def add_rows(self, name: str, pieces: Iterable[Tensor]) -> None:
+    def add_rows(self, name: str, pieces: Iterable[FileRows | Tensor]) -> None:
         """The same, in pieces that follow each other."""
-        spec = self._specs[name]
+        spec, written = self._specs[name], 0
         file, offset = self._place.pop(name)
-        file.seek(offset)
-        written = sum(write_bytes(file, piece, spec.dtype) for piece in pieces)
+        for piece in pieces:
+            written += write_rows(file.fileno(), offset + written, piece, spec.dtype)
         assert written == spec.nbytes, f"{name} has {written} bytes, announced as {spec.shape} {spec.dtype}"
 
     def finish(self) -> None:
@@ -238,13 +257,6 @@ class ShardWriter:
         if len(self._shards) == 1:
             return SINGLE_FILE
         return f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
-
-
-def write_bytes(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> int:
-    """The elements, row by row; returns how many bytes these are."""
-    for part in tensor.contiguous().view(-1).split(_SLAB_ELEMENTS):
-        file.write(memoryview(part.to(dtype).view(torch.uint8).numpy()))
-    return tensor.numel() * dtype.itemsize
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:

@@ -34,10 +34,11 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from mcore_adapter.checkpoint import model_state
 from mcore_adapter.conversions import Conversion
 from mcore_adapter.device import Device
+from mcore_adapter.file_rows import FileRows, write_rows
 from mcore_adapter.hf_config import ModelConfig
 from mcore_adapter.model import build_model, named_conversions
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.safetensors_folder import WeightsError, write_bytes
+from mcore_adapter.safetensors_folder import WeightsError
 
 METADATA_FILE = ".metadata"
 UNREADABLE = (
@@ -118,7 +119,7 @@ class StoredTensors:
             if isinstance(entry, TensorStorageMetadata)
         }
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
-        self._last: tuple[MetadataIndex, Tensor] | None = None
+        self._last: tuple[MetadataIndex, FileRows] | None = None
 
     def check(self, parts: Sequence[StoredPart]) -> None:
         """Raises WeightsError where the checkpoint is not of the model that these parts belong to, OSError where a file
@@ -144,6 +145,11 @@ class StoredTensors:
 
     def read(self, part: StoredPart, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of the parameter, all of them within `part`."""
+        rows = self.rows(part, start, stop)
+        return rows.tensor if isinstance(rows, FileRows) else rows
+
+    def rows(self, part: StoredPart, start: int, stop: int) -> FileRows | Tensor:
+        """The same with their place in the file, where one chunk holds them all."""
         low = start - part.first_row + part.offset[0]
         wanted = (
             (low, low + stop - start),
@@ -159,17 +165,17 @@ class StoredTensors:
             if any(a >= b for a, b in overlap):
                 continue
             whole = self._chunk(MetadataIndex(part.key, chunk.offsets))
-            own = whole[tuple(p - o for p, o in zip(part.prefix, chunk.offsets, strict=False))]
+            own = whole.tensor[tuple(p - o for p, o in zip(part.prefix, chunk.offsets, strict=False))]
             found = own[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, offsets, strict=True))]
             if tuple(overlap) == wanted:
-                return found
+                return whole.part(found)
             if result is None:
                 result = found.new_empty(tuple(b - a for a, b in wanted))
             result[tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(overlap, wanted, strict=True))] = found
         assert result is not None, f"{part.key} has no chunk at {part.prefix} {wanted}"
         return result
 
-    def _chunk(self, index: MetadataIndex) -> Tensor:
+    def _chunk(self, index: MetadataIndex) -> FileRows:
         if self._last is None or self._last[0] != index:
             self._last = None  # let go of it before the next one comes
             info = self._storage[index]
@@ -183,16 +189,17 @@ class StoredTensors:
         return self._last[1]
 
 
-def _mapped(path: Path, offset: int, view: Any) -> Tensor:
+def _mapped(path: Path, offset: int, view: Any) -> FileRows:
     """The tensor that torch.save() wrote at `offset` of a file, without reading it."""
     with torch.serialization.skip_data():
         like = torch.load(view, map_location="cpu", weights_only=True)
     if not like.numel():
-        return like
+        return FileRows(like, path, None)
     view.seek(0)
     begin = offset + torch._C.PyTorchFileReader(view).get_record_offset("data/0")
     content = np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(like.untyped_storage().nbytes(),))
-    return torch.from_numpy(content).view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+    stored = torch.from_numpy(content).view(like.dtype)
+    return FileRows(stored, path, begin).part(stored.as_strided(like.shape, like.stride(), like.storage_offset()))
 
 
 class StoredTensorsWriter:
@@ -205,7 +212,13 @@ class StoredTensorsWriter:
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
     def add(
-        self, part: StoredPart, at: Sequence[int], pieces: Sequence[Tensor], shape: Sequence[int], *, rank: int
+        self,
+        part: StoredPart,
+        at: Sequence[int],
+        pieces: Sequence[FileRows | Tensor],
+        shape: Sequence[int],
+        *,
+        rank: int,
     ) -> None:
         """The piece of `part` that begins `at` this place within it; `pieces` of it follow each other."""
         name = f"__{rank}_0.distcp"
@@ -220,9 +233,10 @@ class StoredTensorsWriter:
         end = stream.tell()
         stream.flush()
         view: Any = _create_file_view(stream, begin, end - begin)
-        stream.seek(begin + torch._C.PyTorchFileReader(view).get_record_offset("data/0") if math.prod(sizes) else end)
-        for piece in pieces:
-            write_bytes(stream, piece, part.dtype)
+        if math.prod(sizes):
+            offset = begin + torch._C.PyTorchFileReader(view).get_record_offset("data/0")
+            for piece in pieces:
+                offset += write_rows(stream.fileno(), offset, piece, part.dtype)
         stream.seek(end)
         entry = self._tensors.setdefault(
             part.key,

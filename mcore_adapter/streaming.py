@@ -23,6 +23,7 @@ from mcore_adapter.checkpoint_files import mark_complete, write_small_files
 from mcore_adapter.conversions import Conversion, OfExpert
 from mcore_adapter.device import get_device
 from mcore_adapter.families import CORRECTION_BIAS, EMBEDDING, hf_shapes, outer_table
+from mcore_adapter.file_rows import FileRows
 from mcore_adapter.hf_config import ModelConfig
 from mcore_adapter.megatron_config import layers_of_chunks
 from mcore_adapter.model import check_layout
@@ -101,31 +102,35 @@ class ModelFile:
         assert result is not None, f"{name} has no rows"
         return result
 
-    def rows_stored(self, stored: StoredTensors, name: str) -> Iterator[Tensor]:
+    def rows_stored(self, stored: StoredTensors, name: str) -> Iterator[FileRows | Tensor]:
         """The same in pieces that follow each other, none of them copied where that can be."""
         conversion = self._of_name[name]
+        if conversion.tp_dim == 1:
+            (part,) = self.parts[conversion]
+            yield stored.rows(part, 0, part.shape[0])
+            return
         places = [place for of, place in self.places(conversion) if of == name]
-        if conversion.tp_dim == 1 or [p.start for p in places] != [0, *(p.stop for p in places[:-1])]:
+        if [p.start for p in places] != [0, *(p.stop for p in places[:-1])]:
             yield self.read_stored(stored, name)
             return
         for place in places:
             for part, a, b in rows_of(self.parts[conversion], place.row, place.row + place.stop - place.start):
-                yield stored.read(part, a, b)
+                yield stored.rows(part, a, b)
 
     def rows_of_folder(
         self, folder: SafetensorsFolder, part: StoredPart, dim: int, start: int, stop: int
-    ) -> list[Tensor]:
+    ) -> list[FileRows]:
         """Rows (dim 0) or columns (dim 1) [start, stop) of a stored part out of a Hugging Face folder, in pieces that
         follow each other."""
         conversion = part.conversion
         if dim == 1 or conversion.tp_dim == 1:
-            return [folder.read(conversion.names[0], dim, start, stop)]
+            return [folder.rows(conversion.names[0], dim, start, stop)]
         low, high = part.first_row + start, part.first_row + stop
         found = []
         for name, place in self.places(conversion):
             a, b = max(low, place.row), min(high, place.row + place.stop - place.start)
             if a < b:
-                found.append(folder.read(name, 0, place.start + a - place.row, place.start + b - place.row))
+                found.append(folder.rows(name, 0, place.start + a - place.row, place.start + b - place.row))
         return found
 
 

@@ -1,8 +1,8 @@
 """Samples answers to a benchmark's questions and keeps them in a file: what tools/eval.py drives.
 
 One line of the file is one answer, written when it is judged, so that whatever ends an evaluation costs the answers
-under way and nothing else. Invariant: an answer is named by (query_id, mode, number) and its seed is a function of that
-name, so a continued evaluation asks for exactly what is missing.
+under way and nothing else. Invariant: within its set an answer is named by (query_id, mode, number) and its seed is a
+function of that name, so a continued evaluation asks for exactly what is missing.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class EvaluationPlan:
         for number in range(self.num_samples):
             yield prompt.query_id, "sample", number
 
-    def request(self, prompt: Prompt, mode: Mode, number: int) -> GenerateRequest:
-        """Raises ValueError for a prompt that leaves no room for an answer."""
+    def request(self, set_name: str, prompt: Prompt, mode: Mode, number: int) -> GenerateRequest:
+        """`set_name` tells questions of the same id in two sets apart. Raises ValueError for a prompt that leaves no
+        room for an answer."""
         room = self.context_tokens - len(prompt.token_ids)
         if room < 1:
             raise ValueError(
@@ -83,12 +84,22 @@ class EvaluationPlan:
         if mode == "greedy":
             sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
         return GenerateRequest(
-            request_id=f"{prompt.query_id}/{mode}/{number}",
+            request_id=f"{set_name}/{prompt.query_id}/{mode}/{number}",
             prompt_ids=prompt.token_ids.tolist(),
             sampling=sampling,
             seed=sample_seed(self.seed, 0, prompt.index, number),
-            group_id=prompt.query_id,
+            group_id=f"{set_name}/{prompt.query_id}",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionSet:
+    """One benchmark among those that are answered together."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    done: Collection[Name]
+    """Answers that are there already."""
 
 
 class AnswerFile:
@@ -134,38 +145,41 @@ def read_answers(path: Path, *, repair: bool = False) -> list[Answer]:
 
 
 async def answer_questions(
-    prompts: Sequence[Prompt],
+    sets: Sequence[QuestionSet],
     generator: Generator,
     rewards: RewardPool,
     tokenizer: Tokenizer,
     *,
     plan: EvaluationPlan,
-    done: Collection[Name],
     max_in_flight: int,
-    on_answer: Callable[[Answer], None],
+    on_answer: Callable[[str, Answer], None],
 ) -> None:
-    """Sample and judge every answer of `plan` that is not in `done`; on_answer is called as each one is known.
+    """Sample and judge every answer of `plan` that a set lacks; on_answer(name of the set, answer) is called as each is
+    known.
 
-    At most `max_in_flight` requests are out at once. A request that fails ends the evaluation with its error.
+    All sets share one pool of at most `max_in_flight` requests, which takes them in the order given: the next set
+    begins while the last answers of one are under way. A request that fails ends the evaluation with its error.
     """
     missing = (
-        (prompt, mode, number)
-        for prompt in prompts
-        for _, mode, number in (name for name in plan.names(prompt) if name not in done)
+        (of.name, prompt, mode, number)
+        for of in sets
+        for prompt in of.prompts
+        for _, mode, number in (name for name in plan.names(prompt) if name not in of.done)
     )
 
     async def work() -> None:
-        for prompt, mode, number in missing:  # shared by all workers: each takes the next one
-            completion = await generator.generate(plan.request(prompt, mode, number))
+        for set_name, prompt, mode, number in missing:  # shared by all workers: each takes the next one
+            completion = await generator.generate(plan.request(set_name, prompt, mode, number))
             text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
             ((score, outcome),) = await rewards.judge_many(prompt, [text])
             on_answer(
+                set_name,
                 Answer(
                     query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=text,
                     answer=extracted_answer(text), score=float(score > 0), tokens=len(completion.token_ids),
                     finish_reason=completion.finish_reason,
                     unjudged=None if outcome.is_verdict else outcome.name.lower(),
-                )
+                ),
             )  # fmt: skip
 
     try:

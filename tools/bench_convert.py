@@ -1,4 +1,8 @@
-"""Converting a checkpoint both ways, against reading and writing the same bytes with safetensors on the same disk."""
+"""Converting a checkpoint both ways, against reading and writing the same bytes with safetensors on the same disk.
+
+Both sides run in one process in which everything is imported, read files that lie in the page cache because they were
+written a moment ago, write a new folder that is not there yet, and leave it to the kernel when that reaches the disk.
+"""
 
 from __future__ import annotations
 

@@ -152,17 +152,17 @@ def _convert(args: argparse.Namespace, source: Path) -> list[str]:
         dtype = model_dtype(config, _DTYPES.get(args.dtype, args.dtype))
     with _one_rank() as parallel:
         model = ModelFile(config, dtype, parallel=parallel)
-        _check_space(args.output_path, model.num_bytes + _METADATA_BYTES)
-        with _progress("converting", model.num_bytes) as progress, replacing_folder(args.output_path) as target:
-            if args.to_megatron:
-                hf_to_checkpoint(source, target, model, layout, progress)
-            else:
-                checkpoint_to_hf(source, target, model, progress)
-        if not args.check:
-            return []
-        checkpoint, hf = (args.output_path, source) if args.to_megatron else (source, args.output_path)
-        with _progress("checking", model.num_bytes) as progress, open_folder(hf, model) as folder:
-            return different_tensors(open_checkpoint(checkpoint, model), folder, model, dtype, progress)
+    _check_space(args.output_path, model.num_bytes + _METADATA_BYTES)
+    with _progress("converting", model.num_bytes) as progress, replacing_folder(args.output_path) as target:
+        if args.to_megatron:
+            hf_to_checkpoint(source, target, model, layout, progress)
+        else:
+            checkpoint_to_hf(source, target, model, progress)
+    if not args.check:
+        return []
+    checkpoint, hf = (args.output_path, source) if args.to_megatron else (source, args.output_path)
+    with _progress("checking", model.num_bytes) as progress, open_folder(hf, model) as folder:
+        return different_tensors(open_checkpoint(checkpoint, model), folder, model, dtype, progress)
 
 
 @contextmanager

@@ -11,20 +11,16 @@ import hashlib
 import json
 import logging
 import shutil
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from rollout.embedded import GeneratorError
-from rollout.evaluation import Answer, AnswerFile, EvaluationPlan, answer_questions, end_token_ids
+from rollout.evaluation import Answer, AnswerFile, EvaluationPlan, QuestionSet, answer_questions, end_token_ids
 from rollout.reward import RewardPool, RewardWorkerError
 from rollout.router import NoGeneratorError, Router
 from rollout.sglang_server import ServerStartError
@@ -40,6 +36,7 @@ from tools.eval_data import (
     make_prompts,
     question_template,
 )
+from tools.eval_meter import Meter
 from tools.eval_model import (
     CONVERTED,
     SETTINGS,
@@ -62,7 +59,6 @@ FAILURES = (
     EvalFailure, ServerStartError, ServerError, NoGeneratorError, GeneratorError, RewardWorkerError, ConnectionError,
 )  # fmt: skip
 """What ends an evaluation while it runs, each with a message for the user."""
-_LOG_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +186,9 @@ async def evaluate(settings: EvalSettings) -> str:
         context_tokens=context or 2**31,
         seed=settings.seed,
     )
-    for prompt in (prompt for of in prompts.values() for prompt in of):
-        plan.request(prompt, "greedy", 0)  # it leaves room for an answer
+    for name, of in prompts.items():
+        for prompt in of:
+            plan.request(name, prompt, "greedy", 0)  # it leaves room for an answer
     identity = _identity(settings, model, template, ends)
     if settings.overwrite:
         _empty(output, keep=output / CONVERTED)
@@ -206,7 +203,8 @@ async def evaluate(settings: EvalSettings) -> str:
 async def _answer_all(
     settings: EvalSettings, prompts: dict[str, list[Prompt]], model: Path, tokenizer: Any, plan: EvaluationPlan
 ) -> dict[str, list[Answer]]:
-    """All answers of every benchmark, old and new. Generators are started only where something is missing."""
+    """All answers of every benchmark, old and new. Generators are started only where something is missing; what is
+    missing of all benchmarks is one stream of requests, so that none of them waits for another's longest answer."""
     wanted = {name: {n for prompt in of for n in plan.names(prompt)} for name, of in prompts.items()}
     files = {name: AnswerFile(settings.output_path / f"{name}.jsonl") for name in prompts}
     missing = {name: len(wanted[name] - files[name].answers.keys()) for name in prompts}
@@ -216,63 +214,21 @@ async def _answer_all(
             generators = await start_generators(stack, model, settings.generator, settings.output_path / "logs")
             router = Router(generators)
             stack.push_async_callback(router.close)
-            for name, of in prompts.items():
-                with files[name] as file, Meter(name, len(wanted[name]), len(wanted[name]) - missing[name]) as meter:
+            for file in files.values():
+                stack.enter_context(file)
+            counts = {name: (len(wanted[name]) - missing[name], len(wanted[name])) for name in prompts}
+            meter = stack.enter_context(Meter(counts))
 
-                    def keep(answer: Answer, file: AnswerFile = file, meter: Meter = meter) -> None:
-                        file.add(answer)
-                        meter.add(answer)
+            def keep(name: str, answer: Answer) -> None:
+                files[name].add(answer)
+                meter.add(name, answer)
 
-                    await answer_questions(
-                        of, router, rewards, tokenizer, plan=plan, done=file.answers.keys(),
-                        max_in_flight=-(-5 * settings.generator.max_running * len(generators) // 4), on_answer=keep,
-                    )  # fmt: skip
+            await answer_questions(
+                [QuestionSet(name=name, prompts=of, done=files[name].answers.keys()) for name, of in prompts.items()],
+                router, rewards, tokenizer, plan=plan, on_answer=keep,
+                max_in_flight=-(-5 * settings.generator.max_running * len(generators) // 4),
+            )  # fmt: skip
     return {name: [a for n, a in files[name].answers.items() if n in wanted[name]] for name in prompts}
-
-
-class Meter:
-    """Answers, tokens/s and the share that is right: a bar on a terminal, a line now and then in a log."""
-
-    def __init__(self, name: str, total: int, done: int) -> None:
-        self._name, self._total, self._done = name, total, done
-        self._right = self._new = self._tokens = 0
-        self._start = self._said = time.monotonic()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-        )
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
-        )
-        self._task = self._bar.add_task(name, total=total, completed=done, rate="")
-
-    def __enter__(self) -> Meter:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._bar.__exit__(*exc_info)
-        if self._new:
-            logger.info("%s: %s", self._name, self._state())
-
-    def add(self, answer: Answer) -> None:
-        """One more."""
-        self._new += 1
-        self._right += answer.score > 0
-        self._tokens += answer.tokens
-        self._bar.update(self._task, advance=1, rate=self._rate())
-        if self._bar.disable and time.monotonic() - self._said >= _LOG_EVERY_SECONDS:
-            self._said = time.monotonic()
-            logger.info("%s: %s", self._name, self._state())
-
-    def _rate(self) -> str:
-        return f"{self._tokens / max(time.monotonic() - self._start, 1e-9):,.0f} tokens/s"
-
-    def _state(self) -> str:
-        right = f"{100 * self._right / self._new:.1f} % of the new ones right"
-        return f"{self._done + self._new}/{self._total} answers, {self._rate()}, {right}"
 
 
 def _identity(settings: EvalSettings, model: Path, template: str, ends: Sequence[int]) -> dict[str, Any]:

@@ -90,6 +90,25 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(evaluated: Path, model: Pa
     assert answers.read_bytes().count(b"\n") == 170
 
 
+def test_sets_that_are_answered_together_get_the_answers_that_they_get_alone(
+    evaluated: Path, model: Path, data: Path, tmp_path: Path, caplog
+) -> None:
+    write_rows(tmp_path / "more.jsonl", [{"id": i, "problem": f"{i}+2=", "answer": str(i + 2)} for i in range(3)])
+    more = str(tmp_path / "more.jsonl")
+    assert main(arguments(model, data, tmp_path / "alone", names=more)) == 0
+    caplog.set_level("INFO")
+    caplog.clear()
+    both = tmp_path / "both"
+    assert main(arguments(model, data, both, "--n_sampling", "1", names=more)) == 0
+    assert main(arguments(model, data, both, names=f"sums,{more}")) == 0
+    assert by_name(both / "sums.jsonl") == by_name(evaluated / "sums.jsonl")
+    assert by_name(both / "more.jsonl") == by_name(tmp_path / "alone" / "more.jsonl")
+    assert [row["dataset"] for row in json.loads((both / "results.json").read_text())["results"]] == ["sums", "more"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "tools.eval_meter"]
+    assert lines[-1].startswith(f"all sets: {17 * 13}/{17 * 13} answers, ") and " tokens/s, " in lines[-1]
+    assert any(line.startswith("more: 51/51 answers, ") for line in lines)
+
+
 def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
     model: Path, data: Path, tmp_path: Path, caplog
 ) -> None:
