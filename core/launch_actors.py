@@ -202,6 +202,7 @@ class GeneratorActor:
         torch.set_num_threads(threads)
         self._name, self._log_file, self._backend, self._settings = name, log_file, backend, settings
         self._receiving = asyncio.Lock()
+        self._handed_out: dict[str, Completion | Exception] = {}
 
     async def start(self) -> None:
         if self._backend == "mock":
@@ -252,7 +253,8 @@ class GeneratorActor:
 
     async def drain(self) -> list[tuple[str, Completion | Exception]]:
         """What has ended since the last call; an exception concerns its request alone."""
-        return await self._generator.drain()
+        self._handed_out = dict(await self._generator.drain())
+        return list(self._handed_out.items())
 
     async def receive(self, handles: list[Any], version: int) -> float:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
@@ -296,7 +298,9 @@ class GeneratorActor:
         return await self._generator.health()
 
     async def partial(self) -> dict[str, Completion]:
-        return dict(await self._generator.partial())
+        """What requests in flight have, and what the last drain() answered, which may still be on its way."""
+        running = await self._generator.partial()
+        return {name: end for name, end in self._handed_out.items() if isinstance(end, Completion)} | running
 
 
 class ActorGenerator(Generator):

@@ -156,7 +156,12 @@ class Router:
                 return {}
 
         answers = await asyncio.gather(*(ask(member) for member in self._alive()))
-        return self._handed_back | {name: part for answer in answers for name, part in answer.items()}
+        known = dict(self._handed_back)
+        for name, part in (item for answer in answers for item in answer.items()):
+            # A generator may have handed back more than it had when it answered.
+            if name not in known or len(part.token_ids) >= len(known[name].token_ids):
+                known[name] = part
+        return known
 
     async def close(self) -> None:
         """Close every generator that lives."""

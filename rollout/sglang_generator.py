@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+import math
+import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from rollout.sglang_client import SGLangClient
-from rollout.sglang_inside import VERSION_KEY
+from rollout.sglang_in_flight import PATH, Sampled, unpack
+from rollout.sglang_requests import EMPTY, end_of, generate_call, joined, read_answer, so_far
 from rollout.sglang_server import ServerSettings, SGLangServer, read_model_config
 from rollout.sglang_weights import (
     CHECKSUMS,
-    WRITTEN_FOR,
     Call,
     FlatBucket,
     ServerAddress,
@@ -33,18 +36,28 @@ from rollout.sglang_weights import (
     receive_folder,
     receive_tensors,
 )
-from rollout.types import Completion, FinishReason, GenerateRequest, Health, SamplingParams, WeightBucket
+from rollout.types import Completion, GenerateRequest, Health, SamplingParams, WeightBucket
+
+logger = logging.getLogger(__name__)
 
 Interrupt = Literal["abort", "retract", "in_place"]
 
-_FORBIDDEN = -1e9
-"""Added to the logits of tokens that may not be sampled yet."""
-_EMPTY = Completion(
-    token_ids=np.empty(0, np.int32),
-    logprobs=np.empty(0, np.float32),
-    versions=np.empty(0, np.int32),
-    finish_reason="abort",
-)
+_TELL_SECONDS = 5.0
+"""For a server to tell what its requests have: the trainer waits for that, and a checkpoint can do without."""
+_ARRIVED_SECONDS = 1.0
+"""A request that was sent so long ago is at the server, or has ended there."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in flight: what it has from earlier attempts, and the one under way."""
+
+    request: GenerateRequest
+    output: Completion
+    rid: str = ""
+    """Its name at the server; empty until it is sent there."""
+    sent: float = math.inf
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SGLangGenerator:
@@ -75,7 +88,7 @@ class SGLangGenerator:
         self._client = SGLangClient(settings.name, server.address.url)
         self._version = 0
         self._attempts = itertools.count()
-        self._partial: dict[str, Completion] = {}
+        self._running: dict[str, _Running] = {}  # by the requests' own ids
         self._open = asyncio.Event()
         self._open.set()
         self._checking = asyncio.Lock()
@@ -115,22 +128,19 @@ class SGLangGenerator:
         """Sample one completion. Raises ValueError for a request that cannot be served, ServerGone when the server
         died, ServerError when it refuses. Cancelling it aborts the request."""
         self._check(request)
-        output = request.output or _EMPTY
+        output = request.output or EMPTY
         try:
             return await self._sample(request, output)
         finally:
-            self._partial.pop(request.request_id, None)
+            self._running.pop(request.request_id, None)
 
     async def _sample(self, request: GenerateRequest, output: Completion) -> Completion:
         while True:
-            self._partial[request.request_id] = replace(output, finish_reason="abort")
-            part = await self._attempt(request, output)
-            output = _joined(output, part)
-            # An abort may reach a request that had its last token: it is as complete as if it had ended by itself.
-            if len(output.token_ids) and output.token_ids[-1] in request.sampling.stop_token_ids:
-                return replace(output, finish_reason="stop")
-            if len(output.token_ids) >= request.sampling.max_new_tokens:
-                return replace(output, finish_reason="length")
+            running = self._running[request.request_id] = _Running(request, output)
+            part = await self._attempt(running)
+            output = joined(output, part)
+            if (end := end_of(output, request.sampling)) is not None:
+                return replace(output, finish_reason=end)
             if part.finish_reason == "abort":
                 return output
             # What is left: the first min_new_tokens were sampled without stop tokens, or the server stopped at an end
@@ -216,10 +226,34 @@ class SGLangGenerator:
         return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
 
     async def partial(self) -> dict[str, Completion]:
-        """What the server has answered for requests in flight: all they have under interrupt=abort, up to the last
-        update; under the other modes what they came with."""
+        """What requests in flight have sampled, each token with its version, and what drain() did not hand out yet.
+        A server that does not answer within 5 s, or has several pipeline stages, tells nothing: its requests have what
+        they came with, or were handed back with by the last update under interrupt=abort."""
+        told = await self._ask_in_flight()
+        # From here on nothing is awaited: a request is either still running or done.
+        running = {name: so_far(r.output, told.get(r.rid), r.request.sampling) for name, r in self._running.items()}
         done = {name: outcome for name, outcome in self._done if isinstance(outcome, Completion)}
-        return {name: part for name, part in self._partial.items() if len(part.token_ids)} | done
+        return {name: part for name, part in running.items() if len(part.token_ids)} | done
+
+    async def _ask_in_flight(self) -> dict[str, Sampled]:
+        """By request id of the server. Returns when it told of every request, or has answered it, or time is up."""
+        sent = [running for running in self._running.values() if running.rid]
+        if not sent or self._server.settings.pp > 1:
+            return {}
+        begin = time.monotonic()
+        try:
+            answer = await self._client.post((PATH, {}), timeout_seconds=_TELL_SECONDS)
+        except (ServerGone, ServerError) as error:
+            logger.warning("A checkpoint lacks what %d requests sampled since they were sent: %s", len(sent), error)
+            return {}
+        told = {rid: sampled for rank in answer["answers"] for rid, sampled in unpack(rank).items()}
+        # What the server does not know any more has ended: its answer is on the way.
+        ended = [r for r in sent if r.rid not in told and begin - r.sent > _ARRIVED_SECONDS]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(begin + _TELL_SECONDS - time.monotonic()):
+                for running in ended:
+                    await running.answered.wait()
+        return told
 
     async def _check_answers(self, path: str) -> None:
         if not await self._client.answers(path, timeout_seconds=self._timeout):
@@ -251,78 +285,32 @@ class SGLangGenerator:
             self._answered.clear()
             await self._answered.wait()
 
-    async def _attempt(self, request: GenerateRequest, output: Completion) -> Completion:
-        """Tokens after `output`, as far as one request to the server brings them."""
+    async def _attempt(self, running: _Running) -> Completion:
+        """Tokens after `running.output`, as far as one request to the server brings them."""
         self._waiting += 1
         try:
             await self._open.wait()
         finally:
             self._waiting -= 1
-        version = self._version
-        call = self._generate_call(request, output)
+        version, request = self._version, running.request
+        rid = f"{request.request_id}/{next(self._attempts)}"
+        call = generate_call(request, running.output, rid=rid, vocab_size=self._vocab_size, seeded=self._seeded)
         self._in_flight += 1
+        running.rid, running.sent = rid, time.monotonic()
         try:
             answer = await self._post(call, timeout_seconds=None)
         finally:
+            running.answered.set()
             self._in_flight -= 1
             if not self._in_flight:
                 self._answered.set()
-        completion = self._completion(answer, version)
-        if request.sampling.temperature > 0 and request.sampling.top_k == 1:
-            # The server takes it for greedy, and tells how likely the token was among all.
-            return replace(completion, logprobs=np.zeros_like(completion.logprobs))
-        return completion
-
-    def _generate_call(self, request: GenerateRequest, output: Completion) -> Call:
-        sampling, done = request.sampling, len(output.token_ids)
-        params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_new_tokens - done,
-            "temperature": sampling.temperature,
-            "stop_token_ids": sampling.stop_token_ids,
-        }
-        if done < sampling.min_new_tokens:
-            # The server's own min_new_tokens needs a tokenizer there. Up to that length, stop tokens are ruled out.
-            params["max_new_tokens"] = min(sampling.min_new_tokens, sampling.max_new_tokens) - done
-            params["ignore_eos"] = True
-            params["logit_bias"] = {str(token): _FORBIDDEN for token in sampling.stop_token_ids}
-        body: dict[str, Any] = {
-            "input_ids": np.concatenate([np.asarray(request.prompt_ids, np.int32), output.token_ids]),
-            "sampling_params": params,
-            "return_logprob": True,
-            "rid": f"{request.request_id}/{next(self._attempts)}",
-        }
-        if self._seeded:
-            params["sampling_seed"] = request.seed & (2**63 - 1)
-        if sampling.temperature > 0 and sampling.top_p < 1.0:
-            params["top_p"] = sampling.top_p
-        if sampling.temperature > 0 and 0 < sampling.top_k < self._vocab_size:
-            params["top_k"] = sampling.top_k
-        return "/generate", body
-
-    def _completion(self, answer: Mapping[str, Any], version: int) -> Completion:
-        meta = answer["meta_info"]
-        token_ids = answer["output_ids"]
-        reason: FinishReason = meta["finish_reason"]["type"]
-        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
-        versions = meta.get(VERSION_KEY)
-        if versions is None and (reason == "abort" or self._server.settings.pp > 1):
-            # Aborted while it waited for memory in the server. Under abort no update comes between the first token
-            # and the answer; otherwise what was sampled so far is sampled again.
-            versions = [version] * len(token_ids) if self._interrupt == "abort" else []
-        if versions is None and token_ids:
-            raise ServerError(
-                f"{self._client.name}: the server does not tell the versions of its tokens; its SGLang differs from "
-                f"{WRITTEN_FOR} in ways that the hooks in {self._server.settings.log_file} complain about"
-            )
-        n = min(len(token_ids), len(logprobs), len(versions or []))
-        if n < len(token_ids) and reason != "abort":
-            raise ServerError(f"{self._client.name}: an answer of {len(token_ids)} tokens tells of {n} only")
-        return Completion(
-            token_ids=np.array(token_ids[:n], np.int32),
-            logprobs=np.array(logprobs[:n], np.float32),
-            versions=np.array((versions or [])[:n], np.int32),
-            finish_reason=reason,
-        )
+        settings, aborted = self._server.settings, answer["meta_info"]["finish_reason"]["type"] == "abort"
+        # Under abort no update comes between the first token and the answer.
+        untold = self._interrupt == "abort" and (settings.pp > 1 or aborted)
+        return read_answer(
+            answer, request.sampling, server=self._client.name, log_file=settings.log_file,
+            one_version=version if untold else None,
+        )  # fmt: skip
 
     async def _post(self, call: Call, timeout_seconds: float | None = -1.0) -> dict[str, Any]:
         timeout = self._timeout if timeout_seconds == -1.0 else timeout_seconds

@@ -1,8 +1,8 @@
 """What runs inside a SGLang server's processes: the start, and hooks through SGLang's own plug-in interface.
 
 The file is run by path with the server's interpreter (`python -P rollout/sglang_inside.py`, settings as JSON on stdin),
-so it stands alone: of this project only the file beside it is read, by its path. The hooks give the trainer what the
-HTTP interface lacks:
+so it stands alone: of this project only the files beside it are read, by their paths. The hooks give the trainer what
+the HTTP interface lacks:
 
 - every token carries the version of the weights that its forward pass ran with (`weight_version` of a response is
   that of the moment of output, one for the whole response);
@@ -11,7 +11,8 @@ HTTP interface lacks:
 - a checksum of every parameter that the sender can compute too, whatever the device;
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
 - log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
-- one greedy request makes the steps that it takes part in slower, not all that come after it.
+- one greedy request makes the steps that it takes part in slower, not all that come after it;
+- what running and waiting requests have sampled so far is told to whoever asks for it (sglang_in_flight.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -60,6 +62,16 @@ def position_checksum(tensor: Tensor, start: int = 0) -> Tensor:
         weight = (weight ^ (weight >> 29)) | 1
         total += (part * weight).sum()
     return total
+
+
+def beside(name: str) -> ModuleType:
+    """The file `name` beside this one as a module; the project itself is nothing that a server can import."""
+    path = Path(__file__).with_name(name)
+    spec = importlib.util.spec_from_file_location(f"slipstream_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, f"{path} is a Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Hooks:
@@ -106,6 +118,43 @@ class Hooks:
         }
 
 
+class InFlight:
+    """What requests have sampled, told between two steps of the scheduler; it costs nothing unless somebody asks."""
+
+    def __init__(self) -> None:
+        self._module = beside("sglang_in_flight.py")
+
+    def add_route(self) -> None:
+        """In the process that answers HTTP: one more path, which asks the scheduler."""
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.managers.io_struct import GetInternalStateReq
+
+        async def tell() -> dict[str, Any]:
+            manager = http_server.get_global_state().tokenizer_manager
+            manager.auto_create_handle_loop()
+            answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=self._module.ASKS))
+            return {"answers": [self._module.to_json(answer.internal_state) for answer in answers]}
+
+        http_server.app.add_api_route(self._module.PATH, tell, methods=["POST"])
+
+    def tell(self, original: Any, scheduler: Any, request: Any) -> Any:
+        """Around Scheduler.get_internal_state, which all ranks run and one answers."""
+        if request.rid != self._module.ASKS:
+            return original(scheduler, request)
+        from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+        answers = scheduler.ipc_channels.send_to_tokenizer.socket is not None
+        packed = self._module.pack(known_requests(scheduler), VERSION_KEY) if answers else {}
+        return GetInternalStateReqOutput(internal_state=packed)
+
+
+def known_requests(scheduler: Any) -> list[Any]:
+    """Every request that the scheduler has, once. Those that have just ended are among them until the next step."""
+    batches = [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    return list({req.rid: req for reqs in (*batches, scheduler.waiting_queue, chunked) for req in reqs}.values())
+
+
 def drop_answer(cache: Any, req: Any, is_insert: bool = True, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before RadixCache.cache_finished_req: prompts stay in the cache, answers do not. A cache full of these looks for
     the oldest one at every step, among tens of thousands."""
@@ -131,12 +180,7 @@ class Truncation:
     log-probabilities of what is left are asked for."""
 
     def __init__(self) -> None:
-        path = Path(__file__).with_name("sglang_truncate.py")
-        spec = importlib.util.spec_from_file_location("slipstream_truncate", path)
-        assert spec is not None and spec.loader is not None, f"{path} is a Python file"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        self._keep_most_likely = module.keep_most_likely
+        self._keep_most_likely = beside("sglang_truncate.py").keep_most_likely
 
     def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:
         """Around Sampler._sample_from_probs. What was left of each row's probability goes with the tokens; greedy rows
@@ -190,13 +234,14 @@ def install_hooks() -> None:
     """Register the hooks; SGLang applies them at the start of each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    hooks, truncation = Hooks(), Truncation()
+    hooks, truncation, in_flight = Hooks(), Truncation(), InFlight()
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     for target, hook, kind in (
         (scheduler + "run_batch", hooks.tag_tokens, HookType.AFTER),
         (scheduler + "_add_request_to_queue", hooks.name_prefix, HookType.BEFORE),
         (scheduler + "continue_generation", hooks.before_continue, HookType.BEFORE),
+        (scheduler + "get_internal_state", in_flight.tell, HookType.AROUND),
         (scheduler + "pause_generation", hooks.wait_for_device, HookType.AFTER),
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
@@ -285,7 +330,9 @@ def main() -> None:
         sys.stderr.write(f"SGLang {sglang_version()} lacks what this server's hooks change: {', '.join(missing)}\n")
         raise SystemExit(EXIT_USAGE)
     try:
-        run_server(prepare_server_args(argv))
+        server_args = prepare_server_args(argv)
+        InFlight().add_route()
+        run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from core.launch_actors import ActorGenerator
+from core.launch_actors import ActorGenerator, GeneratorActor
+from rollout.mock import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 COMPLETION = Completion(
@@ -61,3 +64,22 @@ def test_a_request_that_fails_fails_alone() -> None:
 def test_only_a_process_that_is_gone_is_called_gone(failure: Exception, kind: type[Exception], said: str) -> None:
     for outcome in outcomes_of([failure]):
         assert type(outcome) is kind and said in str(outcome)
+
+
+def test_completions_on_their_way_to_the_rollout_side_are_still_told_to_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+
+    async def run() -> None:
+        made = GeneratorActor.__ray_metadata__.modified_class  # as it is inside its process
+        actor = made.__new__(made)
+        actor._generator, actor._handed_out = MockGenerator(str(tmp_path)), {}
+        names = ("a", "b")
+        for name in names:
+            await actor.submit(
+                [GenerateRequest(request_id=name, prompt_ids=[0], sampling=SamplingParams(max_new_tokens=5))]
+            )
+            ((drained, completion),) = await actor.drain()
+            assert drained == name and (await actor.partial())[name] is completion
+        assert list(await actor.partial()) == ["b"], "whoever asks for more has what was answered before"
+
+    asyncio.run(run())

@@ -287,3 +287,32 @@ def test_a_cancelled_request_leaves_no_load_behind(folder: Path) -> None:
         await router.close()
 
     play(scene())
+
+
+def test_a_generator_that_answers_late_takes_back_nothing_that_it_has_handed_back(folder: Path) -> None:
+    """It tells what its requests have, hands more of that back, and only then is its answer heard."""
+
+    class Late(Recorded):
+        async def partial(self) -> dict[str, Completion]:
+            told = await super().partial()
+            heard.set()
+            await interrupted.wait()
+            return told
+
+    async def main() -> None:
+        router = Router([Late(folder)])
+        running = await started(router, groups_of_four(1, max_new_tokens=400))
+        asked = asyncio.ensure_future(router.partial())
+        await heard.wait()
+        await router.generate(request(20_000, prompt(3), max_new_tokens=8))  # some steps more
+        await router.pause()
+        interrupted.set()
+        told = await asked
+        await router.resume(1)
+        for completion, (name, part) in zip(await asyncio.gather(*running), sorted(told.items()), strict=True):
+            n = len(part.token_ids)
+            assert n == (completion.versions == 0).sum(), f"{name}: what was handed back"
+            assert (part.token_ids == completion.token_ids[:n]).all()
+
+    heard, interrupted = asyncio.Event(), asyncio.Event()
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_SECONDS))

@@ -34,7 +34,8 @@ from core.push_ipc import IpcSender  # noqa: E402
 from core.push_nccl import NcclSender  # noqa: E402
 from rollout.embedded.sampler import restrict  # noqa: E402
 from rollout.router import Router  # noqa: E402
-from rollout.sglang_generator import _EMPTY, SGLangGenerator  # noqa: E402
+from rollout.sglang_generator import SGLangGenerator  # noqa: E402
+from rollout.sglang_requests import EMPTY, generate_call  # noqa: E402
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -176,7 +177,7 @@ def test_the_cache_keeps_prompts_while_their_weights_are_there_and_no_answers(
     prompt = prompt_of(11, 400)
 
     async def cached_tokens(generator: SGLangGenerator, name: str, ids: list[int]) -> tuple[int, list[int]]:
-        call = generator._generate_call(request(name, ids, max_new_tokens=60), _EMPTY)
+        call = generate_call(request(name, ids, max_new_tokens=60), EMPTY, rid=name, vocab_size=VOCAB)
         answer = await generator._client.post(call)
         return answer["meta_info"]["cached_tokens"], answer["output_ids"]
 

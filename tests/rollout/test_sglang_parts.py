@@ -367,7 +367,7 @@ def test_a_submitted_request_that_fails_comes_out_of_drain_beside_the_others() -
 
     class OneRefuses(SGLangGenerator):
         def __init__(self) -> None:
-            self._tasks, self._done, self._partial, self._something_done = set(), [], {}, asyncio.Event()
+            self._tasks, self._done, self._running, self._something_done = set(), [], {}, asyncio.Event()
 
         def _check(self, request: GenerateRequest) -> None: ...
 

@@ -1,0 +1,119 @@
+"""One completion as a SGLang server's HTTP interface asks for it and answers: what its fields mean for ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollout.sglang_in_flight import Sampled
+from rollout.sglang_inside import VERSION_KEY
+from rollout.sglang_weights import WRITTEN_FOR, Call, ServerError
+from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
+
+_FORBIDDEN = -1e9
+"""Added to the logits of tokens that may not be sampled yet."""
+EMPTY = Completion(
+    token_ids=np.empty(0, np.int32),
+    logprobs=np.empty(0, np.float32),
+    versions=np.empty(0, np.int32),
+    finish_reason="abort",
+)
+
+
+def generate_call(
+    request: GenerateRequest, output: Completion, *, rid: str, vocab_size: int, seeded: bool = False
+) -> Call:
+    """Ask for what comes after `output`, under the request id `rid`. `seeded`: the server draws by the seed."""
+    sampling, done = request.sampling, len(output.token_ids)
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens - done,
+        "temperature": sampling.temperature,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    if done < sampling.min_new_tokens:
+        # The server's own min_new_tokens needs a tokenizer there. Up to that length, stop tokens are ruled out.
+        params["max_new_tokens"] = min(sampling.min_new_tokens, sampling.max_new_tokens) - done
+        params["ignore_eos"] = True
+        params["logit_bias"] = {str(token): _FORBIDDEN for token in sampling.stop_token_ids}
+    body: dict[str, Any] = {
+        "input_ids": np.concatenate([np.asarray(request.prompt_ids, np.int32), output.token_ids]),
+        "sampling_params": params,
+        "return_logprob": True,
+        "rid": rid,
+    }
+    if seeded:
+        params["sampling_seed"] = request.seed & (2**63 - 1)
+    if sampling.temperature > 0 and sampling.top_p < 1.0:
+        params["top_p"] = sampling.top_p
+    if sampling.temperature > 0 and 0 < sampling.top_k < vocab_size:
+        params["top_k"] = sampling.top_k
+    return "/generate", body
+
+
+def read_answer(
+    answer: Mapping[str, Any], sampling: SamplingParams, *, server: str, log_file: object, one_version: int | None
+) -> Completion:
+    """The tokens of one answer. `one_version`: what all of them have where the server does not tell and it cannot be
+    another. Raises ServerError when the answer lacks versions or log-probabilities."""
+    meta = answer["meta_info"]
+    token_ids = answer["output_ids"]
+    reason: FinishReason = meta["finish_reason"]["type"]
+    logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
+    versions = meta.get(VERSION_KEY)
+    if versions is None and one_version is not None:
+        versions = [one_version] * len(token_ids)
+    if versions is None and reason == "abort":  # it waited for memory in the server: sampled once more
+        versions = []
+    if versions is None and token_ids:
+        raise ServerError(
+            f"{server}: the server does not tell the versions of its tokens; its SGLang differs from {WRITTEN_FOR} in "
+            f"ways that the hooks in {log_file} complain about"
+        )
+    n = min(len(token_ids), len(logprobs), len(versions or []))
+    if n < len(token_ids) and reason != "abort":
+        raise ServerError(f"{server}: an answer of {len(token_ids)} tokens tells of {n} only")
+    return _completion(
+        Sampled(
+            np.array(token_ids[:n], np.int32),
+            np.array(logprobs[:n], np.float32),
+            np.array((versions or [])[:n], np.int32),
+        ),
+        sampling,
+        reason,
+    )
+
+
+def so_far(output: Completion, told: Sampled | None, sampling: SamplingParams) -> Completion:
+    """What a request has whose server tells of `told`, tokens after `output`. Finished if there is nothing to add."""
+    whole = output if told is None else joined(output, _completion(told, sampling, "abort"))
+    return replace(whole, finish_reason=end_of(whole, sampling) or "abort")
+
+
+def _completion(sampled: Sampled, sampling: SamplingParams, reason: FinishReason) -> Completion:
+    token_ids, logprobs, versions = sampled
+    if sampling.temperature > 0 and sampling.top_k == 1:
+        # The server takes it for greedy, and tells how likely the token was among all.
+        logprobs = np.zeros_like(logprobs)
+    return Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=reason)
+
+
+def end_of(output: Completion, sampling: SamplingParams) -> FinishReason | None:
+    """How `output` ended, if it is complete: an abort may reach a request that had its last token."""
+    if len(output.token_ids) and output.token_ids[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(output.token_ids) >= sampling.max_new_tokens else None
+
+
+def joined(output: Completion, part: Completion) -> Completion:
+    """`part` after `output`; how it ended is how `part` did."""
+    if not len(output.token_ids):
+        return part
+    return Completion(
+        token_ids=np.concatenate([output.token_ids, part.token_ids]),
+        logprobs=np.concatenate([output.logprobs, part.logprobs]),
+        versions=np.concatenate([output.versions, part.versions]),
+        finish_reason=part.finish_reason,
+    )

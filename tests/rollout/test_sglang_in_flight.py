@@ -1,0 +1,98 @@
+"""What requests in flight have sampled travels out of a server token by token; here without a server."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.sglang_in_flight import Sampled, pack, to_json, unpack
+from rollout.sglang_requests import EMPTY, so_far
+from rollout.types import Completion, SamplingParams
+
+RNG = np.random.default_rng(0)
+
+
+def scheduled(name: str, num_tokens: int, **changes: Any) -> SimpleNamespace:
+    """The attributes of SGLang's Req that are read."""
+    values: dict[str, Any] = {
+        "rid": name,
+        "output_ids_through_stop": array("q", RNG.integers(0, 150_000, num_tokens).tolist()),
+        "logprob": SimpleNamespace(
+            output_token_logprobs_val=(-RNG.random(num_tokens, np.float32)).tolist()  # as tensors' tolist() gives them
+        ),
+        "customized_info": {"v": (300 + RNG.integers(0, 2, num_tokens).cumsum()).tolist()},
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def travelled(requests: list[Any]) -> dict[str, Sampled]:
+    return unpack(json.loads(json.dumps(to_json(pack(requests, "v")))))
+
+
+def test_every_token_arrives_with_its_exact_logprob_and_version() -> None:
+    requests = [scheduled(f"g/{i}/0", n) for i, n in enumerate((1, 700, 33))]
+    told = travelled(requests)
+    assert list(told) == ["g/0/0", "g/1/0", "g/2/0"]
+    for request in requests:
+        token_ids, logprobs, versions = told[request.rid]
+        assert token_ids.dtype == versions.dtype == np.int32 and logprobs.dtype == np.float32
+        assert token_ids.tolist() == request.output_ids_through_stop.tolist()
+        assert logprobs.tolist() == request.logprob.output_token_logprobs_val
+        assert versions.tolist() == request.customized_info["v"]
+
+
+def test_requests_without_a_token_are_left_out_and_so_are_tokens_that_lack_something() -> None:
+    waiting = scheduled("waiting", 0, customized_info=None)
+    foreign = scheduled("without logprobs", 5, logprob=SimpleNamespace(output_token_logprobs_val=None))
+    short = scheduled("short", 5)
+    short.customized_info["v"].pop()
+    told = travelled([waiting, foreign, short])
+    assert list(told) == ["short"] and [len(part) for part in told["short"]] == [4, 4, 4]
+    assert travelled([waiting]) == {} == unpack({})
+
+
+def completion(num_tokens: int, **changes: Any) -> Completion:
+    values: dict[str, Any] = {
+        "token_ids": np.arange(num_tokens, dtype=np.int32),
+        "logprobs": np.full(num_tokens, -0.5, np.float32),
+        "versions": np.full(num_tokens, 3, np.int32),
+        "finish_reason": "abort",
+    }
+    return Completion(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("last", "num_told", "reason"), [(90, 5, "abort"), (99, 5, "stop"), (90, 6, "length"), (99, 6, "stop")]
+)
+def test_what_is_told_follows_what_the_request_came_with_and_is_finished_if_nothing_can_follow(
+    last: int, num_told: int, reason: str
+) -> None:
+    """A request that has its last token when its server is asked: to continue it would be wrong."""
+    told = Sampled(
+        np.array([*range(50, 49 + num_told), last], np.int32),
+        np.full(num_told, -0.25, np.float32),
+        np.full(num_told, 4, np.int32),
+    )
+    part = so_far(completion(4), told, SamplingParams(max_new_tokens=10, stop_token_ids=(99,)))
+    assert part.token_ids.tolist() == [0, 1, 2, 3, *range(50, 49 + num_told), last]
+    assert part.logprobs.tolist() == [-0.5] * 4 + [-0.25] * num_told
+    assert part.versions.tolist() == [3] * 4 + [4] * num_told
+    assert part.finish_reason == reason
+
+
+def test_a_request_of_which_nothing_is_told_has_what_it_came_with() -> None:
+    sampling = SamplingParams(max_new_tokens=10)
+    assert so_far(completion(4), None, sampling).token_ids.tolist() == [0, 1, 2, 3]
+    assert not len(so_far(EMPTY, None, sampling).token_ids)
+
+
+def test_the_only_token_that_top_k_leaves_is_certain() -> None:
+    told = Sampled(np.zeros(2, np.int32), np.full(2, -0.7, np.float32), np.zeros(2, np.int32))
+    assert so_far(EMPTY, told, SamplingParams(max_new_tokens=9, top_k=1)).logprobs.tolist() == [0.0, 0.0]
+    greedy = SamplingParams(max_new_tokens=9, top_k=1, temperature=0.0)
+    assert (so_far(EMPTY, told, greedy).logprobs == told.logprobs).all()
