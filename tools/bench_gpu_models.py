@@ -8,14 +8,13 @@ import logging
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ import torch
 
 from mcore_adapter.checkpoint_outcome import wait_for_outcome
 from rollout.sglang_gpus import query_gpus
-from rollout.sglang_server import BATCHED_PREFILLS, free_ports, read_model_config, server_flags
 from tools import bench_convert
 from tools.bench_figure import Figure
 from tools.bench_gpu import Scene, config_of, make_engine, ppo_update, random_batch, trainer_world
-from tools.bench_gpu_servers import ask_plainly, server_settings
+from tools.bench_gpu_servers import ask_plainly, generator, server_settings
 from tools.eval_meter import ALL
 
 logger = logging.getLogger(__name__)
@@ -96,7 +94,7 @@ def convert(scene: Scene) -> Iterator[Figure]:
 
 def evaluation(scene: Scene) -> Iterator[Figure]:
     """`tools.eval` of a checkpoint (random weights, converted both ways) on four real sets, against the same requests
-    to a server as SGLang starts it: on both sides one pool for all sets, from the first request to the last answer.
+    to a server with the same settings: on both sides one pool for all sets, from the first request to the last answer.
     Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
     model, checkpoint = scene.folder / "evaluated", scene.folder / "evaluated-megatron"
     bench_convert.write_random(model, config_of(scene.shape), torch.bfloat16)
@@ -138,11 +136,7 @@ def _evaluate(scene: Scene, model: Path, checkpoint: Path, length: int) -> Itera
         subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=True)
     (*_, rate) = re.findall(rf" {ALL}: .* answers, ([\d,]+) tokens/s", log.read_text())
     print(log.read_text()[-1500:], flush=True)
-    with _plain_server(scene, model) as url:
-        _ask(url, _requests(model, "aime24", length))  # warm-up
-        requests = [request for name in BENCHMARKS for request in _requests(model, name, length)]
-        start = time.perf_counter()
-        plain = _ask(url, requests) / (time.perf_counter() - start)
+    plain = asyncio.run(_ask_server(scene, model, length))
     yield Figure(
         name=f"eval.{scene.shape}_tokens_per_second", value=float(rate.replace(",", "")), unit="tokens/s",
         baseline=plain, target=">= 0.9x",
@@ -166,43 +160,15 @@ def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
     ]
 
 
-def _ask(url: str, bodies: Sequence[dict[str, Any]]) -> int:
-    """Tokens that came back of as many requests at once as an evaluation makes."""
-    return sum(asyncio.run(ask_plainly(url, bodies, at_once=5 * MAX_RUNNING // 4)))
-
-
-@contextmanager
-def _plain_server(scene: Scene, model: Path, timeout_seconds: float = 240.0) -> Iterator[str]:
-    """`python -m sglang.launch_server` with the settings of the evaluation's, none of this project's changes in it."""
-    ours = server_settings(scene, scene.first_gpu if query_gpus() else None)
-    (port, nccl_port) = free_ports(2)
-    flags = server_flags(ours, read_model_config(str(model)), port=port, nccl_port=nccl_port)
-    flags |= {"model_path": model, "load_format": "auto", "max_running_requests": MAX_RUNNING}
-    for name in ("sampling_backend", "cuda_graph_bs_decode", *BATCHED_PREFILLS):
-        flags.pop(name, None)
-    if query_gpus():
-        flags["cuda_graph_max_bs_decode"] = MAX_RUNNING
-    command = [ours.python, "-m", "sglang.launch_server"]
-    for name, value in flags.items():
-        if value is not False and value is not None:
-            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    log = scene.folder / "plain-server.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd="/", start_new_session=True)
-    try:
-        _wait_until_healthy(f"http://127.0.0.1:{port}", process, log, timeout_seconds)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> None:
-    from rollout.sglang_weights import ServerAddress, is_healthy
-
-    began = time.monotonic()
-    while not is_healthy(ServerAddress(name="plain", url=url, tp=1, pp=1), timeout_seconds=20.0):
-        if process.poll() is not None or time.monotonic() - began > timeout_seconds:
-            raise RuntimeError(f"the plain server is not ready:\n{log.read_text(errors='replace')[-3000:]}")
-        time.sleep(0.5)
+async def _ask_server(scene: Scene, model: Path, length: int) -> float:
+    """tokens/s of the evaluation's requests, asked plainly of a server with its settings. One as SGLang starts it, with
+    FlashInfer's sampling, stops answering where greedy requests meet sampled ones."""
+    server = server_settings(scene, scene.first_gpu if query_gpus() else None)
+    flags = {name: value for name, value in server.flags.items() if name != "load_format"}
+    at_once = 5 * MAX_RUNNING // 4  # as an evaluation makes them
+    async with generator(replace(server, model_path=str(model), max_running=MAX_RUNNING, flags=flags)) as served:
+        url = served.address.url
+        await ask_plainly(url, _requests(model, "aime24", length), at_once=at_once)  # warm-up
+        requests = [request for name in BENCHMARKS for request in _requests(model, name, length)]
+        start = time.perf_counter()
+        return sum(await ask_plainly(url, requests, at_once=at_once)) / (time.perf_counter() - start)
