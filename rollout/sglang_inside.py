@@ -175,23 +175,28 @@ def empty_prefix_cache(scheduler: Any) -> None:
     memory.free_group_end()
 
 
-class Truncation:
-    """Sampling under top_k and top_p, in place of SGLang's, which sorts the vocabulary, and twice where
-    log-probabilities of what is left are asked for."""
+class Sampling:
+    """Drawing in place of SGLang's, which checks the probabilities anew in every step; and top_k and top_p in place of
+    its own, which sort the vocabulary, and twice where log-probabilities of what is left are asked for."""
 
     def __init__(self) -> None:
-        self._keep_most_likely = beside("sglang_truncate.py").keep_most_likely
+        module = beside("sglang_truncate.py")
+        self._keep_most_likely, self._draw = module.keep_most_likely, module.draw
 
     def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:
         """Around Sampler._sample_from_probs. What was left of each row's probability goes with the tokens; greedy rows
         (top_k = 1) keep the log-probability under temperature 1."""
-        if is_simple or info.need_min_p_sampling:
+        truncated = not is_simple
+        if truncated and info.need_min_p_sampling:
             return original(sampler, probs, info, positions, is_simple)
-        kept = self._keep_most_likely(probs, info.top_ks, info.top_ps)
-        greedy, whole = info.top_ks == 1, (info.top_ks >= probs.shape[1]) & (info.top_ps >= 1)
-        tokens = original(sampler, probs, info, positions, True)
-        tokens = torch.where(greedy, probs.argmax(-1).to(tokens.dtype), tokens)  # of equals, always the first
-        setattr(tokens, _LOG_KEPT, torch.where(greedy | whole, 0.0, kept.log()))
+        if truncated:
+            kept = self._keep_most_likely(probs, info.top_ks, info.top_ps)
+            greedy, whole = info.top_ks == 1, (info.top_ks >= probs.shape[1]) & (info.top_ps >= 1)
+        seeded = info.sampling_seed is not None
+        tokens = original(sampler, probs, info, positions, True) if seeded else self._draw(probs)
+        if truncated:
+            tokens = torch.where(greedy, probs.argmax(-1).to(tokens.dtype), tokens)  # of equals, always the first
+            setattr(tokens, _LOG_KEPT, torch.where(greedy | whole, 0.0, kept.log()))
         return tokens
 
     def renormalise(self, original: Any, processor: Any, logprobs: Tensor, top: Any, asked: Any, tokens: Tensor) -> Any:
@@ -234,7 +239,7 @@ def install_hooks() -> None:
     """Register the hooks; SGLang applies them at the start of each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    hooks, truncation, in_flight = Hooks(), Truncation(), InFlight()
+    hooks, sampling, in_flight = Hooks(), Sampling(), InFlight()
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     for target, hook, kind in (
@@ -247,13 +252,13 @@ def install_hooks() -> None:
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", fp32_logits, HookType.AROUND),
         ("sglang.srt.utils.weight_checker.WeightChecker.handle", hooks.checksum, HookType.AROUND),
-        ("sglang.srt.layers.sampler.Sampler._sample_from_probs", truncation.sample, HookType.AROUND),
+        ("sglang.srt.layers.sampler.Sampler._sample_from_probs", sampling.sample, HookType.AROUND),
         (
             "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
-            truncation.renormalise,
+            sampling.renormalise,
             HookType.AROUND,
         ),
-        ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", truncation.forget, HookType.AFTER),
+        ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", sampling.forget, HookType.AFTER),
     ):
         HookRegistry.register(target, hook, kind, source=HookSource(*SOURCE))
 

@@ -118,7 +118,7 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "grammar_backend": "none",
-        # Nothing is left for FlashInfer's kernels to do (see Truncation in sglang_inside.py), and servers of small
+        # Nothing is left for FlashInfer's kernels to do (see Sampling in sglang_inside.py), and servers of small
         # models stopped answering for ever where greedy and sampled requests met in a batch.
         "sampling_backend": "pytorch",
         "log_level_http": "warning",

@@ -1,4 +1,4 @@
-"""top_k and top_p without sorting the vocabulary, for the inside of a SGLang server (see sglang_inside.py).
+"""Drawing tokens, and top_k and top_p without sorting the vocabulary, inside a SGLang server (see sglang_inside.py).
 
 The smallest probability that stays is found by bisection over the bits of floats: for numbers that are not negative,
 their order is that of their bits. 31 passes over a row are a few times less work on a GPU than a sort of it, and what
@@ -18,6 +18,14 @@ except ImportError:  # on the CPU there may be none
 
 _BITS_OF_ONE = 0x3F800000
 _BLOCK = 4096
+
+
+def draw(probs: Tensor) -> Tensor:
+    """One column of each row, with probabilities proportional to `probs` [n, v] float32, none of them negative, some of
+    each row positive; [n] int32. The first of exponential clocks with these rates to ring, as torch.multinomial() draws
+    it; that one first makes sure in ten more passes over the matrix that these are probabilities."""
+    clocks = torch.empty_like(probs).exponential_()
+    return torch.div(probs, clocks, out=clocks).argmax(-1).to(torch.int32)
 
 
 def keep_most_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.embedded.sampler import restrict
-from rollout.sglang_truncate import keep_most_likely
+from rollout.sglang_truncate import draw, keep_most_likely
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NO_LIMIT = 1 << 30  # how SGLang writes that there is no top_k
@@ -41,6 +41,17 @@ def test_the_embedded_generator_keeps_the_same_columns(device: str, width: int, 
     assert (differs.sum(-1) <= 1).all() and probs[differs].sum() < 1e-3
     torch.testing.assert_close(left.cpu()[found], probs[found], rtol=0, atol=0)
     torch.testing.assert_close(kept, left.cpu().sum(-1), rtol=1e-5, atol=0)
+
+
+def test_tokens_are_drawn_in_proportion_to_their_probability(device: str) -> None:
+    torch.manual_seed(5)
+    weights = torch.tensor([0.5, 0.0, 3.0, 1e-3, 0.0, 12.0, 1.5])  # no sum of 1: what top_k and top_p have left
+    counts = torch.bincount(draw(weights.repeat(200_000, 1).to(device)).cpu(), minlength=len(weights))
+    expected = 200_000 * weights / weights.sum()
+    assert counts[weights == 0].sum() == 0
+    possible = weights > 0
+    chi_squared = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert chi_squared < 18.5, "the 99.9th percentile with four degrees of freedom"
 
 
 def test_columns_as_likely_as_the_last_one_stay(device: str) -> None:
