@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,14 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Seconds of each phase of the current step."""
+    """Seconds of each phase of the current step. `tell_phase` hears the name of each that begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell_phase: Callable[[str], None]) -> None:
+        self._tell_phase = tell_phase
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._tell_phase(phase)
         start = time.perf_counter()
         try:
             yield
