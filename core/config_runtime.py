@@ -104,6 +104,12 @@ class DeadlineConfig(Section):
         3600.0, "One call of the driver: a minibatch's update, log-probabilities of a batch, a saved model", gt=0
     )
     batch_seconds: float = key(3600.0, "Waiting for the generators: the next batch, or an evaluation", gt=0)
+    driver_seconds: float = key(
+        300.0,
+        "recover_mode=auto: a driver that gives no sign of life for this time, which it otherwise does every second, "
+        "was stopped or hangs. It is killed, and another attempt begins",
+        ge=5,
+    )
 
 
 class WandBConfig(Section):

@@ -1,17 +1,18 @@
 """The one place that reports: components return dict[str, float], only the monitor writes.
 
 Log lines and metric names are those of the tutorial our users know; the same figures go to TensorBoard, and to Weights
-& Biases or MLflow when asked for. `StepTimer` measures each phase once, for log line and metrics alike.
+& Biases or MLflow when asked for (core/monitor_runs.py). `StepTimer` measures each phase once, for log line and metrics
+alike.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from rich.console import Console
@@ -24,14 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Seconds of each phase of the current step."""
+    """Seconds of each phase of the current step. `tell_phase` hears the name of each that begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell_phase: Callable[[str], None]) -> None:
+        self._tell_phase = tell_phase
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._tell_phase(phase)
         start = time.perf_counter()
         try:
             yield
@@ -73,39 +76,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbSink:
-    """A Weights & Biases run (extra `wandb`); keyword arguments are those of wandb.init."""
-
-    def __init__(self, *, folder: Path, **options: Any) -> None:
-        import wandb
-
-        self._run = wandb.init(dir=str(folder), resume="allow", **options)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MLflowSink:
-    """An MLflow run (extra `mlflow`)."""
-
-    def __init__(self, *, uri: str, experiment: str, name: str) -> None:
-        import mlflow
-
-        self._mlflow = mlflow
-        mlflow.set_tracking_uri(uri)
-        mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=name)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in metrics.items()}, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
 
 
 class Monitor:

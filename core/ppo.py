@@ -12,7 +12,7 @@ from core.housekeeping import Actions, Housekeeping
 from core.journal import Journal
 from core.launch import Cluster
 from core.memory import MemoryLimits
-from core.monitor import Monitor
+from core.monitor import Monitor, StepTimer
 from core.processes import forget_modules
 from core.recover import RecoverStore, RunIdentity
 from core.run import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
@@ -126,6 +126,7 @@ def _train(
         settings=settings_from_config(config),
         schedule=schedule,
         monitor=monitor,
+        timer=StepTimer(lambda phase: attempt.tell(phase=phase)),
         mean_batch_tokens=facts["mean_prompt_tokens"] * config.dataset.train_bs_n_seqs,
     )
 

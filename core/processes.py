@@ -94,14 +94,14 @@ def kill_process(log_folder: Path, name: str) -> None:
 
 
 def _processes(log_folder: Path, names: Collection[str] | None) -> Iterator[tuple[str, Path, psutil.Process | None]]:
-    """(name, file, the process or None when it has ended) of those on this machine."""
+    """(name, file, the process or None when it has ended) of the others on this machine."""
     for file in sorted((log_folder / FOLDER).glob("*.txt")):
         if names is not None and file.stem not in names:
             continue
         with suppress(OSError, ValueError, KeyError):
             with open(file) as f:
                 said = json.loads(f.readline())
-            if said["host"] == socket.gethostname():
+            if said["host"] == socket.gethostname() and said["pid"] != os.getpid():
                 yield file.stem, file, _same(said["pid"], said["started"])
 
 
@@ -117,7 +117,7 @@ def _answers(process: psutil.Process) -> bool:
 def _same(pid: int, started: float) -> psutil.Process | None:
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE and pid != os.getpid():
+        if process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
 

@@ -119,7 +119,12 @@ def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Cons
     for name, value in config.external_configs.envs.items():
         os.environ.setdefault(name, value)
     retries = config.recover_retries if config.recover_mode == "auto" else 0
-    return run_attempts(lambda attempt: _attempt(config, paths, console, attempt), retries=retries)
+    return run_attempts(
+        lambda attempt: _attempt(config, paths, console, attempt),
+        retries=retries,
+        silence_seconds=config.deadlines.driver_seconds,
+        log_folder=paths.logs,
+    )
 
 
 def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.journal import Journal
-from core.monitor import MetricSink, MLflowSink, TensorBoardSink, WandbSink
+from core.monitor import MetricSink, TensorBoardSink
+from core.monitor_runs import MLflowSink, TrackedRuns, WandbSink
 from core.recover import RecoverStore, RunIdentity, RunState
 
 if TYPE_CHECKING:
@@ -85,9 +86,11 @@ def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: i
     sinks: list[MetricSink] = [Journal(paths.logs / "metrics.jsonl", continue_after=continue_after)]
     if config.monitor.tensorboard:
         sinks.append(TensorBoardSink(paths.logs / "tensorboard", continue_after=continue_after))
+    runs = TrackedRuns(paths.logs / "tracked_runs.json", go_on=continue_after is not None)
     if config.wandb.mode != "disabled":
         sinks.append(
             WandbSink(
+                runs=runs,
                 mode=config.wandb.mode,
                 entity=config.wandb.entity,
                 project=config.wandb.project or config.experiment_name,
@@ -100,6 +103,11 @@ def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: i
         )
     if config.monitor.mlflow_uri is not None:
         sinks.append(
-            MLflowSink(uri=config.monitor.mlflow_uri, experiment=config.experiment_name, name=config.trial_name)
+            MLflowSink(
+                runs=runs,
+                uri=config.monitor.mlflow_uri,
+                experiment=config.experiment_name,
+                name=config.trial_name,
+            )
         )
     return sinks

@@ -48,15 +48,17 @@ class SFTTrainer:
         batch_size: int,
         valid_batch_size: int,
         monitor: Monitor,
+        timer: StepTimer,
         memory: MemoryLimits,
     ) -> None:
         self._engine, self._train, self._valid = engine, train, valid
+        self._timer = timer
         self._schedule, self._monitor, self._memory = schedule, monitor, memory
         self._batch_size, self._valid_batch_size = batch_size, valid_batch_size
 
     def run(self, start: RunState, housekeeping: Housekeeping) -> None:
         """Train from `start` to the end of the schedule; housekeeping saves and evaluates when due."""
-        timer = StepTimer()
+        timer = self._timer
         for step in range(start.step + 1, self._schedule.total_steps + 1):
             epoch, epoch_step = self._schedule.position(step)
             with timer("data"):
@@ -141,6 +143,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
             trainer = SFTTrainer(
                 engine=engine, train=train, valid=valid, schedule=schedule, batch_size=data.train_bs_n_seqs,
                 valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
+                timer=StepTimer(lambda phase: attempt.tell(phase=phase)),
             )  # fmt: skip
             housekeeping = Housekeeping(
                 schedule=schedule,

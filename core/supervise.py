@@ -2,7 +2,8 @@
 
 The process that the user started forks before it has imported torch or Ray; the child is the driver of one attempt, and
 tells through a pipe how far it got. When it is gone, and everything that it started with it, the next one begins from
-the newest recover checkpoint.
+the newest recover checkpoint. A driver that was stopped, or whose interpreter hangs, cannot say so: it is silent,
+and is killed for that.
 Invariant: two attempts never live at the same time, and an attempt never outlives the process that the user started.
 """
 
@@ -15,14 +16,18 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
+
+from core.processes import FOLDER, ask_for_stacks, register_process
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,11 @@ EXIT_CODES = {
 
 _END_SECONDS = 30.0
 """For the processes of a lost attempt to go by themselves (its guard ends them); then they are killed."""
+_BEAT_SECONDS = 1.0
+"""Between two signs of life of a driver that has nothing to tell."""
+_LONGEST_LOOK_SECONDS = 1.0
+"""What counts of the time between two looks at a driver; where it was more, this process did not run itself."""
+_DRIVER = "driver"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -53,6 +63,8 @@ class Attempt:
     """Steps that were finished when it began."""
     step: int = 0
     """Steps that are finished."""
+    phase: str = "starting"
+    """What the driver does, or did last."""
     cause: str = ""
     final: bool = False
     """It ended for a reason that another attempt would meet as well."""
@@ -73,11 +85,13 @@ class Attempt:
         )
 
 
-def run_attempts(run: Callable[[Attempt], int], *, retries: int) -> int:
+def run_attempts(run: Callable[[Attempt], int], *, retries: int, silence_seconds: float, log_folder: Path) -> int:
     """Call `run(attempt)`, in processes of their own, until one ends well or in a way that is final: its exit code.
 
     An attempt that began no further than the one before counts as one without progress; after `retries` restarts
-    without progress the run ends with a summary of all attempts. `retries` 0: one call, in this process.
+    without progress the run ends with a summary of all attempts. A process that gave no sign of life for
+    `silence_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed. `retries` 0: one
+    call, in this process, and nobody watches over it.
     """
     if retries == 0:
         return run(Attempt())
@@ -86,8 +100,10 @@ def run_attempts(run: Callable[[Attempt], int], *, retries: int) -> int:
     _adopt_orphans()
     while True:
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
-        code = _in_child(run, attempt)
+        code = _in_child(attempt, silence_seconds, log_folder)
         if code is None:
+            register_process(_DRIVER, log_folder)
+            threading.Thread(target=_beat, args=(attempt,), name="signs of life", daemon=True).start()
             return run(attempt)
         attempts.append(attempt)
         if code in (DONE, INTERRUPTED) or attempt.final:
@@ -112,7 +128,14 @@ def _table(attempts: list[Attempt]) -> str:
     return "\n".join(f"  {attempt}" for attempt in attempts)
 
 
-def _in_child(run: Callable[[Attempt], int], attempt: Attempt) -> int | None:
+def _beat(attempt: Attempt) -> None:
+    """In a thread of the driver, which needs its interpreter."""
+    while True:
+        time.sleep(_BEAT_SECONDS)
+        attempt.tell()
+
+
+def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int | None:
     """Fork. In the child: None, and `attempt` tells its parent. In the parent: the child's exit code, once it and all
     that it started are gone; `attempt` is filled in."""
     for stream in (sys.stdout, sys.stderr):
@@ -131,14 +154,15 @@ def _in_child(run: Callable[[Attempt], int], attempt: Attempt) -> int | None:
         os.close(attempt.pipe)
         attempt.pipe = None
         with os.fdopen(reading, "rb") as pipe:
-            status = _listen(pipe.fileno(), child, attempt)
+            watch = _Watch(child, silence_seconds, log_folder)
+            status = _listen(pipe.fileno(), child, attempt, watch)
     attempt.seconds = time.monotonic() - begin
     _end_orphans()
     if forwarding.came and not attempt.final:  # it came before the attempt was ready for it
         attempt.tell(final=True, cause="interrupted")
         return INTERRUPTED
     if os.WIFSIGNALED(status):
-        attempt.cause = f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        attempt.cause = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     elif not attempt.cause and os.WEXITSTATUS(status) == DONE:
         attempt.cause = "done"
     elif not attempt.cause:
@@ -146,7 +170,34 @@ def _in_child(run: Callable[[Attempt], int], attempt: Attempt) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _listen(pipe: int, child: int, attempt: Attempt) -> int:
+class _Watch:
+    """Ends a driver that is silent for too long. What counts is the time that this process ran itself: when all of the
+    machine, or of its container, stood still, the driver has the whole time anew."""
+
+    def __init__(self, child: int, limit_seconds: float, log_folder: Path) -> None:
+        self._child, self._limit, self._log_folder = child, limit_seconds, log_folder
+        self._silent = 0.0
+        self._looked = time.monotonic()
+        self.verdict = ""
+        """Why it was killed."""
+
+    def look(self, attempt: Attempt, *, heard: bool) -> None:
+        """To be called several times a second; `heard`: it has said something since the last call."""
+        now = time.monotonic()
+        self._silent = 0.0 if heard else self._silent + min(now - self._looked, _LONGEST_LOOK_SECONDS)
+        self._looked = now
+        if self._silent <= self._limit or self.verdict:
+            return
+        said = f"no sign of life for {self._silent:.0f} s in phase {attempt.phase!r}"
+        state = ask_for_stacks(self._log_folder, [_DRIVER], why=said).get(_DRIVER, "running")
+        self.verdict = (
+            f"the driver ({state}) gave {said} (deadlines.driver_seconds={self._limit:g}) and was killed; its stacks "
+            f"are in {self._log_folder / FOLDER}"
+        )
+        os.kill(self._child, signal.SIGKILL)
+
+
+def _listen(pipe: int, child: int, attempt: Attempt, watch: _Watch) -> int:
     """Take in what the attempt tells until it has ended: its status."""
     rest = b""
     status: int | None = None
@@ -160,6 +211,7 @@ def _listen(pipe: int, child: int, attempt: Attempt) -> int:
         if status is not None and not data:
             return status
         if status is None:
+            watch.look(attempt, heard=bool(data))
             if ready and not data:
                 time.sleep(0.05)  # its end of the pipe is closed: it is about to go
             with suppress(ChildProcessError):

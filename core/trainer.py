@@ -120,6 +120,7 @@ class PPOTrainer:
         settings: AlgorithmSettings,
         schedule: Schedule,
         monitor: Monitor,
+        timer: StepTimer,
         mean_batch_tokens: float,
     ) -> None:
         self._actor, self._critic, self._reference = actor, critic, reference
@@ -127,7 +128,7 @@ class PPOTrainer:
         self._settings, self._schedule, self._monitor = settings, schedule, monitor
         self._mean_batch_tokens = mean_batch_tokens
         self._value_norm = ValueNorm()
-        self._timer = StepTimer()
+        self._timer = timer
 
     def run(self, start: RunState, housekeeping: Housekeeping) -> None:
         """Train from `start` to the end of the schedule; housekeeping saves and evaluates when due."""

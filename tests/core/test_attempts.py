@@ -92,6 +92,32 @@ def test_a_run_outlives_its_driver_a_stopped_rank_and_its_ray(assets, run_comman
     nothing_left(command)
 
 
+def test_a_run_whose_driver_is_stopped_goes_on_and_finishes(assets, run_command, nothing_left) -> None:
+    command = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode="mock.d1m1p1+d1m1p1",
+            n_gpus_per_node=2,
+            **ONE_RESTART,
+            deadlines={"driver_seconds": 15.0},
+            exp_ctrl={"total_train_epochs": 1000, "total_train_steps": 100, "ckpt_freq_steps": 5},
+        ),
+    )
+    command.wait_for("global step 3)")
+    command.remember_family()
+    driver_of(command).send_signal(signal.SIGSTOP)
+    cause = lost(command, 1)
+    assert re.match(r"the driver \(stopped\) gave no sign of life for 1[56] s in phase '.+' \(deadlines\.driver", cause)
+    (stacks,) = (command.logs / "stacks" / "earlier").glob("driver.*.txt")
+    assert "driver (stopped): no sign of life" in stacks.read_text() and "core/ppo.py" in stacks.read_text()
+    assert command.finish(timeout=300) == 0
+    assert "Attempt 2 was lost" not in command.output() and "This run took 2 attempts" in command.output()
+    rows = [m["step"] for m in metrics_of(command) if "task_reward" in m]
+    assert rows == list(range(1, 101))
+    nothing_left(command)
+
+
 def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weights(
     assets, run_command, nothing_left
 ) -> None:

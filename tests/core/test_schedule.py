@@ -65,7 +65,7 @@ class Store:
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_have() -> None:
-    store, timer = Store(), StepTimer()
+    store, timer = Store(), StepTimer(lambda phase: None)
     evaluated: list[int] = []
     saved: list[str] = []
     for last in (6, 10):  # the second run begins at step 5

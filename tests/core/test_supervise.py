@@ -17,14 +17,21 @@ from core.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attem
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = """
-import logging, os, signal, subprocess, sys, time
+import ctypes, logging, os, signal, subprocess, sys, time
+from pathlib import Path
 from core.supervise import run_attempts
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 """
 
 
-def script(body: str, *, retries: int) -> list[str]:
-    return [sys.executable, "-c", f"{BEFORE}\n{body}\nsys.exit(run_attempts(attempt, retries={retries}))"]
+@pytest.fixture(autouse=True)
+def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_LOGS", str(tmp_path))
+
+
+def script(body: str, *, retries: int, silence_seconds: float = 60) -> list[str]:
+    settings = f"retries={retries}, silence_seconds={silence_seconds}, log_folder=Path(os.environ['TEST_LOGS'])"
+    return [sys.executable, "-c", f"{BEFORE}\n{body}\nsys.exit(run_attempts(attempt, {settings}))"]
 
 
 def run(body: str, *, retries: int) -> tuple[int, str]:
@@ -115,6 +122,72 @@ def test_an_attempt_ends_with_the_process_that_the_user_started() -> None:
     while psutil.pid_exists(driver) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(driver)
+
+
+HANGS = """
+def attempt(self):
+    if self.number > 1:
+        print("went on", flush=True)
+        return 0
+    self.tell(began=3, step=5)
+    self.tell(phase="update")
+    hangs_here()
+
+def hangs_here():
+    print(os.getpid(), flush=True)
+    {how}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ("time.sleep(600)", "stopped"),  # by the test
+        # A library that keeps the interpreter's lock; the signal for the stacks interrupts it.
+        ("while True: ctypes.PyDLL(None).sleep(600)", "running"),
+    ],
+)
+def test_a_driver_that_is_stopped_or_hangs_is_killed_with_its_stacks_and_the_next_attempt_goes_on(
+    tmp_path: Path, how: str, state: str
+) -> None:
+    command = script(HANGS.format(how=how), retries=1, silence_seconds=2.5)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    driver = int(process.stdout.readline())
+    if state == "stopped":
+        os.kill(driver, signal.SIGSTOP)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == DONE and "went on" in said
+    assert (
+        f"Attempt 1 was lost after step 5: the driver ({state}) gave no sign of life for 3 s in phase 'update' "
+        f"(deadlines.driver_seconds=2.5) and was killed; its stacks are in {tmp_path}/stacks. Restarting"
+    ) in said
+    assert not psutil.pid_exists(driver)
+    (stacks,) = (tmp_path / "stacks" / "earlier").glob("driver.*.txt")
+    assert "in hangs_here" in stacks.read_text() and f"driver ({state}): no sign of life" in stacks.read_text()
+
+
+def test_a_driver_is_not_blamed_for_the_time_in_which_nothing_ran_at_all() -> None:
+    """As when the machine, or its container, is suspended: afterwards the driver has the whole time anew."""
+    body = """
+def attempt(self):
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()
+    return 0
+"""
+    process = subprocess.Popen(
+        script(body, retries=1, silence_seconds=3), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    driver = int(process.stdout.readline())
+    for pid in (driver, process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.7)  # it looks at the driver before that one can say anything
+    os.kill(driver, signal.SIGCONT)
+    said, _ = process.communicate("go on\n", timeout=30)
+    assert process.returncode == DONE and "was lost" not in said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""The runs of one trial at Weights & Biases and MLflow, written for real: into a folder, without a network."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.config_load import load_config
+from core.monitor_runs import MLflowSink, TrackedRuns, WandbSink
+from core.paths import RunPaths
+from core.run import metric_sinks
+
+
+def runs_of(folder: Path, *, go_on: bool = True) -> TrackedRuns:
+    return TrackedRuns(folder / "logs" / "tracked_runs.json", go_on=go_on)
+
+
+def test_the_ids_outlive_the_process_and_a_run_that_begins_anew_does_not_see_them(tmp_path: Path) -> None:
+    runs_of(tmp_path).put("wandb", "a1")
+    runs_of(tmp_path).put("mlflow", "b2")
+    assert runs_of(tmp_path).get("wandb") == "a1" and runs_of(tmp_path).get("mlflow") == "b2"
+    assert runs_of(tmp_path, go_on=False).get("wandb") is None
+    runs_of(tmp_path, go_on=False).put("wandb", "c3")
+    assert runs_of(tmp_path).get("wandb") == "c3" and runs_of(tmp_path).get("mlflow") is None
+
+
+class MLflow:
+    """A store in a folder, and what it holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.module = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed (extra mlflow)")
+        self.folder, self.uri = folder, f"file:{folder / 'store'}"
+
+    def attempt(self, steps: list[int], *, go_on: bool = True) -> None:
+        sink = MLflowSink(runs=runs_of(self.folder, go_on=go_on), uri=self.uri, experiment="e", name="trial")
+        for step in steps:
+            sink.write(step, {"loss": step / 10, "pass@1": 0.5})
+        sink.close()
+
+    def histories(self) -> list[list[int]]:
+        """The steps of "loss" as the store tells them, run by run."""
+        client = self.module.MlflowClient(self.uri)
+        experiment = client.get_experiment_by_name("e")
+        found = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
+        return [sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss")) for run in found]
+
+
+@pytest.fixture
+def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MLflow:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return MLflow(tmp_path)
+
+
+def test_attempts_share_one_mlflow_run_and_steps_that_are_repeated_are_there_twice(mlflow: MLflow) -> None:
+    mlflow.attempt([1, 2, 3, 4])
+    mlflow.attempt([3, 4, 5])  # recovered after step 2
+    assert mlflow.histories() == [[1, 2, 3, 3, 4, 4, 5]]
+    mlflow.attempt([1], go_on=False)
+    assert sorted(mlflow.histories()) == [[1], [1, 2, 3, 3, 4, 4, 5]]
+
+
+def test_an_mlflow_run_that_was_deleted_is_followed_by_another_one(
+    mlflow: MLflow, caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow.attempt([1])
+    run_id = runs_of(mlflow.folder).get("mlflow")
+    assert run_id is not None
+    mlflow.module.MlflowClient(mlflow.uri).delete_run(run_id)
+    with caplog.at_level(logging.WARNING):
+        mlflow.attempt([2])
+    assert f"run {run_id} of this trial is not there; another one begins" in caplog.text
+    assert mlflow.histories() == [[2]]
+    mlflow.uri = f"file:{mlflow.folder / 'elsewhere'}"
+    mlflow.attempt([3])
+    assert mlflow.histories() == [[3]] and runs_of(mlflow.folder).get("mlflow") != run_id
+
+
+def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def attempt(step: int, *, go_on: bool = True, **config: Any) -> None:
+        sink = WandbSink(
+            runs=runs_of(tmp_path, go_on=go_on), folder=tmp_path, mode="offline", project="p", name="trial",
+            config=config,
+        )  # fmt: skip
+        sink.write(step, {"loss": 0.5})
+        sink.close()
+
+    attempt(1, allocation_mode="d1")
+    attempt(2, allocation_mode="d2")
+    attempt(1, go_on=False)
+    ids = sorted(folder.name.rpartition("-")[2] for folder in (tmp_path / "wandb").glob("offline-run-*"))
+    assert len(ids) == 3 and len(set(ids)) == 2, "each attempt leaves a folder; those of one run bear its id"
+    assert ids.count(str(runs_of(tmp_path).get("wandb"))) == 1
+
+
+@pytest.mark.parametrize(("continue_after", "num_runs"), [(None, 2), (-1, 1), (3, 1)])
+def test_only_a_run_that_recovers_or_may_goes_on_in_the_same_one(
+    mlflow: MLflow, tmp_path: Path, continue_after: int | None, num_runs: int
+) -> None:
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("")
+    overrides = [
+        "experiment_name=e", "trial_name=trial", "allocation_mode=d1m1p1", "n_gpus_per_node=1",
+        "model.path=/m", f"dataset.train_path={data}", f"monitor.mlflow_uri={mlflow.uri}", "monitor.tensorboard=false",
+    ]  # fmt: skip
+    config = load_config("sft", None, overrides).config
+    for _ in range(2):
+        paths = RunPaths.for_trial(str(tmp_path), "e", "trial")
+        for sink in metric_sinks(config, paths, continue_after=continue_after):
+            sink.write(1, {"loss": 1.0})
+            sink.close()
+    assert len(mlflow.histories()) == num_runs
