@@ -100,13 +100,13 @@ def unused_shared_memory() -> set[Path]:
                 mine[status.st_ino] = path
     for process in psutil.process_iter() if mine else ():
         with contextlib.suppress(OSError, psutil.Error):
-            for inode in _shared_inodes(Path(f"/proc/{process.pid}")):
+            for inode in shared_inodes(Path(f"/proc/{process.pid}")):
                 mine.pop(inode, None)
     return set(mine.values())
 
 
-def _shared_inodes(process: Path) -> Iterator[int]:
-    """Of what a process has mapped or open in /dev/shm. Raises OSError."""
+def shared_inodes(process: Path) -> Iterator[int]:
+    """Of what a process, given as its folder in /proc, has mapped or open in /dev/shm. Raises OSError."""
     here = f"{_SHARED_MEMORY}/"
     for line in (process / "maps").read_text(errors="replace").splitlines():
         if here in line:

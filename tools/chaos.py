@@ -30,13 +30,12 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from core.launch_guard import unused_shared_memory
 from tools.chaos_run import (
     TARGETS,
+    Leftovers,
     Trial,
     family,
     find_target,
-    left_behind,
     make_assets,
     optimizer_state,
     wait_gone,
@@ -149,8 +148,7 @@ def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps)
     trials = [Trial(folder=folder, name=f"killed{number}", steps=steps) for number in range(len(plans))]
     stop, verdict = threading.Event(), Verdict(problems=[])
-    shared_memory = unused_shared_memory()
-    with ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
+    with Leftovers(folder) as leftovers, ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
         try:
             jobs = [(undisturbed, []), *zip(trials, plans, strict=True)]
             for run in as_completed([pool.submit(run_killed, *job, report, stop) for job in jobs]):
@@ -163,12 +161,8 @@ def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
             raise
     for trial in trials:
         compare(undisturbed, trial, verdict)
-
-    def left() -> list[str]:
-        return [*left_behind(folder), *(f"{path} was left" for path in unused_shared_memory() - shared_memory)]
-
-    if not wait_until(lambda: not left(), _GONE_SECONDS, stop):
-        verdict.problems += left()
+    if not wait_until(lambda: not leftovers.found(), _GONE_SECONDS, stop):
+        verdict.problems += leftovers.found()
     return verdict
 
 

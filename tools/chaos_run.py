@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from core.launch_guard import shared_inodes, unused_shared_memory
 from tools.demo_data import make_tokenizer, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,7 @@ TARGETS = {
 """What can be killed beside the command and its driver, by what its command line begins with."""
 _MARK = "SLIPSTREAM_CHAOS"
 """In the environment of every process of a run: the folder of its trials."""
+_LOOK_EVERY_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
@@ -164,12 +166,48 @@ def wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Pr
     return psutil.wait_procs(processes, timeout=seconds)[1]
 
 
-def left_behind(folder: Path) -> Iterator[str]:
-    """What lives on of the trials in `folder`, a line for each process."""
-    for process in psutil.process_iter(["name"]):
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                yield f"process {process.pid}, {process.info['name']}, was left running"
+class Leftovers:
+    """What the trials in a folder leave: processes, and files in /dev/shm that their processes had open or mapped, as
+    a thread sees. Files of other programs that end meanwhile are not theirs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._inodes: set[int] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look_often, daemon=True)
+
+    def __enter__(self) -> Leftovers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def found(self) -> list[str]:
+        """A line for each."""
+        lines = [f"process {p.pid} was left running: {' '.join(p.cmdline())[:80]}" for p in self._processes()]
+        for path in unused_shared_memory():
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino in self._inodes:
+                    lines.append(f"{path} was left behind")
+        return lines
+
+    def look(self) -> None:
+        """Take note of what the processes have in /dev/shm now."""
+        for process in self._processes():
+            with contextlib.suppress(OSError):
+                self._inodes.update(shared_inodes(Path(f"/proc/{process.pid}")))
+
+    def _look_often(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_SECONDS):
+            self.look()
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == self._folder and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
 
 
 def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, object]]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.chaos_run import Leftovers
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,3 +24,32 @@ def test_twelve_kills_lose_nothing_and_change_nothing() -> None:
     assert result.returncode == 0, output[-6000:]
     assert output.splitlines()[-1] == "12 kills: 0 lost, 0 duplicated, losses bit-equal: yes"
     assert len(re.findall(r" killed\d+: killed ", output)) == 12
+
+
+def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:
+    def start(folder: Path) -> subprocess.Popen[str]:
+        """A process of a run in `folder` that names its segment in /dev/shm, and dies when it is told to."""
+        script = (
+            "import mmap, os, sys, tempfile; file = tempfile.NamedTemporaryFile(dir='/dev/shm', delete=False)\n"
+            "file.truncate(64); memory = mmap.mmap(file.fileno(), 64)\n"
+            "print(file.name, flush=True); sys.stdin.readline(); os._exit(1)\n"
+        )
+        environment = os.environ | {"SLIPSTREAM_CHAOS": str(folder)}
+        command = [sys.executable, "-c", script]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    processes = [start(tmp_path), start(tmp_path), start(ROOT)]
+    killed, living, of_others = processes
+    segments = [Path(process.stdout.readline().strip()) for process in processes]
+    try:
+        leftovers = Leftovers(tmp_path)
+        leftovers.look()
+        for process in (killed, of_others):
+            process.communicate("die\n")
+        process_line, segment_line = leftovers.found()
+        assert process_line.startswith(f"process {living.pid} was left running: {sys.executable}")
+        assert segment_line == f"{segments[0]} was left behind"
+    finally:
+        living.communicate("die\n")
+        for segment in segments:
+            segment.unlink()
