@@ -46,7 +46,6 @@ class WandbSink:
 
         known = runs.get("wandb")
         run_id = known or uuid.uuid4().hex[:12]
-        runs.put("wandb", run_id)
         try:
             # Another allocation or number of steps is allowed; the configuration is then that of the last attempt.
             self._run = wandb.init(dir=str(folder), id=run_id, resume="allow", allow_val_change=True, **options)
@@ -57,6 +56,7 @@ class WandbSink:
                 f"wandb.mode={options.get('mode')}: run {run_id} of this trial cannot be continued: {error}. If it was "
                 f"deleted there, remove {runs.file} to begin another one"
             ) from error
+        runs.put("wandb", run_id)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

@@ -102,7 +102,13 @@ def run_attempts(run: Callable[[Attempt], int], *, retries: int, silence_seconds
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
         code = _in_child(attempt, silence_seconds, log_folder)
         if code is None:
-            register_process(_DRIVER, log_folder)
+            try:
+                register_process(_DRIVER, log_folder)
+            except OSError as error:
+                cause = f"external_configs.cluster_config.fileroot: {log_folder} cannot be written ({error})"
+                logger.error("%s; make room, or name another folder", cause)
+                attempt.tell(final=True, cause=cause)
+                return FAILED
             threading.Thread(target=_beat, args=(attempt,), name="signs of life", daemon=True).start()
             return run(attempt)
         attempts.append(attempt)
@@ -154,7 +160,7 @@ def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int
         os.close(attempt.pipe)
         attempt.pipe = None
         with os.fdopen(reading, "rb") as pipe:
-            watch = _Watch(child, silence_seconds, log_folder)
+            watch = _Watch(child, silence_seconds, log_folder, forwarding)
             status = _listen(pipe.fileno(), child, attempt, watch)
     attempt.seconds = time.monotonic() - begin
     _end_orphans()
@@ -162,7 +168,10 @@ def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int
         attempt.tell(final=True, cause="interrupted")
         return INTERRUPTED
     if os.WIFSIGNALED(status):
-        attempt.cause = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        killed = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        attempt.cause = f"{attempt.cause}; then {killed}" if attempt.cause else killed
+        if attempt.final:  # it had come to its end, and hung on the way out
+            return INTERRUPTED if forwarding.came else FAILED
     elif not attempt.cause and os.WEXITSTATUS(status) == DONE:
         attempt.cause = "done"
     elif not attempt.cause:
@@ -171,11 +180,11 @@ def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int
 
 
 class _Watch:
-    """Ends a driver that is silent for too long. What counts is the time that this process ran itself: when all of the
-    machine, or of its container, stood still, the driver has the whole time anew."""
+    """Ends a driver that is silent for too long; sooner when it was asked to end. What counts is the time that this
+    process ran itself: when all of the machine, or of its container, stood still, the driver's begins anew."""
 
-    def __init__(self, child: int, limit_seconds: float, log_folder: Path) -> None:
-        self._child, self._limit, self._log_folder = child, limit_seconds, log_folder
+    def __init__(self, child: int, limit_seconds: float, log_folder: Path, forwarding: _Forwarding) -> None:
+        self._child, self._limit, self._log_folder, self._forwarding = child, limit_seconds, log_folder, forwarding
         self._silent = 0.0
         self._looked = time.monotonic()
         self.verdict = ""
@@ -186,14 +195,18 @@ class _Watch:
         now = time.monotonic()
         self._silent = 0.0 if heard else self._silent + min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
-        if self._silent <= self._limit or self.verdict:
+        limit = min(self._limit, _END_SECONDS) if self._forwarding.came else self._limit
+        if self._silent <= limit or self.verdict:
             return
         said = f"no sign of life for {self._silent:.0f} s in phase {attempt.phase!r}"
-        state = ask_for_stacks(self._log_folder, [_DRIVER], why=said).get(_DRIVER, "running")
+        state = "running"
+        with suppress(OSError):  # a full disk; the driver is killed all the same
+            state = ask_for_stacks(self._log_folder, [_DRIVER], why=said).get(_DRIVER, state)
         self.verdict = (
             f"the driver ({state}) gave {said} (deadlines.driver_seconds={self._limit:g}) and was killed; its stacks "
             f"are in {self._log_folder / FOLDER}"
         )
+        logger.error("%s", self.verdict)  # now: a process that waits for a device may stay for long
         os.kill(self._child, signal.SIGKILL)
 
 

@@ -25,6 +25,8 @@ _LONGEST_RETRY_WAIT_SECONDS = 1.0
 _SLOW_SHARE = 0.5
 """A generator with less than this share of the fastest one's tokens a second is called slow."""
 _LEAST_SECONDS_TO_JUDGE = 5.0
+_TELL_SECONDS = 10.0
+"""For a generator to tell what its requests have: a checkpoint waits for that, and can do without."""
 
 
 class NoGeneratorError(RuntimeError):
@@ -81,6 +83,7 @@ class Router:
         self._members = [_Member(generator, index) for index, generator in enumerate(generators)]
         self._groups: dict[str, _Group] = {}
         self._handed_back: dict[str, Completion] = {}  # by request id: what interrupted requests have
+        self._told: dict[str, Completion] = {}  # by request id: what partial() has found last
         self._interval = health_interval_seconds
         self._timeout = health_timeout_seconds
         self._patience = patience_seconds
@@ -110,6 +113,12 @@ class Router:
                     if not e.generator_died and num_retries > _MAX_RETRIES:
                         assert e.__cause__ is not None, "raised from what the generator raised"
                         raise e.__cause__ from None
+                    told = self._told.get(request.request_id)
+                    if e.generator_died and told is not None and len(told.token_ids) > given:
+                        if told.finish_reason != "abort":
+                            return told
+                        request = replace(request, output=told)
+                        self._handed_back[request.request_id] = told
                 else:
                     if completion.finish_reason != "abort":
                         return completion
@@ -120,6 +129,7 @@ class Router:
                     await asyncio.sleep(min(0.01 * 2**num_retries, _LONGEST_RETRY_WAIT_SECONDS))
         finally:
             self._handed_back.pop(request.request_id, None)
+            self._told.pop(request.request_id, None)
             self._leave_group(request)
 
     async def pause(self) -> None:
@@ -146,11 +156,12 @@ class Router:
         )
 
     async def partial(self) -> dict[str, Completion]:
-        """What requests in flight have so far: what they were handed back with, or what their generators say now."""
+        """What requests in flight have so far: what they were handed back with, or what their generators say now. It is
+        what they go on with elsewhere if their generator dies."""
 
         async def ask(member: _Member) -> Mapping[str, Completion]:
             try:
-                return await asyncio.wait_for(member.generator.partial(), self._timeout)
+                return await asyncio.wait_for(member.generator.partial(), min(self._timeout, _TELL_SECONDS))
             except Exception as e:  # noqa: BLE001 (its requests are sampled anew, as after its death)
                 logger.warning("generator %d does not tell what its requests have: %r", member.index, e)
                 return {}
@@ -161,7 +172,8 @@ class Router:
             # A generator may have handed back more than it had when it answered.
             if name not in known or len(part.token_ids) >= len(known[name].token_ids):
                 known[name] = part
-        return known
+        self._told = known
+        return dict(known)
 
     async def close(self) -> None:
         """Close every generator that lives."""

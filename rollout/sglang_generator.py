@@ -45,7 +45,7 @@ Interrupt = Literal["abort", "retract", "in_place"]
 _TELL_SECONDS = 5.0
 """For a server to tell what its requests have: the trainer waits for that, and a checkpoint can do without."""
 _ARRIVED_SECONDS = 1.0
-"""A request that was sent so long ago is at the server, or has ended there."""
+"""A request that was sent so long ago is at the server, or has ended there; its answer is here so soon after."""
 
 
 @dataclass(eq=False)
@@ -236,7 +236,8 @@ class SGLangGenerator:
         return {name: part for name, part in running.items() if len(part.token_ids)} | done
 
     async def _ask_in_flight(self) -> dict[str, Sampled]:
-        """By request id of the server. Returns when it told of every request, or has answered it, or time is up."""
+        """By request id of the server, also of requests that wait there, which have no tokens. Returns when it told of
+        every request, or has answered it, or time is up."""
         sent = [running for running in self._running.values() if running.rid]
         if not sent or self._server.settings.pp > 1:
             return {}
@@ -250,7 +251,7 @@ class SGLangGenerator:
         # What the server does not know any more has ended: its answer is on the way.
         ended = [r for r in sent if r.rid not in told and begin - r.sent > _ARRIVED_SECONDS]
         with suppress(TimeoutError):
-            async with asyncio.timeout(begin + _TELL_SECONDS - time.monotonic()):
+            async with asyncio.timeout(_ARRIVED_SECONDS):
                 for running in ended:
                     await running.answered.wait()
         return told
@@ -341,15 +342,3 @@ class SGLangGenerator:
             raise ValueError(
                 f"{name}: temperature={sampling.temperature} must be >= 0, top_p={sampling.top_p} in (0, 1]"
             )
-
-
-def _joined(output: Completion, part: Completion) -> Completion:
-    """`part` after `output`; how it ended is how `part` did."""
-    if not len(output.token_ids):
-        return part
-    return Completion(
-        token_ids=np.concatenate([output.token_ids, part.token_ids]),
-        logprobs=np.concatenate([output.logprobs, part.logprobs]),
-        versions=np.concatenate([output.versions, part.versions]),
-        finish_reason=part.finish_reason,
-    )

@@ -31,7 +31,7 @@ class Sampled(NamedTuple):
 def pack(requests: Iterable[Any], version_key: str) -> dict[str, Any]:
     """{request ids, numbers of tokens, and as bytes one after the other: tokens, log-probabilities, versions} of
     SGLang's own requests; the lists that a final answer is made of. What of a request lacks one of the three is left
-    out, and so is a request without tokens."""
+    out. A request without tokens is named: one that is not has ended."""
     names: list[str] = []
     lengths: list[int] = []
     parts: list[tuple[bytes, bytes, bytes]] = []
@@ -40,12 +40,11 @@ def pack(requests: Iterable[Any], version_key: str) -> dict[str, Any]:
         logprobs = request.logprob.output_token_logprobs_val or ()
         versions = (request.customized_info or {}).get(version_key, ())
         n = min(len(ids), len(logprobs), len(versions))
-        if n:
-            names.append(request.rid)
-            lengths.append(n)
-            # Python's own arrays take numbers out of a list in half of numpy's time.
-            tokens = np.array(ids[:n], np.int32)
-            parts.append((tokens.tobytes(), array("f", logprobs[:n]).tobytes(), array("i", versions[:n]).tobytes()))
+        names.append(request.rid)
+        lengths.append(n)
+        # Python's own arrays take numbers out of a list in half of numpy's time.
+        tokens = np.array(ids[:n], np.int32)
+        parts.append((tokens.tobytes(), array("f", logprobs[:n]).tobytes(), array("i", versions[:n]).tobytes()))
     columns = {column: b"".join(part[i] for part in parts) for i, column in enumerate(Sampled._fields)}
     return {"names": names, "lengths": lengths, **columns}
 
@@ -67,5 +66,5 @@ def unpack(answer: Mapping[str, Any]) -> dict[str, Sampled]:
     parts = zip(
         arrays("token_ids", np.int32), arrays("logprobs", np.float32), arrays("versions", np.int32), strict=True
     )
-    # Without requests np.split still gives one part, an empty one.
+    # Without requests np.split gives one part, which has no name.
     return {name: Sampled(*part) for name, part in zip(answer["names"], parts, strict=False)}

@@ -57,7 +57,7 @@ def read_answer(
     answer: Mapping[str, Any], sampling: SamplingParams, *, server: str, log_file: object, one_version: int | None
 ) -> Completion:
     """The tokens of one answer. `one_version`: what all of them have where the server does not tell and it cannot be
-    another. Raises ServerError when the answer lacks versions or log-probabilities."""
+    another. Raises ServerError when the answer lacks versions or log-probabilities, or has some that are no numbers."""
     meta = answer["meta_info"]
     token_ids = answer["output_ids"]
     reason: FinishReason = meta["finish_reason"]["type"]
@@ -75,15 +75,17 @@ def read_answer(
     n = min(len(token_ids), len(logprobs), len(versions or []))
     if n < len(token_ids) and reason != "abort":
         raise ServerError(f"{server}: an answer of {len(token_ids)} tokens tells of {n} only")
-    return _completion(
-        Sampled(
-            np.array(token_ids[:n], np.int32),
-            np.array(logprobs[:n], np.float32),
-            np.array((versions or [])[:n], np.int32),
-        ),
-        sampling,
-        reason,
+    sampled = Sampled(
+        np.array(token_ids[:n], np.int32),
+        np.array(logprobs[:n], np.float32),  # null, which is how JSON has no number, becomes one that is not finite
+        np.array((versions or [])[:n], np.int32),
     )
+    if not np.isfinite(sampled.logprobs).all():
+        raise ServerError(
+            f"{server}: log-probabilities of an answer are not finite: its weights are broken, or their activations "
+            f"overflow (generator.dtype); {log_file} may tell more"
+        )
+    return _completion(sampled, sampling, reason)
 
 
 def so_far(output: Completion, told: Sampled | None, sampling: SamplingParams) -> Completion:

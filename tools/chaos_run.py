@@ -172,6 +172,7 @@ class Leftovers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
+        self._family: set[psutil.Process] = set()
         self._inodes: set[int] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_often, daemon=True)
@@ -194,8 +195,11 @@ class Leftovers:
         return lines
 
     def look(self) -> None:
-        """Take note of what the processes have in /dev/shm now."""
+        """Take note of the processes, and of what they have in /dev/shm now."""
         for process in self._processes():
+            # Ray's agents write their titles over their environment.
+            self._family |= {process, *family(process)}
+        for process in self._family:
             with contextlib.suppress(OSError):
                 self._inodes.update(shared_inodes(Path(f"/proc/{process.pid}")))
 
@@ -206,7 +210,8 @@ class Leftovers:
     def _processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self._folder and process.status() != psutil.STATUS_ZOMBIE:
+                known = process in self._family or process.environ().get(_MARK) == self._folder
+                if known and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
 

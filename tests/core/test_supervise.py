@@ -66,6 +66,29 @@ def test_a_final_failure_and_success_are_not_tried_again() -> None:
     assert "the driver ended without a word (exit code 1)" in said
 
 
+def test_an_attempt_that_hangs_on_its_way_out_keeps_what_it_has_said() -> None:
+    """It is killed for its silence; whether another attempt may do better it has said before."""
+    body = """
+def attempt(self):
+    self.tell(final=self.number == 2, cause=f"cause {self.number}")
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    done = subprocess.run(
+        script(body, retries=3, silence_seconds=3), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == FAILED, done.stdout + done.stderr
+    assert "Attempt 1 was lost after step 0: cause 1; then the driver (stopped) gave no sign of life" in done.stdout
+    assert "cause 2; then the driver (stopped) gave no sign of life" in done.stdout.partition("took 2 attempts")[2]
+
+
+def test_a_log_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TEST_LOGS", str(tmp_path / "file" / "logs"))
+    code, said = run("def attempt(self):\n    return 0", retries=5)
+    assert code == FAILED
+    assert said.count("cannot be written") == 1 and "fileroot" in said and "Traceback" not in said
+
+
 def test_what_an_attempt_learnt_about_memory_reaches_the_next_one() -> None:
     body = """
 def attempt(self):

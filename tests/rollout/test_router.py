@@ -175,6 +175,26 @@ def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_goin
     play(scene())
 
 
+def test_requests_of_a_generator_that_dies_keep_what_it_told_of_them(folder: Path, model: Any) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(2)]
+        router = Router(generators)
+        requests = groups_of_four(2, max_new_tokens=300)
+        running = await started(router, requests)
+        told = await router.partial()
+        await generators[1].close()
+        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+            assert_same(c, expected)
+        late = [r for r in generators[0].seen if r.group_id == "g1" and r.request_id in told]
+        assert len(late) == 4
+        for r in late:
+            assert r.output is not None
+            assert len(r.output.token_ids) and (r.output.token_ids == told[r.request_id].token_ids).all()
+        await router.close()
+
+    play(scene())
+
+
 def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
     async def scene() -> None:
         generators = [Silent(), Recorded(folder)]

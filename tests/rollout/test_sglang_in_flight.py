@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rollout.sglang_in_flight import Sampled, pack, to_json, unpack
-from rollout.sglang_requests import EMPTY, so_far
+from rollout.sglang_requests import EMPTY, read_answer, so_far
+from rollout.sglang_weights import ServerError
 from rollout.types import Completion, SamplingParams
 
 RNG = np.random.default_rng(0)
@@ -46,14 +47,15 @@ def test_every_token_arrives_with_its_exact_logprob_and_version() -> None:
         assert versions.tolist() == request.customized_info["v"]
 
 
-def test_requests_without_a_token_are_left_out_and_so_are_tokens_that_lack_something() -> None:
+def test_requests_without_a_token_are_named_and_tokens_that_lack_something_are_left_out() -> None:
     waiting = scheduled("waiting", 0, customized_info=None)
     foreign = scheduled("without logprobs", 5, logprob=SimpleNamespace(output_token_logprobs_val=None))
     short = scheduled("short", 5)
     short.customized_info["v"].pop()
     told = travelled([waiting, foreign, short])
-    assert list(told) == ["short"] and [len(part) for part in told["short"]] == [4, 4, 4]
-    assert travelled([waiting]) == {} == unpack({})
+    lengths = {name: [len(part) for part in sampled] for name, sampled in told.items()}
+    assert lengths == {"waiting": [0] * 3, "without logprobs": [0] * 3, "short": [4] * 3}
+    assert list(travelled([waiting])) == ["waiting"] and travelled([]) == {} == unpack({})
 
 
 def completion(num_tokens: int, **changes: Any) -> Completion:
@@ -89,6 +91,17 @@ def test_a_request_of_which_nothing_is_told_has_what_it_came_with() -> None:
     sampling = SamplingParams(max_new_tokens=10)
     assert so_far(completion(4), None, sampling).token_ids.tolist() == [0, 1, 2, 3]
     assert not len(so_far(EMPTY, None, sampling).token_ids)
+
+
+@pytest.mark.parametrize("broken", [None, float("nan"), float("-inf")])
+def test_an_answer_whose_logprobs_are_no_numbers_is_an_error(broken: float | None) -> None:
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7], [broken, 8]]}
+    answer = {"meta_info": meta, "output_ids": [7, 8]}
+    sampling = SamplingParams(max_new_tokens=2)
+    with pytest.raises(ServerError, match="generator-3: .* not finite"):
+        read_answer(answer, sampling, server="generator-3", log_file="a.log", one_version=1)
+    meta["output_token_logprobs"][1][0] = -0.25
+    assert read_answer(answer, sampling, server="", log_file="", one_version=1).logprobs.tolist() == [-0.5, -0.25]
 
 
 def test_the_only_token_that_top_k_leaves_is_certain() -> None:
