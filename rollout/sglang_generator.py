@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rollout.sglang_client import SGLangClient
+from rollout.sglang_experts import ExpertsOfTokens
 from rollout.sglang_inside import VERSION_KEY
 from rollout.sglang_server import ServerSettings, SGLangServer, read_model_config
 from rollout.sglang_weights import (
@@ -71,6 +72,7 @@ class SGLangGenerator:
         model = read_model_config(settings.model_path)
         self._vocab_size: int = model["vocab_size"]
         self._max_length = int(settings.flags.get("context_length") or model["max_position_embeddings"])  # type: ignore[arg-type]
+        self._experts = ExpertsOfTokens(model) if settings.tells_experts else None
         self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
         self._client = SGLangClient(settings.name, server.address.url)
         self._version = 0
@@ -252,7 +254,7 @@ class SGLangGenerator:
             await self._answered.wait()
 
     async def _attempt(self, request: GenerateRequest, output: Completion) -> Completion:
-        """Tokens after `output`, as far as one request to the server brings them."""
+        """Tokens after `output`, as far as one request to the server brings them; experts of all tokens."""
         self._waiting += 1
         try:
             await self._open.wait()
@@ -268,6 +270,10 @@ class SGLangGenerator:
             if not self._in_flight:
                 self._answered.set()
         completion = self._completion(answer, version)
+        if self._experts is not None and len(completion.token_ids):
+            num_tokens = len(request.prompt_ids) + len(output.token_ids) + len(completion.token_ids)
+            told = self._experts.read(answer["meta_info"], output.routed_experts, num_tokens, server=self._client.name)
+            completion = replace(completion, routed_experts=told)
         if request.sampling.temperature > 0 and request.sampling.top_k == 1:
             # The server takes it for greedy, and tells how likely the token was among all.
             return replace(completion, logprobs=np.zeros_like(completion.logprobs))
@@ -291,6 +297,8 @@ class SGLangGenerator:
             "return_logprob": True,
             "rid": f"{request.request_id}/{next(self._attempts)}",
         }
+        if self._experts is not None:
+            body |= self._experts.question(output.routed_experts)
         if self._seeded:
             params["sampling_seed"] = request.seed & (2**63 - 1)
         if sampling.temperature > 0 and sampling.top_p < 1.0:
@@ -364,4 +372,5 @@ def _joined(output: Completion, part: Completion) -> Completion:
         logprobs=np.concatenate([output.logprobs, part.logprobs]),
         versions=np.concatenate([output.versions, part.versions]),
         finish_reason=part.finish_reason,
+        routed_experts=output.routed_experts if part.routed_experts is None else part.routed_experts,
     )
