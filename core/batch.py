@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mcore_adapter.batch import PackedBatch
+from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
 from rollout.types import Trajectory
 
 
@@ -31,6 +31,8 @@ class RolloutBatch:
     no_eos: np.ndarray  # [N] bool
     positions: np.ndarray
     """[number of groups] int64: which prompt of the stream each group answers."""
+    routed_experts: np.ndarray | None = None
+    """[T, layers, k] int16: the experts that the generators used; negative: not known."""
 
     @property
     def num_sequences(self) -> int:
@@ -44,6 +46,12 @@ class RolloutBatch:
             loss_mask=torch.from_numpy(self.loss_mask.copy()),
             fields={"rollout_logprobs": torch.from_numpy(self.rollout_logprobs.copy())},
         )
+
+    def replay(self) -> dict[str, torch.Tensor]:
+        """The field that makes the policy's own passes use the generators' experts; empty where those did not tell."""
+        if self.routed_experts is None:
+            return {}
+        return {ROUTED_EXPERTS: torch.from_numpy(self.routed_experts.copy())}
 
     def ages(self, version: int) -> np.ndarray:
         """[N] int64: version minus the version of each trajectory's oldest trained token."""
@@ -67,4 +75,19 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], positions: Sequenc
         prompt_lens=np.fromiter((int(np.argmax(t.versions >= 0)) for t in flat), np.int64, len(flat)),
         no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
         positions=np.asarray(positions, np.int64),
+        routed_experts=_pack_experts(flat),
     )
+
+
+def _pack_experts(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+    """[T, layers, k]; those of trajectories that do not tell are not known."""
+    told = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
+    if told is None:
+        return None
+
+    def of(trajectory: Trajectory) -> np.ndarray:
+        if trajectory.routed_experts is not None:
+            return trajectory.routed_experts
+        return np.full((len(trajectory.token_ids), *told.shape[1:]), -1, told.dtype)
+
+    return np.concatenate([of(t) for t in trajectories])

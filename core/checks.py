@@ -82,6 +82,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
         vocabularies[use.key] = model.vocab_size
         yield from _family(use, model)
         yield from _positions(config, use, model)
+        yield from _replay(use, model)
         yield from _split(config, use, model)
     if len(set(vocabularies.values())) > 1:
         sizes = ", ".join(f"{key} {size}" for key, size in vocabularies.items())
@@ -94,6 +95,12 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
         known = "" if family in SUPPORTED else f" ({family!r} is not one of {', '.join(sorted(SUPPORTED))})"
         message = f"{family!r}, but config.json of {use.path} says {model.model_type!r}{known}; write that, or auto"
         yield Problem(key=f"{use.key}.type._class", message=message)
+
+
+def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+    if use.key == "actor" and use.section.moe_routing_replay and model.moe is None:
+        message = f"true, but {use.path} is of type {model.model_type!r}, a model without experts; write false"
+        yield Problem(key="actor.moe_routing_replay", message=message)
 
 
 def _positions(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:

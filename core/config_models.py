@@ -96,6 +96,10 @@ class ModelTrainEvalConfig(Section):
     moe_bias_update_rate: float = key(
         0.0, "DeepSeek-V3: step of each expert's correction bias after an update, towards an even load", ge=0
     )
+    moe_routing_replay: bool = key(
+        False,
+        "actor only, models with experts: train each token through the experts that the SGLang server used for it",
+    )
     sglang: dict[str, FlagValue] = key(
         {}, "actor only: flags of the SGLang servers by name, as in mem_fraction_static: 0.8"
     )

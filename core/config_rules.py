@@ -79,6 +79,8 @@ def _unread_keys(config: ExperimentConfig) -> Iterator[str]:
     for name, model in models.items():
         if model.sglang and name != "actor":
             yield f"{name}.sglang"
+        if model.moe_routing_replay and name != "actor":
+            yield f"{name}.moe_routing_replay"
         if model.init_critic_from_actor and name != "critic":
             yield f"{name}.init_critic_from_actor"
         if name == "ref":
@@ -184,6 +186,7 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
         yield Violation(("push.type", *size), str(impossible))
     yield from _shared_ranks(config, allocation)
     yield from _interrupt(config, allocation)
+    yield from _routing_replay(config, allocation)
     uneven = _minibatches(config)
     if uneven:
         yield uneven
@@ -225,6 +228,25 @@ def _interrupt(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
             f"interrupt={interrupt} needs p1 on the generator's side, got {generator.layout}: a SGLang server of "
             f"{generator.layout.pp} pipeline stages does not tell the versions of single tokens; write abort, or "
             "tensor parallelism (m) instead of p",
+        )
+
+
+def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    generator = allocation.generator
+    if not config.actor.moe_routing_replay:
+        return
+    keys = ("actor.moe_routing_replay", "allocation_mode")
+    if generator.backend != "sglang":
+        yield Violation(
+            keys,
+            f"moe_routing_replay=true needs SGLang servers, which tell the experts of each token; the generator is "
+            f"{generator.backend}; write sglang in allocation_mode, or false",
+        )
+    elif generator.layout.pp > 1:
+        yield Violation(
+            keys,
+            f"moe_routing_replay=true needs p1 on the generator's side, got {generator.layout}: each pipeline stage of "
+            "a SGLang server knows the experts of its own layers; write tensor parallelism (m) instead of p, or false",
         )
 
 

@@ -241,6 +241,7 @@ class GeneratorActor:
             dtype=self._settings["dtype"],
             max_running=self._settings["max_running"],
             colocated=self._settings["colocated"],
+            tells_experts=self._settings["tells_experts"],
             flags=self._settings["sglang"],
             host=ray.util.get_node_ip_address(),
             python=self._settings["sglang_python"] or sys.executable,

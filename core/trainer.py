@@ -140,7 +140,7 @@ class PPOTrainer:
             with self._timer("make room"):
                 self._weights.make_room()
             batch, metrics = self._score(rollout)
-            metrics |= self._update(batch, step)
+            metrics |= self._update(batch, rollout.replay(), step)
             with self._timer("push"):
                 pushed = self._weights.push(step + 1)
                 self._rollout.set_version(step + 1)
@@ -159,11 +159,16 @@ class PPOTrainer:
         settings = self._settings
         batch = rollout.to_packed()
         fields: dict[str, Tensor] = {}
-        needs_passes = settings.needs_old_logprobs or self._reference is not None or self._critic is not None
-        handle = self._actor.group.put(batch) if needs_passes else None
+        replay = rollout.replay()
+        needs_passes = self._reference is not None or self._critic is not None
+        handle = None
+        if needs_passes or (settings.needs_old_logprobs and not replay):
+            handle = self._actor.group.put(batch)
         if settings.needs_old_logprobs:
             with self._timer("old log-probs"):
-                fields["old_logprobs"] = self._logprobs(self._actor, batch, handle)
+                replayed = batch.with_fields(**replay)
+                own_handle = self._actor.group.put(replayed) if replay else handle
+                fields["old_logprobs"] = self._logprobs(self._actor, replayed, own_handle)
         if not settings.decoupled:
             fields["old_logprobs"] = batch.fields["rollout_logprobs"]
         if self._reference is not None:
@@ -231,8 +236,9 @@ class PPOTrainer:
         computed["advantages"] = whiten(advantages, mask) if settings.adv_norm else advantages
         return computed, metrics
 
-    def _update(self, batch: PackedBatch, step: int) -> dict[str, float]:
-        """One pass over the batch in minibatches: critic first, as the actor's advantages are already fixed."""
+    def _update(self, batch: PackedBatch, replay: Mapping[str, Tensor], step: int) -> dict[str, float]:
+        """One pass over the batch in minibatches: critic first, as the actor's advantages are already fixed. `replay`
+        is for the actor alone: other models have experts of their own."""
         settings = self._settings
         minibatches = split_minibatches(batch.num_sequences, settings.ppo_n_minibatches, seed=step)
         metrics: dict[str, float] = {}
@@ -250,7 +256,7 @@ class PPOTrainer:
                 entropy_coeff=settings.entropy_coeff,
             )
             metrics |= self._train(
-                self._actor, batch, minibatches, loss, prefix="",
+                self._actor, batch.with_fields(**replay), minibatches, loss, prefix="",
                 temperature=settings.temperature, with_entropy=settings.entropy_coeff != 0.0,
             )  # fmt: skip
         return metrics

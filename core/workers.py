@@ -155,6 +155,7 @@ def start_ppo_workers(
         interrupt="abort" if colocated else config.generator.interrupt,
         colocated=colocated,
         sglang=server_flags(config),
+        tells_experts=config.actor.moe_routing_replay,
         sglang_python=config.generator.sglang_python,
         dtype=generator_dtype(config, gpus=gpus),
         mock_seconds_per_token=config.generator.mock_seconds_per_token,

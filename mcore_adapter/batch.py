@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 ROUTED_EXPERTS = "routed_experts"
-"""The field [T, num_layers, k] int64 of experts that each token is sent to in place of the router's own choice (what a
-generator reports); negative: the router chooses. Entries of layers without experts are not read."""
+"""The field [T, num_layers, k] of experts (any signed integers) that each token is sent to in place of the router's own
+choice (what a generator reports); negative: the router chooses. Entries of layers without experts are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)

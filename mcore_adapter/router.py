@@ -45,7 +45,7 @@ class RoutingInputs:
     lens: Tensor  # [num_sequences] float32: such tokens of each whole sequence
     batch_tokens: int
     """Such tokens of the whole batch."""
-    experts: Tensor | None  # [s, num_layers, k] int64 chosen beforehand; negative: the router chooses
+    experts: Tensor | None  # [s, num_layers, k] chosen beforehand, signed integers; negative: the router chooses
 
 
 class _AttachLoss(torch.autograd.Function):

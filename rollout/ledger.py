@@ -93,6 +93,7 @@ def to_plain(entry: Entry) -> dict[str, Any]:
         "logprobs": part.logprobs,
         "versions": part.versions,
         "finish_reason": part.finish_reason,
+        "routed_experts": part.routed_experts,
     }
 
 

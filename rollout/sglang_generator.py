@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rollout.sglang_client import SGLangClient
+from rollout.sglang_experts import ExpertsOfTokens
 from rollout.sglang_in_flight import PATH, Sampled, unpack
 from rollout.sglang_requests import EMPTY, end_of, generate_call, joined, read_answer, so_far
 from rollout.sglang_server import ServerSettings, SGLangServer, read_model_config
@@ -84,6 +85,7 @@ class SGLangGenerator:
         model = read_model_config(settings.model_path)
         self._vocab_size: int = model["vocab_size"]
         self._max_length = int(settings.flags.get("context_length") or model["max_position_embeddings"])  # type: ignore[arg-type]
+        self._experts = ExpertsOfTokens(model) if settings.tells_experts else None
         self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
         self._client = SGLangClient(settings.name, server.address.url)
         self._version = 0
@@ -287,7 +289,7 @@ class SGLangGenerator:
             await self._answered.wait()
 
     async def _attempt(self, running: _Running) -> Completion:
-        """Tokens after `running.output`, as far as one request to the server brings them."""
+        """Tokens after `running.output`, as far as one request to the server brings them; experts of all tokens."""
         self._waiting += 1
         try:
             await self._open.wait()
@@ -295,11 +297,13 @@ class SGLangGenerator:
             self._waiting -= 1
         version, request = self._version, running.request
         rid = f"{request.request_id}/{next(self._attempts)}"
-        call = generate_call(request, running.output, rid=rid, vocab_size=self._vocab_size, seeded=self._seeded)
+        path, body = generate_call(request, running.output, rid=rid, vocab_size=self._vocab_size, seeded=self._seeded)
+        if self._experts is not None:
+            body |= self._experts.question(running.output.routed_experts)
         self._in_flight += 1
         running.rid, running.sent = rid, time.monotonic()
         try:
-            answer = await self._post(call, timeout_seconds=None)
+            answer = await self._post((path, body), timeout_seconds=None)
         finally:
             running.answered.set()
             self._in_flight -= 1
@@ -308,10 +312,16 @@ class SGLangGenerator:
         settings, aborted = self._server.settings, answer["meta_info"]["finish_reason"]["type"] == "abort"
         # Under abort no update comes between the first token and the answer.
         untold = self._interrupt == "abort" and (settings.pp > 1 or aborted)
-        return read_answer(
+        completion = read_answer(
             answer, request.sampling, server=self._client.name, log_file=settings.log_file,
             one_version=version if untold else None,
         )  # fmt: skip
+        if self._experts is None or not len(completion.token_ids):
+            return completion
+        known = running.output.routed_experts
+        num_tokens = len(request.prompt_ids) + len(running.output.token_ids) + len(completion.token_ids)
+        told = self._experts.read(answer["meta_info"], known, num_tokens, server=self._client.name)
+        return replace(completion, routed_experts=told)
 
     async def _post(self, call: Call, timeout_seconds: float | None = -1.0) -> dict[str, Any]:
         timeout = self._timeout if timeout_seconds == -1.0 else timeout_seconds

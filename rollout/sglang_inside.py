@@ -10,6 +10,7 @@ the HTTP interface lacks:
 - an update begins when no forward pass is running any more, and is answered when its copies are complete;
 - a checksum of every parameter that the sender can compute too, whatever the device;
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
+- the experts of tokens can be told without a GPU too, for tests;
 - log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
 - what running and waiting requests have sampled so far is told to whoever asks for it (sglang_in_flight.py).
@@ -235,6 +236,22 @@ def fp32_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, bia
     return original(processor, hidden, lm_head, bias)
 
 
+def kept_experts(original: Any, cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    """Around BaseHostCache.__init__, which page-locks what it takes."""
+    if torch.cuda.is_available():
+        original(cache, num_tokens, num_layers, topk_size, name)
+        return
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
+
+
+def copy_experts(output: Any, *args: Any, **kwargs: Any) -> None:
+    """After BaseTopkCapturer.on_forward_end: what is on its way to the host is a copy on a GPU. Elsewhere it would be a
+    view of the buffer that the next forward pass writes to, before this one's result is looked at."""
+    if output is not None and output.topk.device.type == "cpu":
+        output.topk = output.topk.clone()
+
+
 def install_hooks() -> None:
     """Register the hooks; SGLang applies them at the start of each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -250,6 +267,8 @@ def install_hooks() -> None:
         (scheduler + "pause_generation", hooks.wait_for_device, HookType.AFTER),
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
+        ("sglang.srt.state_capturer.base.BaseHostCache.__init__", kept_experts, HookType.AROUND),
+        ("sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end", copy_experts, HookType.AFTER),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", fp32_logits, HookType.AROUND),
         ("sglang.srt.utils.weight_checker.WeightChecker.handle", hooks.checksum, HookType.AROUND),
         ("sglang.srt.layers.sampler.Sampler._sample_from_probs", sampling.sample, HookType.AROUND),

@@ -118,4 +118,5 @@ def joined(output: Completion, part: Completion) -> Completion:
         logprobs=np.concatenate([output.logprobs, part.logprobs]),
         versions=np.concatenate([output.versions, part.versions]),
         finish_reason=part.finish_reason,
+        routed_experts=output.routed_experts if part.routed_experts is None else part.routed_experts,
     )

@@ -56,6 +56,7 @@ FROM_ELSEWHERE = {
     "dtype": "generator.dtype says it",
     "max_running_requests": "generator.max_running says it",
     "skip_tokenizer_init": "requests and answers are token ids",
+    "enable_return_routed_experts": "actor.moe_routing_replay says it",
     "enable_memory_saver": "allocation_mode says whether trainer and generators share GPUs",
     "speculative_algorithm": "a step that samples several tokens cannot tell their versions apart",
 }
@@ -84,6 +85,8 @@ class ServerSettings:
     seed: int = 0
     colocated: bool = False
     """The GPUs are shared with the trainer: memory can be released and resumed."""
+    tells_experts: bool = False
+    """Answers name the experts of every token; for models that have some."""
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
     """actor.sglang.*: server arguments by name; they win over the defaults here."""
     host: str = "127.0.0.1"
@@ -123,6 +126,8 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         "sampling_backend": "pytorch",
         "log_level_http": "warning",
     }
+    if settings.tells_experts:
+        flags["enable_return_routed_experts"] = True
     if settings.gpus:
         # Throughput more than halves beyond the largest decode graph (256 by default). Every size costs start-up time,
         # and capturing prefill graphs takes a minute of it, although prompts are a small part of the work.

@@ -58,6 +58,9 @@ class Completion:
     logprobs: np.ndarray  # [n] float32
     versions: np.ndarray  # [n] int32: version of the weights that sampled each token
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = None
+    """[m, layers, k] int16: the experts of the first m tokens of prompt and completion end to end, all but the last of
+    which no forward pass was made; negative: not known. None: the generator does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,8 @@ class Trajectory:
     reward: float
     finish_reason: FinishReason
     metrics: Mapping[str, float] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None
+    """[n, layers, k] int16: the experts that each token went through; negative: not known. None: of no token."""
 
     @property
     def oldest_version(self) -> int:

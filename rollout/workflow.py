@@ -119,6 +119,9 @@ def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> T
     token_ids = np.empty(total, dtype=np.int32)
     token_ids[:num_prompt] = prompt.token_ids
     token_ids[num_prompt:] = completion.token_ids
+    experts = completion.routed_experts
+    if experts is not None:
+        experts = np.concatenate([experts, np.full((total - len(experts), *experts.shape[1:]), -1, experts.dtype)])
     return Trajectory(
         query_id=prompt.query_id,
         token_ids=token_ids,
@@ -127,4 +130,5 @@ def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> T
         versions=versions,
         reward=reward,
         finish_reason=completion.finish_reason,
+        routed_experts=experts,
     )

@@ -1,5 +1,7 @@
 """Trajectories laid end to end keep every token's own data."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from core.batch import pack_trajectories
@@ -39,6 +41,18 @@ def test_packing_keeps_order_groups_and_ages() -> None:
     packed = batch.to_packed()
     assert packed.select([1]).token_ids.tolist() == [1, 2, 5, 6]
     assert packed.select([2, 0]).fields["rollout_logprobs"].tolist() == [0.0, -0.5, -0.5, 0.0, 0.0, -0.5]
+
+
+def test_experts_are_the_policy_s_alone_and_unknown_where_a_trajectory_does_not_tell() -> None:
+    told = trajectory([1, 2], [3], [4], 1.0, "stop")
+    experts = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
+    silent = trajectory([7], [8], [5], 0.5, "stop")
+    batch = pack_trajectories([[silent], [replace(told, routed_experts=experts)]], positions=[0, 1])
+    packed = batch.to_packed()
+    assert set(packed.fields) == {"rollout_logprobs"}
+    replayed = packed.with_fields(**batch.replay()).fields["routed_experts"].numpy()
+    assert (replayed[:2] == -1).all() and np.array_equal(replayed[2:], experts)
+    assert pack_trajectories([[silent]], positions=[0]).replay() == {}
 
 
 def test_minibatches_cover_every_sequence_once_and_differ_by_one_at_most() -> None:

@@ -64,6 +64,12 @@ def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> No
     assert "actor.path: model/config.json: model_type='gpt2' is not supported; supported: deepseek_v2, " in message
 
 
+def test_replay_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    servers = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.sglang.device=cpu"]
+    (message,) = problems(write_run(tmp_path), *servers, "actor.moe_routing_replay=true")
+    assert "actor.moe_routing_replay: true, but model is of type 'qwen2', a model without experts; write" in message
+
+
 def test_a_model_that_the_embedded_generator_cannot_sample_is_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}

@@ -75,6 +75,61 @@ def test_a_run_trains_on_what_servers_sample(
     assert all(m["push/gigabytes"] > 0 for m in rows)
 
 
+OTHER_EXPERTS = """
+from dataclasses import replace
+import numpy as np
+from rollout.workflow import SingleTurnMathWorkflow
+
+class OtherExperts(SingleTurnMathWorkflow):
+    async def run(self, prompt, generator):
+        group = await super().run(prompt, generator)
+        e = [t.routed_experts for t in group]
+        return [replace(t, routed_experts=np.where(x < 0, x, (x + 2) % 8)) for t, x in zip(group, e)]
+"""
+
+
+@pytest.mark.timeout(900)
+def test_training_goes_through_the_experts_that_the_servers_tell(
+    assets: Any, run_command: Any, interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other experts put into the trajectories, trainer and servers disagree."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    model = shutil.copytree(assets.model, tmp_path / "model")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.3,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(model)
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "other_experts.py").write_text(OTHER_EXPERTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "plugins"), os.environ.get("PYTHONPATH", "")]))
+    flags = {"device": "cpu", "max_total_tokens": 8192, "sleep_on_idle": True}
+    differences = []
+    for workflow in ("math", "other_experts:OtherExperts"):
+        command = run_command(
+            "ppo-math",
+            ppo(
+                assets,
+                allocation_mode="sglang.d1m1p1+d1m1p1",
+                actor={"path": str(model), "moe_routing_replay": True, "sglang": flags, "optimizer": {"lr": 1e-3}},
+                generator={"sglang_python": str(interpreter), "max_running": 32},
+                workflow={"type": workflow},
+                push={"verify": "never"},  # whose checksums do not know how servers fuse experts
+                ppo={"ppo_n_minibatches": 2, "kl_ctl": 0.1},
+                exp_ctrl={"total_train_steps": 2},
+            ),
+        )
+        assert command.finish(timeout=400) == 0, command.output()[-4000:]
+        first, _ = [m for m in metrics_of(command) if "task_reward" in m][-2:]  # of this run: the second one appends
+        differences.append(abs(first["behave_approx_kl"]))
+    replayed, tampered = differences
+    assert replayed < 1e-4 and tampered > 0.01, differences
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("push", ["nccl", "disk"])
 def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(

@@ -71,7 +71,8 @@ def test_an_attempt_that_hangs_on_its_way_out_keeps_what_it_has_said() -> None:
     body = """
 def attempt(self):
     self.tell(final=self.number == 2, cause=f"cause {self.number}")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    while True:  # it is woken to write its stacks
+        os.kill(os.getpid(), signal.SIGSTOP)
 """
     done = subprocess.run(
         script(body, retries=3, silence_seconds=3), cwd=ROOT, capture_output=True, text=True, timeout=60

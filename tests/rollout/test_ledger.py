@@ -49,7 +49,7 @@ class Counting:
 
 
 def same(one: Completion, other: Completion) -> bool:
-    arrays = ("token_ids", "logprobs", "versions")
+    arrays = ("token_ids", "logprobs", "versions", "routed_experts")
     return one.finish_reason == other.finish_reason and all(
         np.array_equal(getattr(one, a), getattr(other, a)) for a in arrays
     )

@@ -1,0 +1,55 @@
+"""The experts that tokens went through, as a SGLang server with enable_return_routed_experts tells them.
+
+An answer covers a request's tokens from `routed_experts_start_len` to its last but one: the last was sampled, but no
+forward pass was made of it. A request that continues another's output asks from where that one's experts end, so each
+token has those of the pass that first took it in. Under interrupt=retract a server computes running requests anew, and
+tells what that came to.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout.sglang_weights import WRITTEN_FOR, ServerError
+
+
+class ExpertsOfTokens:
+    """Asks for the experts of one model's tokens, and reads them."""
+
+    def __init__(self, model: Mapping[str, Any]) -> None:
+        """`model`: the parsed config.json. Raises ValueError for a model without experts."""
+        if not model.get("num_experts_per_tok"):
+            raise ValueError(
+                f"actor.moe_routing_replay=true, but a model of type {model.get('model_type')!r} has no experts; write "
+                "false"
+            )
+        self._shape = int(model["num_hidden_layers"]), int(model["num_experts_per_tok"])
+
+    def question(self, known: np.ndarray | None) -> dict[str, Any]:
+        """What is asked in a request, given the experts of the tokens before."""
+        return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
+
+    def read(self, meta: Mapping[str, Any], known: np.ndarray | None, num_tokens: int, *, server: str) -> np.ndarray:
+        """[num_tokens - 1, layers, k] int16: those of the first tokens of a request, of which it has `num_tokens` now,
+        out of an answer's meta_info. One that was aborted while it waited for memory in the server tells of none: -1.
+        Raises ServerError where they are missing or too few."""
+        before = np.empty((0, *self._shape), np.int16) if known is None else known
+        wanted = num_tokens - 1 - len(before)
+        told = meta.get("routed_experts")
+        if told is None and meta["finish_reason"]["type"] == "abort":
+            return np.concatenate([before, np.full((wanted, *self._shape), -1, np.int16)])
+        if told is None:
+            raise ServerError(
+                f"{server}: an answer does not tell the experts of its tokens; its SGLang differs from {WRITTEN_FOR}"
+            )
+        new = np.frombuffer(base64.b64decode(told), np.int32)
+        if new.size % (self._shape[0] * self._shape[1]) or len(new := new.reshape(-1, *self._shape)) < wanted:
+            raise ServerError(
+                f"{server}: an answer tells {new.size} experts for {wanted} tokens of {self._shape[0]} layers x "
+                f"{self._shape[1]}"
+            )
+        return np.concatenate([before, new[:wanted].astype(np.int16)])
