@@ -1,11 +1,13 @@
 """What the checksums of a SGLang server's parameters must be, from full tensors under their Hugging Face names.
 
-A server fuses q, k, v and gate, up, and cuts them over its tensor-parallel ranks. `position_checksum` is additive over
-the parts of a tensor, so the expected values add up tensor by tensor in any order, and no fused tensor is ever built.
+A server fuses q, k, v and gate, up, and all experts of a layer, and cuts them over its tensor-parallel ranks.
+`position_checksum` is additive over the parts of a tensor, so the expected values add up tensor by tensor in any order,
+and no fused tensor is ever built.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,6 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
 
     @staticmethod
@@ -35,13 +36,13 @@ class ModelShape:
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
         )
 
 
 _VOCAB_PADDING = 64
 """SGLang pads the vocabulary to a multiple of this before it cuts it; the padding is zeros and sums to nothing."""
+_OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
 
 
 class ExpectedChecksums:
@@ -55,7 +56,7 @@ class ExpectedChecksums:
         """`tensor` as the server will hold it (its format included)."""
         for rank in range(self._tp):
             param, part, start = self._part(name, tensor, rank)
-            self._sums[rank, param].append(position_checksum(part, start * tensor.shape[1:].numel()))
+            self._sums[rank, param].append(position_checksum(part, start))
 
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
         """Parameters whose checksum differs, is missing, or was not expected: "name (rank r)" each. `received` is
@@ -73,13 +74,25 @@ class ExpectedChecksums:
         ]
 
     def _part(self, name: str, tensor: Tensor, rank: int) -> tuple[str, Tensor, int]:
-        """(the server's parameter, the rows of `tensor` that rank holds of it, the first of them there)."""
-        for fused, members in self._fused().items():
-            for i, (member, rows, replicas) in enumerate(members):
-                if f".{member}." in name:
-                    first = rank // replicas * rows
-                    start = sum(before for _, before, _ in members[:i])
-                    return name.replace(member, fused), tensor[first : first + rows], start
+        """(the server's parameter, the part of `tensor` that rank holds of it, the first element's position there)."""
+        if found := _OF_EXPERT.fullmatch(name):
+            number = int(found["number"])
+            if found["kind"] == "down":
+                part = tensor.chunk(self._tp, dim=1)[rank]
+                return f"{found['layer']}.w2_weight", part, number * part.numel()
+            part = tensor.chunk(self._tp)[rank]
+            return f"{found['layer']}.w13_weight", part, (2 * number + (found["kind"] == "up")) * part.numel()
+        for i, member in enumerate(("gate_proj", "up_proj")):
+            if f".{member}." in name:
+                part = tensor.chunk(self._tp)[rank]
+                return name.replace(member, "gate_up_proj"), part, i * part.numel()
+        start = 0
+        for member, rows, replicas in self._of_attention():
+            if f".{member}." in name:
+                first = rank // replicas * rows
+                part = tensor[first : first + rows]
+                return name.replace(member, "qkv_proj"), part, start * tensor.shape[1:].numel()
+            start += rows
         if ".o_proj." in name or ".down_proj." in name:
             return name, tensor.chunk(self._tp, dim=1)[rank], 0
         if "embed_tokens" in name or "lm_head" in name:
@@ -88,16 +101,12 @@ class ExpectedChecksums:
             return name, tensor[rank * rows : (rank + 1) * rows], 0
         return name, tensor, 0
 
-    def _fused(self) -> dict[str, list[tuple[str, int, int]]]:
-        """Fused parameter -> its members in order: (name, rows a rank, ranks that share the same rows)."""
+    def _of_attention(self) -> list[tuple[str, int, int]]:
+        """What qkv_proj consists of, in order: (name, rows a rank, ranks that share the same rows)."""
         s, tp = self._shape, self._tp
         kv_rows, replicas = max(1, s.num_kv_heads // tp) * s.head_dim, max(1, tp // s.num_kv_heads)
-        up_rows = s.intermediate_size // tp
-        return {
-            "qkv_proj": [
-                ("q_proj", s.num_heads // tp * s.head_dim, 1),
-                ("k_proj", kv_rows, replicas),
-                ("v_proj", kv_rows, replicas),
-            ],
-            "gate_up_proj": [("gate_proj", up_rows, 1), ("up_proj", up_rows, 1)],
-        }
+        return [
+            ("q_proj", s.num_heads // tp * s.head_dim, 1),
+            ("k_proj", kv_rows, replicas),
+            ("v_proj", kv_rows, replicas),
+        ]

@@ -118,7 +118,7 @@ def test_training_goes_through_the_experts_that_the_servers_tell(
                 actor={"path": str(model), "moe_routing_replay": True, "sglang": flags, "optimizer": {"lr": 1e-3}},
                 generator={"sglang_python": str(interpreter), "max_running": 32},
                 workflow={"type": workflow},
-                push={"verify": "never"},  # whose checksums do not know how servers fuse experts
+                push={"verify": "always"},
                 ppo={"ppo_n_minibatches": 2, "kl_ctl": 0.1},
                 exp_ctrl={"total_train_steps": 2},
             ),

@@ -30,7 +30,7 @@ from rollout.sglang_checksums import ModelShape
 from rollout.sglang_weights import ServerAddress, ServerError
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = ModelShape(num_heads=2, num_kv_heads=2, head_dim=4, intermediate_size=8, vocab_size=64)
+SHAPE = ModelShape(num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=64)
 NUM_BUCKETS = 5
 
 Push = tuple[str, int | None]

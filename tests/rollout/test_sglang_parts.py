@@ -255,8 +255,8 @@ def test_a_checksum_adds_up_over_parts_and_sees_place_and_value() -> None:
 
 
 def small_model(*, tied: bool) -> tuple[ModelShape, dict[str, Tensor]]:
-    """Two layers; 8 heads, 2 key/value heads of 4; a vocabulary that needs padding."""
-    shape = ModelShape(num_heads=8, num_kv_heads=2, head_dim=4, intermediate_size=24, vocab_size=70)
+    """Two layers, the second with three experts; 8 heads, 2 key/value heads of 4; a vocabulary that needs padding."""
+    shape = ModelShape(num_heads=8, num_kv_heads=2, head_dim=4, vocab_size=70)
     generator = torch.Generator().manual_seed(2)
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (70, 32), "model.norm.weight": (32,)}
     for i in range(2):
@@ -264,8 +264,11 @@ def small_model(*, tied: bool) -> tuple[ModelShape, dict[str, Tensor]]:
         for part, rows in (("q", 32), ("k", 8), ("v", 8)):
             sizes |= {f"{layer}self_attn.{part}_proj.weight": (rows, 32), f"{layer}self_attn.{part}_proj.bias": (rows,)}
         sizes |= {f"{layer}self_attn.o_proj.weight": (32, 32), f"{layer}self_attn.k_norm.weight": (4,)}
-        sizes |= {f"{layer}mlp.{part}_proj.weight": (24, 32) for part in ("gate", "up")}
-        sizes |= {f"{layer}mlp.down_proj.weight": (32, 24), f"{layer}input_layernorm.weight": (32,)}
+        for mlp, width in (("mlp.", 24),) if i == 0 else ((f"mlp.experts.{e}.", 8) for e in range(3)):
+            sizes |= {f"{layer}{mlp}{part}_proj.weight": (width, 32) for part in ("gate", "up")}
+            sizes[f"{layer}{mlp}down_proj.weight"] = (32, width)
+        sizes |= {f"{layer}mlp.gate.weight": (3, 32)} if i else {}
+        sizes[f"{layer}input_layernorm.weight"] = (32,)
     if not tied:
         sizes["lm_head.weight"] = (70, 32)
     return shape, {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
@@ -276,7 +279,16 @@ def on_server(shape: ModelShape, tensors: dict[str, Tensor], *, tp: int, rank: i
     held: dict[str, Tensor] = {}
     heads, kv_heads, dim = shape.num_heads // tp, max(1, shape.num_kv_heads // tp), shape.head_dim
     kv_first = rank * shape.num_kv_heads // tp
+    experts = "model.layers.1.mlp.experts."
+    gate, up, down = (
+        [tensors[f"{experts}{e}.{part}_proj.weight"] for e in range(3)] for part in ("gate", "up", "down")
+    )
+    halves = [torch.cat([g.chunk(tp)[rank], u.chunk(tp)[rank]]) for g, u in zip(gate, up, strict=True)]
+    held[f"{experts}w13_weight"] = torch.stack(halves)
+    held[f"{experts}w2_weight"] = torch.stack([d.chunk(tp, dim=1)[rank] for d in down])
     for name, tensor in tensors.items():
+        if ".experts." in name:
+            continue
         if ".q_proj." in name:
             key, value = (tensors[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))
             kv = slice(kv_first * dim, (kv_first + kv_heads) * dim)
@@ -308,10 +320,17 @@ def test_checksums_of_full_tensors_predict_those_of_fused_and_cut_ones(tp: int, 
 
     assert expected.mismatches(received()) == []
     ranks[-1]["model.layers.1.self_attn.qkv_proj.weight"].view(-1)[-1] += 1e-3
+    ranks[0]["model.layers.1.mlp.experts.w13_weight"][[0, 1]] = ranks[0]["model.layers.1.mlp.experts.w13_weight"][
+        [1, 0]
+    ]
     missing = "model.layers.0.mlp.down_proj.weight"
     del ranks[0][missing]
     assert expected.mismatches(received()) == sorted(
-        [f"{missing} (rank 0)", f"model.layers.1.self_attn.qkv_proj.weight (rank {tp - 1})"]
+        [
+            f"{missing} (rank 0)",
+            "model.layers.1.mlp.experts.w13_weight (rank 0)",
+            f"model.layers.1.self_attn.qkv_proj.weight (rank {tp - 1})",
+        ]
     )
 
 
