@@ -103,6 +103,22 @@ def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
         yield Problem(key="actor.moe_routing_replay", message=message)
 
 
+def _served(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+    """What SGLang's own Qwen3-MoE does not look at in config.json, and samples something else for."""
+    if model.model_type != "qwen3_moe" or model.moe is None:
+        return
+    for key, ignored in (
+        ("mlp_only_layers, decoder_sparse_step", not all(model.moe.sparse_layers)),
+        ("tie_word_embeddings", model.tied),
+    ):
+        if ignored:
+            yield Problem(
+                key="actor.path",
+                message=f"{use.path} is a qwen3_moe whose config.json uses {key}, which SGLang servers ignore; take a "
+                "model with experts in every layer and an output layer of its own",
+            )
+
+
 def _positions(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
     """A generator refuses a sequence longer than the model's positions: known before the first prompt is sampled."""
     if not isinstance(config, PPOMATHConfig):
@@ -131,6 +147,8 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
         if placed.backend == "embedded" and (model.moe or model.mla):
             message = f"the embedded generator samples dense models, and {use.path} is of type {model.model_type!r}"
             yield Problem(key="allocation_mode", message=f"{message}; use sglang")
+        if placed.backend == "sglang":
+            yield from _served(use, model)
         for error in model_errors(
             placed.layout, role, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
             num_layers=model.num_layers, vocab_size=model.vocab_size, intermediate_size=model.intermediate_size,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_inputs import SMALLEST_PPO, write_model, write_prompts, write_run, write_safetensors
@@ -68,6 +69,27 @@ def test_replay_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     servers = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.sglang.device=cpu"]
     (message,) = problems(write_run(tmp_path), *servers, "actor.moe_routing_replay=true")
     assert "actor.moe_routing_replay: true, but model is of type 'qwen2', a model without experts; write" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mlp_only_layers": [0]}, "mlp_only_layers, decoder_sparse_step"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+)
+def test_what_servers_ignore_of_a_model_with_experts_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    path = write_run(tmp_path)
+    servers = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.sglang.device=cpu"]
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    experts |= {"model_type": "qwen3_moe", "tie_word_embeddings": False}
+    write_model(tmp_path / "model", **experts)
+    assert problems(path, *servers) == []
+    write_model(tmp_path / "model", **experts | changes)
+    (message,) = problems(path, *servers)
+    assert f"actor.path: model is a qwen3_moe whose config.json uses {named}, which SGLang servers ignore" in message
 
 
 def test_a_model_that_the_embedded_generator_cannot_sample_is_named(tmp_path: Path) -> None:

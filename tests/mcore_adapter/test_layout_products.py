@@ -1,13 +1,17 @@
-"""At night: every family in a selection of products of layouts, up to eight ranks, trains as one process does."""
+"""At night: every family in a selection of products of layouts, up to eight ranks, trains as one process does, and what
+it saves becomes the Hugging Face folder that it was loaded from."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_cases import actor_run, assert_same_steps
 from mcore_ranks import RankPool
+from test_convert import convert, write_checkpoint
+from test_weights import assert_same_bytes, tensors_of
 from tiny_models import EXPERT_MODELS, MODELS
 
 from allocation import ParallelLayout
@@ -67,3 +71,14 @@ def test_every_family_trains_in_the_selected_layouts_as_one_process_does(
 ) -> None:
     results = ranks.run(run_of(name), layout.world_size, layout, str(model_folders[name][0]))
     assert_same_steps(results, one_process[name])
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_every_family_s_checkpoint_of_the_selected_layouts_is_converted_byte_by_byte(
+    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str, layout: ParallelLayout
+) -> None:
+    source = model_folders[name][0]
+    ranks.run(write_checkpoint, layout.world_size, layout, source, tmp_path / "checkpoint", {})
+    status, _, error = convert(ranks, tmp_path / "checkpoint", tmp_path / "hf", "--check")
+    assert (status, error) == (0, "")
+    assert_same_bytes(tensors_of(source), tensors_of(tmp_path / "hf"))
