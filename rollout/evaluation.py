@@ -77,7 +77,7 @@ class EvaluationPlan:
         room = self.context_tokens - len(prompt.token_ids)
         if room < 1:
             raise ValueError(
-                f"{prompt.query_id}: its prompt has {len(prompt.token_ids)} tokens and the model's context "
+                f"{set_name}/{prompt.query_id}: its prompt has {len(prompt.token_ids)} tokens and the model's context "
                 f"{self.context_tokens}; no answer fits: leave the question out, or take a model with a longer context"
             )
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))

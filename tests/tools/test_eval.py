@@ -255,10 +255,11 @@ def test_a_conversion_that_is_killed_says_so(model: Path, data: Path, tmp_path: 
     assert "its conversion was ended by SIGKILL" in capsys.readouterr().err
 
 
-def test_a_prompt_longer_than_the_context_is_named(model: Path, tmp_path: Path, capsys) -> None:
-    write_rows(tmp_path / "long.jsonl", [{"prompt": "1+" * 40, "answer": "40"}])
-    assert main(arguments(model, tmp_path, tmp_path / "out", names="long")) == BAD_INPUT
-    assert "its prompt has 80 tokens and the model's context 64" in capsys.readouterr().err
+def test_a_prompt_longer_than_the_context_is_named_with_its_set(model: Path, tmp_path: Path, capsys) -> None:
+    write_rows(tmp_path / "short.jsonl", [{"id": "7", "prompt": "1+", "answer": "40"}])
+    write_rows(tmp_path / "long.jsonl", [{"id": "7", "prompt": "1+" * 40, "answer": "40"}])
+    assert main(arguments(model, tmp_path, tmp_path / "out", names="short,long")) == BAD_INPUT
+    assert "error: long/7: its prompt has 80 tokens and the model's context 64" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(
