@@ -90,6 +90,18 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(evaluated: Path, model: Pa
     assert answers.read_bytes().count(b"\n") == 170
 
 
+def test_a_set_has_a_file_from_its_first_answer_on(
+    model: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: object, **options: object) -> None:
+        raise ServerError("HTTP 500")
+
+    monkeypatch.setattr("tools.eval_run.answer_questions", fail)
+    assert main(arguments(model, data, tmp_path)) == FAILED
+    assert capsys.readouterr().err == "error: HTTP 500\n"
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
 def test_sets_that_are_answered_together_get_the_answers_that_they_get_alone(
     evaluated: Path, model: Path, data: Path, tmp_path: Path, caplog
 ) -> None:
