@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ SETTINGS = "settings.json"
 """File in the evaluation's folder with what settles the answers."""
 CONVERTED = "model"
 """Folder in the evaluation's for a converted checkpoint."""
+TEMPORARY = ".new"
+"""What the name of a file that is being written ends with."""
 _CONVERT_REFUSED = 2
 """Exit code of tools.convert for bad input."""
 
@@ -97,8 +100,24 @@ def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A json object, or an empty one where the file is missing."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """A json object, or an empty one where the file is missing. Raises EvalError for anything else."""
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise EvalError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise EvalError(f"{path} holds no json object, but {str(found)[:40]!r}")
+    return found
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """All of it, or the file stays as it was: what ends this process may come in the middle."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 async def start_generators(stack: AsyncExitStack, model: Path, choice: GeneratorChoice, logs: Path) -> list[Generator]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -20,7 +19,15 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rollout.embedded import GeneratorError
-from rollout.evaluation import Answer, AnswerFile, EvaluationPlan, QuestionSet, answer_questions, end_token_ids
+from rollout.evaluation import (
+    Answer,
+    AnswerFile,
+    EvaluationPlan,
+    QuestionSet,
+    answer_questions,
+    end_token_ids,
+    read_answers,
+)
 from rollout.reward import RewardPool, RewardWorkerError
 from rollout.router import NoGeneratorError, Router
 from rollout.sglang_server import ServerStartError
@@ -40,12 +47,14 @@ from tools.eval_meter import Meter
 from tools.eval_model import (
     CONVERTED,
     SETTINGS,
+    TEMPORARY,
     GeneratorChoice,
     find_model,
     hugging_face_folder,
     read_json,
     server_arguments,
     start_generators,
+    write_json,
 )
 from tools.eval_report import summarise, unjudged_line, write_report
 
@@ -53,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 _IDENTITY_KEYS = {"model_path", "weights", "max_gen_tokens", "questions"}
 """Keys by which that file is known as an evaluation's."""
+_WRITTEN_BESIDE = {SETTINGS, SETTINGS + TEMPORARY, "logs", "results.json", "results.md", "results.png"}
+"""What an evaluation writes beside the answers; none of it shows that a folder is one."""
 _ANSWERS_STAY_THE_SAME = {"mem_fraction_static", "max_total_tokens", "log_level", "watchdog_timeout"}
 """Server arguments of which an evaluation may be continued with others: what was too little the first time."""
 FAILURES = (
@@ -139,11 +150,23 @@ def _check_may_be_emptied(folder: Path, *, needed: Sequence[Path]) -> None:
 
 
 def _is_evaluation(folder: Path) -> bool:
+    """By its settings; where these are missing or damaged, by holding what an evaluation writes and nothing else."""
     try:
         found = read_json(folder / SETTINGS)
+    except EvalError:
+        found = {}
+    if found:
+        return found.keys() >= _IDENTITY_KEYS
+    full = [path for path in folder.iterdir() if path.is_dir() or path.lstat().st_size > 0]
+    others = [path for path in full if path.name not in _WRITTEN_BESIDE]
+    return not full or (bool(others) and all(_holds_answers(path) for path in others))
+
+
+def _holds_answers(path: Path) -> bool:
+    try:
+        return path.suffix == ".jsonl" and path.is_file() and bool(read_answers(path))
     except ValueError:
         return False
-    return isinstance(found, dict) and found.keys() >= _IDENTITY_KEYS
 
 
 def _empty(folder: Path, *, keep: Path) -> None:
@@ -257,7 +280,13 @@ def _identity(settings: EvalSettings, model: Path, template: str, ends: Sequence
 
 def _check_same(path: Path, identity: dict[str, Any]) -> None:
     """Write the settings down, or hold them against those of the answers that are there."""
-    before = read_json(path)
+    try:
+        before = read_json(path)
+    except EvalError as error:
+        raise EvalError(
+            f"{error}; what the answers in {path.parent} were made with is not known: give another --output_path, or "
+            "--overwrite"
+        ) from error
     for key, now in identity.items():
         then = before.get(key, now)
         if key == "questions":
@@ -273,4 +302,5 @@ def _check_same(path: Path, identity: dict[str, Any]) -> None:
                 f"{key}={now!r}: the answers in {path.parent} were made with {then!r}; give the same, another "
                 "--output_path, or --overwrite"
             )
-    path.write_text(json.dumps(identity, indent=1) + "\n")
+    if identity != before:
+        write_json(path, identity)

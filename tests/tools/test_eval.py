@@ -197,9 +197,47 @@ def test_overwriting_starts_anew_in_an_evaluations_folder_only(
         (tmp_path / "mine" / "settings.json").write_text(content)
         assert main(arguments(model, data, tmp_path / "mine", "--overwrite")) == BAD_INPUT
         assert "holds no evaluation" in capsys.readouterr().err
+    (tmp_path / "mine" / "notes.jsonl").write_text('{"mine": 1}\n')
+    assert main(arguments(model, data, tmp_path / "mine", "--overwrite")) == BAD_INPUT
     own = shutil.copytree(model, output / "model")
     assert main(arguments(own, data, output, "--overwrite")) == BAD_INPUT
     assert "which is needed" in capsys.readouterr().err and own.exists()
+
+
+def test_damaged_settings_are_named_and_may_be_overwritten(
+    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    output = shutil.copytree(evaluated, tmp_path / "out")
+    few = ("--n_sampling", "0", "--num_questions", "1")
+    for content in ("", '{\n "model_path": "/mod', "[]"):
+        (output / "settings.json").write_text(content)
+        assert main(arguments(model, data, output, *few)) == BAD_INPUT
+        said = capsys.readouterr().err
+        assert f"error: {output / 'settings.json'} " in said and "or --overwrite" in said
+        (output / "notes.txt").write_text("mine")
+        assert main(arguments(model, data, output, "--overwrite", *few)) == BAD_INPUT
+        assert "holds no evaluation" in capsys.readouterr().err
+        (output / "notes.txt").unlink()
+        assert main(arguments(model, data, output, "--overwrite", *few)) == 0
+
+
+def test_settings_stay_whole_when_they_cannot_be_written_and_as_they_are_when_they_did_not_change(
+    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = shutil.copytree(evaluated, tmp_path / "out")
+    before = (output / "settings.json").stat()
+    assert main(arguments(model, data, output)) == 0
+    after = (output / "settings.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tools.eval_model.os.fsync", full)
+    write_rows(tmp_path / "more.jsonl", [{"prompt": "2+2=", "answer": "4"}])
+    assert main(arguments(model, data, output, names=f"sums,{tmp_path / 'more.jsonl'}")) == FAILED
+    assert "No space left" in capsys.readouterr().err
+    assert (output / "settings.json").read_bytes() == (evaluated / "settings.json").read_bytes()
 
 
 def test_an_evaluation_goes_on_with_the_same_server_arguments_and_ends_of_an_answer_only(
