@@ -46,14 +46,17 @@ from tools.eval_data import (
 from tools.eval_meter import Meter
 from tools.eval_model import (
     CONVERTED,
+    CONVERTING,
     SETTINGS,
     TEMPORARY,
     GeneratorChoice,
     find_model,
     hugging_face_folder,
+    is_conversion,
     read_json,
     server_arguments,
     start_generators,
+    weights_identity,
     write_json,
 )
 from tools.eval_report import summarise, unjudged_line, write_report
@@ -159,10 +162,13 @@ def _is_evaluation(folder: Path) -> bool:
         return found.keys() >= _IDENTITY_KEYS
     full = [path for path in folder.iterdir() if path.is_dir() or path.lstat().st_size > 0]
     others = [path for path in full if path.name not in _WRITTEN_BESIDE]
-    return not full or (bool(others) and all(_holds_answers(path) for path in others))
+    return not full or (bool(others) and all(_is_result(path) for path in others))
 
 
-def _holds_answers(path: Path) -> bool:
+def _is_result(path: Path) -> bool:
+    """Answers, or a conversion, whole or not."""
+    if path.is_dir():
+        return CONVERTING in path.name or (path.name == CONVERTED and is_conversion(path))
     try:
         return path.suffix == ".jsonl" and path.is_file() and bool(read_answers(path))
     except ValueError:
@@ -183,8 +189,11 @@ async def evaluate(settings: EvalSettings) -> str:
     """Answer what is not yet answered, write the report, return the table."""
     output = settings.output_path
     output.mkdir(parents=True, exist_ok=True)
+    given_model = {"model_path": str(settings.model_path), "weights": weights_identity(settings.model_path)}
     if settings.overwrite:  # the answers go only when everything they could be lost for is checked
         shutil.rmtree(output / CONVERTED, ignore_errors=True)
+    else:
+        _check_same(output / SETTINGS, given_model)  # before the model of the answers gives way to another one
     model = hugging_face_folder(settings.model_path, output)
     tokenizer = AutoTokenizer.from_pretrained(model)
     template = question_template(settings.prompt_template, tokenizer)
@@ -212,10 +221,11 @@ async def evaluate(settings: EvalSettings) -> str:
     for name, of in prompts.items():
         for prompt in of:
             plan.request(name, prompt, "greedy", 0)  # it leaves room for an answer
-    identity = _identity(settings, model, template, ends)
+    identity = given_model | _identity(settings, template, ends)
     if settings.overwrite:
         _empty(output, keep=output / CONVERTED)
-    _check_same(output / SETTINGS, identity)
+    if _check_same(output / SETTINGS, identity) != identity:
+        write_json(output / SETTINGS, identity)
 
     answers = await _answer_all(settings, prompts, model, tokenizer, plan)
     table = write_report(output, [summarise(name, of) for name, of in answers.items()], identity)
@@ -254,17 +264,15 @@ async def _answer_all(
     return {name: [a for n, a in files[name].answers.items() if n in wanted[name]] for name in prompts}
 
 
-def _identity(settings: EvalSettings, model: Path, template: str, ends: Sequence[int]) -> dict[str, Any]:
-    """What settles the answers, for the file beside them. How many questions and samples may change."""
-    weights = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in model.glob("*.safetensors"))
+def _identity(settings: EvalSettings, template: str, ends: Sequence[int]) -> dict[str, Any]:
+    """What settles the answers beside the model, for the file beside them. How many questions and samples may
+    change."""
     questions = {
         b.name: hashlib.blake2b(repr([(r.query_id, r.prompt, r.solutions) for r in b.rows]).encode()).hexdigest()[:16]
         for b in settings.benchmarks
     }
     sampling = settings.sampling
     return {
-        "model_path": str(settings.model_path),
-        "weights": hashlib.blake2b(repr(weights).encode()).hexdigest()[:16],
         "max_gen_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -278,8 +286,9 @@ def _identity(settings: EvalSettings, model: Path, template: str, ends: Sequence
     }
 
 
-def _check_same(path: Path, identity: dict[str, Any]) -> None:
-    """Write the settings down, or hold them against those of the answers that are there."""
+def _check_same(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Hold settings against those of the answers that are there, which are returned; questions of sets that are not
+    asked now are taken over. Raises EvalError where they differ."""
     try:
         before = read_json(path)
     except EvalError as error:
@@ -302,5 +311,4 @@ def _check_same(path: Path, identity: dict[str, Any]) -> None:
                 f"{key}={now!r}: the answers in {path.parent} were made with {then!r}; give the same, another "
                 "--output_path, or --overwrite"
             )
-    if identity != before:
-        write_json(path, identity)
+    return before

@@ -312,10 +312,82 @@ def test_a_prompt_longer_than_the_context_is_named_with_its_set(model: Path, tmp
     assert "error: long/7: its prompt has 80 tokens and the model's context 64" in capsys.readouterr().err
 
 
+@pytest.fixture
+def runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two checkpoints; a conversion of one copies `model` and the checkpoint's metadata.json."""
+    found = (tmp_path / "one", tmp_path / "two")
+    for run in found:
+        (run / "actor").mkdir(parents=True)
+        (run / "actor" / "metadata.json").write_text(json.dumps({"of": run.name}))
+    converter = tmp_path / "python"
+    copies = f'cp -r {model} "$6" && exec cp "$4/metadata.json" "$6"'
+    converter.write_text(f'#!/bin/sh\n[ "$2" != tools.convert ] || {{ {copies}; }}\nexec {sys.executable} "$@"\n')
+    converter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(converter))
+    return found
+
+
+def converted_from(output: Path) -> object:
+    return json.loads((output / "model" / "metadata.json").read_text())["of"]
+
+
+FEW = ("--n_sampling", "0", "--num_questions", "2")
+
+
+def test_a_checkpoint_is_converted_anew_where_what_is_there_was_made_from_another(
+    runs: tuple[Path, Path], data: Path, tmp_path: Path
+) -> None:
+    (one, two), output = runs, tmp_path / "out"
+    write_rows(tmp_path / "long.jsonl", [{"prompt": "1+" * 40, "answer": "40"}])
+    too_long = arguments(one, data, output, *FEW, names=str(tmp_path / "long.jsonl"))
+    assert main(too_long) == BAD_INPUT
+    assert [p.name for p in output.iterdir()] == ["model"], "stopped when it was converted"
+    first = (output / "model").stat().st_ino
+    assert main(too_long) == BAD_INPUT
+    assert (output / "model").stat().st_ino == first, "not converted twice"
+    (one / "actor" / "metadata.json").write_text(json.dumps({"of": "replaced"}))
+    assert main(too_long) == BAD_INPUT
+    assert converted_from(output) == "replaced"
+    (output / "..model.converting.killed").mkdir()
+    assert main(arguments(two, data, output, *FEW)) == 0
+    assert converted_from(output) == "two"
+    assert not list(output.glob("*converting*"))
+
+
+def test_answers_of_a_checkpoint_stay_with_it(runs: tuple[Path, Path], data: Path, tmp_path: Path, capsys) -> None:
+    (one, _), output = runs, tmp_path / "out"
+    assert main(arguments(one, data, output, *FEW)) == 0
+    shutil.rmtree(output / "model")
+    assert main(arguments(one, data, output, *FEW)) == 0, "the same checkpoint, converted again"
+    (one / "actor" / "metadata.json").write_text(json.dumps({"of": "replaced"}))
+    assert main(arguments(one, data, output, *FEW)) == BAD_INPUT
+    assert "the answers in" in capsys.readouterr().err
+    assert converted_from(output) == "one", "refused before it is converted"
+    assert main(arguments(one, data, output, *FEW, "--overwrite")) == 0
+    assert converted_from(output) == "replaced"
+
+
+def test_a_folder_with_nothing_but_a_conversion_may_be_overwritten(
+    runs: tuple[Path, Path], model: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    (one, two), output = runs, tmp_path / "out"
+    shutil.copytree(model, output / "model")
+    for option, says in (("--overwrite", "holds no evaluation"), ("--seed=1", "no conversion itself")):
+        assert main(arguments(one, data, output, *FEW, option)) == BAD_INPUT
+        assert says in capsys.readouterr().err
+    shutil.rmtree(output / "model")
+    write_rows(tmp_path / "long.jsonl", [{"prompt": "1+" * 40, "answer": "40"}])
+    assert main(arguments(one, data, output, names=str(tmp_path / "long.jsonl"))) == BAD_INPUT
+    assert main(arguments(two, data, output, *FEW, "--overwrite")) == 0
+    assert converted_from(output) == "two"
+
+
 def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(
     evaluated: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:
     convert = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(model), "--to-megatron"]
     subprocess.run([*convert, "--output_path", str(tmp_path / "run" / "actor")], cwd=ROOT, check=True)
     assert main(arguments(tmp_path / "run", data, tmp_path / "out")) == 0
+    made_from = json.loads((tmp_path / "out" / "model" / "made_from.json").read_text())
+    assert made_from["checkpoint"] == str(tmp_path / "run" / "actor")
     assert by_name(tmp_path / "out" / "sums.jsonl") == by_name(evaluated / "sums.jsonl")
