@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from rollout.dataset import Tokenizer
 from rollout.math_answers import extracted_answer
@@ -77,7 +77,7 @@ class EvaluationPlan:
         room = self.context_tokens - len(prompt.token_ids)
         if room < 1:
             raise ValueError(
-                f"{prompt.query_id}: its prompt has {len(prompt.token_ids)} tokens and the model's context "
+                f"{set_name}/{prompt.query_id}: its prompt has {len(prompt.token_ids)} tokens and the model's context "
                 f"{self.context_tokens}; no answer fits: leave the question out, or take a model with a longer context"
             )
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
@@ -103,25 +103,28 @@ class QuestionSet:
 
 
 class AnswerFile:
-    """The answers so far, and where further ones go. Use as a context manager."""
+    """The answers so far, and where further ones go; no file before the first one. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         """Reads what is there; a last line that was cut off is dropped. Raises ValueError for any other bad line."""
         self._path = path
+        self._file: TextIO | None = None
         self.answers: dict[Name, Answer] = {}
         for answer in read_answers(path, repair=True) if path.exists() else ():
             self.answers[answer.name] = answer
 
     def __enter__(self) -> AnswerFile:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def add(self, answer: Answer) -> None:
         """Write it down; it survives the end of this process."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
         self.answers[answer.name] = answer
         self._file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
         self._file.flush()

@@ -6,7 +6,7 @@ are drawn together (paired), and what the questions' difficulty adds to both can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,28 +54,38 @@ class Flip:
     answer_b: str
 
 
-def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[Flip]]:
-    """Every dataset that both folders answered. Raises CompareError where there is none, no question in common, or
-    where two files of one name were asked."""
-    names = sorted({p.stem for p in a.glob("*.jsonl")} & {p.stem for p in b.glob("*.jsonl")})
-    if not names:
-        raise CompareError(
-            f"{a} and {b} have no dataset in common (DATASET.jsonl in both); evaluate both models on one"
-        )
+def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[Flip], dict[str, str]]:
+    """Every dataset that both folders answered, and dataset -> why it is left out for the others. Raises CompareError
+    where nothing is left, or where two files of one name were asked."""
     differences: list[Difference] = []
     flips: list[Flip] = []
-    for name in names:
-        left, right = (read_answers(folder / f"{name}.jsonl") for folder in (a, b))
+    left_out: dict[str, str] = {}
+    for name in sorted({p.stem for folder in (a, b) for p in folder.glob("*.jsonl")}):
+        paths = [folder / f"{name}.jsonl" for folder in (a, b)]
+        left, right = (read_answers(path) if path.exists() else [] for path in paths)
+        empty = [side for side, answers in (("A", left), ("B", right)) if not answers]
+        if empty:
+            left_out[name] = f"no answers in {' and '.join(empty)}"
+            continue
         if _other_questions(name, a, b):
             raise CompareError(f"{name}: {a} and {b} answered different files of that name: {_how(left, right)}")
-        differences += _differences(name, left, right, np.random.default_rng(seed))
+        found = _differences(name, left, right, np.random.default_rng(seed))
+        if not found:
+            left_out[name] = "no question in common; were they asked the same file?"
+        differences += found
         flips += _flips(name, left, right)
-    return differences, flips
+    if not differences:
+        why = "".join(f"; {name}: {reason}" for name, reason in left_out.items())
+        raise CompareError(
+            f"{a} and {b} have no dataset in common (DATASET.jsonl in both); evaluate both models on one{why}"
+        )
+    return differences, flips, left_out
 
 
-def report(differences: Sequence[Difference], flips: Sequence[Flip]) -> str:
+def report(differences: Sequence[Difference], flips: Sequence[Flip], left_out: Mapping[str, str]) -> str:
     """For the terminal."""
     lines = [text_table(_COLUMNS, [d.cells() for d in differences])]
+    lines += [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     for now_right, title in ((True, "right in B only"), (False, "right in A only")):
         found = [f for f in flips if f.now_right == now_right]
         lines.append(f"\n{len(found)} questions answered {title} (greedy):")
@@ -84,12 +94,13 @@ def report(differences: Sequence[Difference], flips: Sequence[Flip]) -> str:
 
 
 def _differences(dataset: str, a: Sequence[Answer], b: Sequence[Answer], rng: np.random.Generator) -> list[Difference]:
+    """Of every measure that a question has on both sides."""
     found = []
     for measure, of_question in _measures(a, b).items():
         values_a, values_b = of_question(a), of_question(b)
         shared = sorted(values_a.keys() & values_b.keys())
         if not shared:
-            raise CompareError(f"{dataset}: the two folders have no question in common; were they asked the same file?")
+            continue
         pairs = np.array([(values_a[q], values_b[q]) for q in shared])
         apart = pairs[:, 1] - pairs[:, 0]
         low, high = np.percentile(_resampled_means(apart, rng), (2.5, 97.5))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +21,20 @@ from rollout.sglang_gpus import query_gpus
 from rollout.types import Generator
 from tools.eval_data import EvalError, EvalFailure
 
+logger = logging.getLogger(__name__)
+
 Backend = Literal["auto", "sglang", "embedded"]
 
 SETTINGS = "settings.json"
 """File in the evaluation's folder with what settles the answers."""
 CONVERTED = "model"
 """Folder in the evaluation's for a converted checkpoint."""
+CONVERTING = f".{CONVERTED}.converting"
+"""What the folder of a conversion under way has in its name."""
+_MADE_FROM = "made_from.json"
+"""File in a conversion with what it was made from."""
+TEMPORARY = ".new"
+"""What the name of a file that is being written ends with."""
 _CONVERT_REFUSED = 2
 """Exit code of tools.convert for bad input."""
 
@@ -63,22 +75,54 @@ def find_model(path: Path) -> tuple[Path, bool]:
 
 
 def hugging_face_folder(path: Path, output: Path) -> Path:
-    """The folder itself where it is a Hugging Face one; a recover checkpoint is converted into `output`/model first.
-    Raises EvalError for anything else, EvalFailure where the conversion is ended."""
+    """The folder itself where it is a Hugging Face one; a recover checkpoint is converted into `output`/model first,
+    unless what is there was made from it as it is now. Raises EvalError for anything else, EvalFailure where the
+    conversion is ended."""
     checkpoint, is_ready = find_model(path)
     if is_ready:
         return path
     converted = output / CONVERTED
-    if not converted.exists():
-        command = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(checkpoint)]
-        done = subprocess.run([*command, "--output_path", str(converted)], capture_output=True, text=True)
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
-        if done.returncode == _CONVERT_REFUSED:
-            raise EvalError(f"--model_path {path}: {said}")
-        if done.returncode:
-            how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
-            raise EvalFailure(f"--model_path {path}: its conversion was ended by {how}: {said}")
+    source = {"checkpoint": str(checkpoint.resolve()), "weights": weights_identity(path)}
+    if converted.exists():
+        if not is_conversion(converted):
+            raise EvalError(
+                f"{converted} is where --model_path {path} would be converted to, and no conversion itself (it has no "
+                f"{_MADE_FROM}); move it away, or give another --output_path"
+            )
+        if read_json(converted / _MADE_FROM) == source:
+            return converted
+        logger.info("%s was made from another checkpoint, or from this one before it changed", converted)
+        shutil.rmtree(converted)
+    for left_over in (p for p in output.iterdir() if CONVERTING in p.name):
+        shutil.rmtree(left_over)
+    _convert(path, checkpoint, output / CONVERTING)
+    write_json(output / CONVERTING / _MADE_FROM, source)
+    (output / CONVERTING).rename(converted)  # never without what it was made from
     return converted
+
+
+def is_conversion(folder: Path) -> bool:
+    """Whether an evaluation converted a checkpoint into it."""
+    return (folder / _MADE_FROM).is_file()
+
+
+def weights_identity(path: Path) -> str:
+    """Of the model as it was given, not of its conversion: another one after any of its files changed."""
+    folder, is_ready = find_model(path)
+    files = [p for p in folder.glob("*.safetensors" if is_ready else "**/*") if p.is_file()]
+    stats = sorted((str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files)
+    return hashlib.blake2b(repr(stats).encode()).hexdigest()[:16]
+
+
+def _convert(path: Path, checkpoint: Path, target: Path) -> None:
+    command = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(checkpoint)]
+    done = subprocess.run([*command, "--output_path", str(target)], capture_output=True, text=True)
+    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
+    if done.returncode == _CONVERT_REFUSED:
+        raise EvalError(f"--model_path {path}: {said}")
+    if done.returncode:
+        how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
+        raise EvalFailure(f"--model_path {path}: its conversion was ended by {how}: {said}")
 
 
 def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool]:
@@ -97,8 +141,24 @@ def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A json object, or an empty one where the file is missing."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """A json object, or an empty one where the file is missing. Raises EvalError for anything else."""
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise EvalError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise EvalError(f"{path} holds no json object, but {str(found)[:40]!r}")
+    return found
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """All of it, or the file stays as it was: what ends this process may come in the middle."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 async def start_generators(stack: AsyncExitStack, model: Path, choice: GeneratorChoice, logs: Path) -> list[Generator]:

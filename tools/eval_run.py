@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -20,7 +19,15 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rollout.embedded import GeneratorError
-from rollout.evaluation import Answer, AnswerFile, EvaluationPlan, QuestionSet, answer_questions, end_token_ids
+from rollout.evaluation import (
+    Answer,
+    AnswerFile,
+    EvaluationPlan,
+    QuestionSet,
+    answer_questions,
+    end_token_ids,
+    read_answers,
+)
 from rollout.reward import RewardPool, RewardWorkerError
 from rollout.router import NoGeneratorError, Router
 from rollout.sglang_server import ServerStartError
@@ -39,13 +46,18 @@ from tools.eval_data import (
 from tools.eval_meter import Meter
 from tools.eval_model import (
     CONVERTED,
+    CONVERTING,
     SETTINGS,
+    TEMPORARY,
     GeneratorChoice,
     find_model,
     hugging_face_folder,
+    is_conversion,
     read_json,
     server_arguments,
     start_generators,
+    weights_identity,
+    write_json,
 )
 from tools.eval_report import summarise, unjudged_line, write_report
 
@@ -53,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 _IDENTITY_KEYS = {"model_path", "weights", "max_gen_tokens", "questions"}
 """Keys by which that file is known as an evaluation's."""
+_WRITTEN_BESIDE = {SETTINGS, SETTINGS + TEMPORARY, "logs", "results.json", "results.md", "results.png"}
+"""What an evaluation writes beside the answers; none of it shows that a folder is one."""
 _ANSWERS_STAY_THE_SAME = {"mem_fraction_static", "max_total_tokens", "log_level", "watchdog_timeout"}
 """Server arguments of which an evaluation may be continued with others: what was too little the first time."""
 FAILURES = (
@@ -139,11 +153,26 @@ def _check_may_be_emptied(folder: Path, *, needed: Sequence[Path]) -> None:
 
 
 def _is_evaluation(folder: Path) -> bool:
+    """By its settings; where these are missing or damaged, by holding what an evaluation writes and nothing else."""
     try:
         found = read_json(folder / SETTINGS)
+    except EvalError:
+        found = {}
+    if found:
+        return found.keys() >= _IDENTITY_KEYS
+    full = [path for path in folder.iterdir() if path.is_dir() or path.lstat().st_size > 0]
+    others = [path for path in full if path.name not in _WRITTEN_BESIDE]
+    return not full or (bool(others) and all(_is_result(path) for path in others))
+
+
+def _is_result(path: Path) -> bool:
+    """Answers, or a conversion, whole or not."""
+    if path.is_dir():
+        return CONVERTING in path.name or (path.name == CONVERTED and is_conversion(path))
+    try:
+        return path.suffix == ".jsonl" and path.is_file() and bool(read_answers(path))
     except ValueError:
         return False
-    return isinstance(found, dict) and found.keys() >= _IDENTITY_KEYS
 
 
 def _empty(folder: Path, *, keep: Path) -> None:
@@ -160,8 +189,11 @@ async def evaluate(settings: EvalSettings) -> str:
     """Answer what is not yet answered, write the report, return the table."""
     output = settings.output_path
     output.mkdir(parents=True, exist_ok=True)
+    given_model = {"model_path": str(settings.model_path), "weights": weights_identity(settings.model_path)}
     if settings.overwrite:  # the answers go only when everything they could be lost for is checked
         shutil.rmtree(output / CONVERTED, ignore_errors=True)
+    else:
+        _check_same(output / SETTINGS, given_model)  # before the model of the answers gives way to another one
     model = hugging_face_folder(settings.model_path, output)
     tokenizer = AutoTokenizer.from_pretrained(model)
     template = question_template(settings.prompt_template, tokenizer)
@@ -189,10 +221,11 @@ async def evaluate(settings: EvalSettings) -> str:
     for name, of in prompts.items():
         for prompt in of:
             plan.request(name, prompt, "greedy", 0)  # it leaves room for an answer
-    identity = _identity(settings, model, template, ends)
+    identity = given_model | _identity(settings, template, ends)
     if settings.overwrite:
         _empty(output, keep=output / CONVERTED)
-    _check_same(output / SETTINGS, identity)
+    if _check_same(output / SETTINGS, identity) != identity:
+        write_json(output / SETTINGS, identity)
 
     answers = await _answer_all(settings, prompts, model, tokenizer, plan)
     table = write_report(output, [summarise(name, of) for name, of in answers.items()], identity)
@@ -231,17 +264,15 @@ async def _answer_all(
     return {name: [a for n, a in files[name].answers.items() if n in wanted[name]] for name in prompts}
 
 
-def _identity(settings: EvalSettings, model: Path, template: str, ends: Sequence[int]) -> dict[str, Any]:
-    """What settles the answers, for the file beside them. How many questions and samples may change."""
-    weights = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in model.glob("*.safetensors"))
+def _identity(settings: EvalSettings, template: str, ends: Sequence[int]) -> dict[str, Any]:
+    """What settles the answers beside the model, for the file beside them. How many questions and samples may
+    change."""
     questions = {
         b.name: hashlib.blake2b(repr([(r.query_id, r.prompt, r.solutions) for r in b.rows]).encode()).hexdigest()[:16]
         for b in settings.benchmarks
     }
     sampling = settings.sampling
     return {
-        "model_path": str(settings.model_path),
-        "weights": hashlib.blake2b(repr(weights).encode()).hexdigest()[:16],
         "max_gen_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -255,9 +286,16 @@ def _identity(settings: EvalSettings, model: Path, template: str, ends: Sequence
     }
 
 
-def _check_same(path: Path, identity: dict[str, Any]) -> None:
-    """Write the settings down, or hold them against those of the answers that are there."""
-    before = read_json(path)
+def _check_same(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Hold settings against those of the answers that are there, which are returned; questions of sets that are not
+    asked now are taken over. Raises EvalError where they differ."""
+    try:
+        before = read_json(path)
+    except EvalError as error:
+        raise EvalError(
+            f"{error}; what the answers in {path.parent} were made with is not known: give another --output_path, or "
+            "--overwrite"
+        ) from error
     for key, now in identity.items():
         then = before.get(key, now)
         if key == "questions":
@@ -273,4 +311,4 @@ def _check_same(path: Path, identity: dict[str, Any]) -> None:
                 f"{key}={now!r}: the answers in {path.parent} were made with {then!r}; give the same, another "
                 "--output_path, or --overwrite"
             )
-    path.write_text(json.dumps(identity, indent=1) + "\n")
+    return before

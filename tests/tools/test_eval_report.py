@@ -59,9 +59,9 @@ def test_the_table_looks_as_the_tutorials() -> None:
     )
 
 
-def write(folder: Path, answers: list[Answer]) -> Path:
-    folder.mkdir()
-    (folder / "d.jsonl").write_text("".join(json.dumps(asdict(a)) + "\n" for a in answers))
+def write(folder: Path, answers: list[Answer], *, name: str = "d") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(asdict(a)) + "\n" for a in answers))
     return folder
 
 
@@ -70,7 +70,8 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsy
     questions = [f"q{i}" for i in range(20)]
     a = write(tmp_path / "a", [answer(q, float(q in right_in_a)) for q in questions])
     b = write(tmp_path / "b", [answer(q, float(q in right_in_b), tokens=12) for q in questions])
-    differences, flips = compare(a, b)
+    differences, flips, left_out = compare(a, b)
+    assert not left_out
     accuracy, length = differences
     assert (accuracy.measure, accuracy.a, accuracy.b, accuracy.num_questions) == ("greedy_acc", 10.0, 20.0, 20)
     assert accuracy.low < 10.0 < accuracy.high and -10 <= accuracy.low <= 0 and 20 <= accuracy.high <= 35
@@ -110,3 +111,24 @@ def test_answers_without_a_verdict_are_counted_by_their_cause() -> None:
 def test_folders_without_a_common_dataset_are_refused(tmp_path: Path, capsys) -> None:
     assert main(["compare", str(write(tmp_path / "a", [])), str(tmp_path)]) == BAD_INPUT
     assert "no dataset in common" in capsys.readouterr().err
+
+
+def test_sets_that_one_side_did_not_answer_are_left_out_and_named(tmp_path: Path, capsys) -> None:
+    a = write(tmp_path / "a", [answer("q", 0.0)])
+    b = write(tmp_path / "b", [answer("q", 1.0), answer("q", 1.0, number=0)])
+    write(a, [answer("q", 1.0)], name="begun")
+    write(b, [], name="begun")
+    write(b, [answer("q", 1.0)], name="more")
+    write(a, [answer("1", 1.0)], name="other")
+    write(b, [answer("2", 1.0)], name="other")
+    assert main(["compare", str(a), str(b)]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split()[1::2][:2] for line in printed.splitlines() if line.startswith("|")]
+    assert rows == [["dataset", "measure"], ["d", "greedy_acc"], ["d", "greedy_length"]], "only B was sampled"
+    assert "begun is left out: no answers in B" in printed and "more is left out: no answers in A" in printed
+    assert "other is left out: no question in common" in printed
+    for folder in (a, b):
+        (folder / "d.jsonl").unlink()
+    assert main(["compare", str(a), str(b)]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "no dataset in common" in said and "; begun: no answers in B; more: no answers in A; other: no q" in said
