@@ -17,7 +17,11 @@ from torch import Tensor
 _SLAB_ELEMENTS = 4 << 20  # converted and written at a time
 _COPIED_AT_ONCE = 64 << 20  # between two looks for Ctrl-C
 _BUFFER_BYTES = 4 << 20  # where the kernel does not copy between two file systems
-_KERNEL_DOES_NOT = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_KERNEL_DOES_NOT = {
+    errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY,
+}  # fmt: skip
+"""What file systems, older kernels and sandboxes answer who cannot copy; where it is an error all the same, reading and
+writing meet it again."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,9 @@ def _copy(source: int, begin: int, target: int, offset: int, count: int, path: P
     by_kernel, buffer = True, memoryview(b"")
     while done < count:
         if by_kernel:
-            try:
-                copied = os.copy_file_range(
-                    source, target, min(count - done, _COPIED_AT_ONCE), begin + done, offset + done
-                )
-            except OSError as error:
-                if error.errno not in _KERNEL_DOES_NOT:
-                    raise
-                by_kernel, buffer = False, memoryview(bytearray(min(count, _BUFFER_BYTES)))
+            copied = _copied_by_kernel(source, begin + done, target, offset + done, min(count - done, _COPIED_AT_ONCE))
+            if not copied:
+                by_kernel, buffer = False, memoryview(bytearray(min(count - done, _BUFFER_BYTES)))
                 continue
         else:
             copied = os.preadv(source, [buffer[: count - done]], begin + done)
@@ -78,3 +77,14 @@ def _copy(source: int, begin: int, target: int, offset: int, count: int, path: P
         if not copied:
             raise OSError(f"{path}: ends at byte {begin + done}, in the middle of a tensor; it was whole a moment ago")
         done += copied
+
+
+def _copied_by_kernel(source: int, begin: int, target: int, offset: int, count: int) -> int:
+    """How much it copied. 0 says nothing: that it does not copy here, or the end of the file, which some file systems
+    also tell where there is none. Raises OSError where copying failed."""
+    try:
+        return os.copy_file_range(source, target, count, begin, offset)
+    except OSError as error:
+        if error.errno not in _KERNEL_DOES_NOT:
+            raise
+        return 0

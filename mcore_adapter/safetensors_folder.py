@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -147,25 +148,44 @@ def _first_bytes(path: Path) -> dict[str, int]:
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
+def check_replaceable(target: str | Path) -> None:
+    """Raises OSError where no other folder can take the place of `target`, or should not."""
+    target = Path(target).resolve()
+    if os.path.ismount(target):
+        raise OSError(f"{target} is a mount point, which cannot be replaced; name a folder inside it")
+    if Path.cwd().is_relative_to(target):
+        raise OSError(f"{target} is or holds the current folder, which would be gone; name a folder inside it")
+
+
 @contextmanager
 def replacing_folder(target: str | Path) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block ends without an error and vanishes when it
-    does not: `target` is either what it was or complete."""
-    target = Path(target)
+    does not: `target` is either what it was or complete. Raises OSError at once where it cannot be replaced."""
+    check_replaceable(target)
+    target = Path(target).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp makes it private
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-            target.rename(old / target.name)
-            temporary.rename(target)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(target)
+        _take_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_place(temporary: Path, target: Path) -> None:
+    if not target.exists():
+        temporary.rename(target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    old = aside / target.name
+    try:
+        target.rename(old)
+        temporary.rename(target)
+    finally:  # also after Ctrl-C between the two
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(aside)
 
 
 @dataclass(frozen=True)
@@ -261,7 +281,14 @@ class ShardWriter:
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
     """Copy the tokenizer and generation settings that `source` has."""
-    for name in _TOKENIZER_FILES:
-        path = Path(source) / name
-        if path.exists():
-            shutil.copyfile(path, target / name)
+    for path in _tokenizer(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def tokenizer_bytes(source: str | Path) -> int:
+    """What copy_tokenizer() would write."""
+    return sum(path.stat().st_size for path in _tokenizer(source))
+
+
+def _tokenizer(source: str | Path) -> list[Path]:
+    return [path for name in TOKENIZER_FILES if (path := Path(source) / name).exists()]

@@ -28,8 +28,16 @@ from mcore_adapter.hf_config import ModelConfig
 from mcore_adapter.megatron_config import layers_of_chunks
 from mcore_adapter.model import check_layout
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.safetensors_folder import SafetensorsFolder, ShardWriter, WeightsError, copy_tokenizer
+from mcore_adapter.safetensors_folder import (
+    INDEX_FILE,
+    TOKENIZER_FILES,
+    SafetensorsFolder,
+    ShardWriter,
+    WeightsError,
+    copy_tokenizer,
+)
 from mcore_adapter.stored_tensors import (
+    METADATA_FILE,
     UNREADABLE,
     StoredPart,
     StoredTensors,
@@ -40,6 +48,7 @@ from mcore_adapter.stored_tensors import (
 )
 from mcore_adapter.weights import check_names, hf_config_json, tensor_specs, write_config
 
+_CHECKPOINT_FILES = (METADATA_FILE, "common.pt", "metadata.json")
 Progress = Callable[[int], None]
 """Told the bytes written by each step."""
 
@@ -169,6 +178,34 @@ def hf_to_checkpoint(source: Path, target: Path, model: ModelFile, layout: Paral
     config = hf_config_json(model.config, dtype=model.dtype, is_critic=model.config.is_critic)
     write_small_files(target, small_files(converted_common(), config), source)
     mark_complete(target)
+
+
+def num_chunks(model: ModelFile, layout: ParallelLayout) -> int:
+    """Of how many pieces the checkpoint will be that ranks of `layout` would write. Raises ModelConfigError."""
+    check_layout(model.config, layout)
+    holders = _Holders(model, layout)
+    return sum(len(parts) * len(holders.of(conversion)) for conversion, parts in model.parts.items())
+
+
+def why_no_conversion(folder: Path) -> str | None:
+    """What speaks against a folder having been written by a conversion; None: nothing, it can be had again."""
+    names = {path.name for path in folder.iterdir()}
+    is_checkpoint = "metadata.json" in names
+    own = {"config.json", *TOKENIZER_FILES, *(_CHECKPOINT_FILES if is_checkpoint else (INDEX_FILE,))}
+    tensors = {name for name in names if name.endswith(".distcp" if is_checkpoint else ".safetensors")}
+    others = sorted(name for name in names if name not in own | tensors or not (folder / name).is_file())
+    if others:
+        return f"it holds {others[0]}"
+    if "config.json" not in names or not tensors | names & {INDEX_FILE}:
+        return "it holds no config.json beside tensors"
+    if is_checkpoint:
+        try:
+            common = dist_checkpointing.load_common_state_dict(str(folder))
+        except (*UNREADABLE, dist_checkpointing.core.CheckpointingException) as error:
+            return f"its common.pt or metadata.json cannot be read: {in_one_line(error)}"
+        if common != converted_common():
+            return "it holds an engine's checkpoint"
+    return None
 
 
 def different_tensors(

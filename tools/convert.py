@@ -5,8 +5,8 @@
 
 CHECKPOINT is an engine's folder (any layout may have written it) or a recover checkpoint, of which the actor is taken
 (--engine critic: the critic). It carries its config.json and tokenizer, so nothing else is needed. A recover checkpoint
-that differs from its checksums is refused. The output folder appears only when complete. --check reads it again and
-compares every tensor byte for byte.
+that differs from its checksums is refused. The output folder appears only when complete. With --check it is read again
+before, and appears only if every tensor is equal byte for byte.
 """
 
 from __future__ import annotations
@@ -30,26 +30,32 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _METADATA_BYTES = 1 << 20
+_METADATA_BYTES_PER_CHUNK = 2 << 10
 """What there is beside tensors and tokenizer, roughly."""
 
 
+class _DifferentError(Exception):
+    """What was written reads back differently."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: converted, and equal if checked; 1: a check found differences; 2: nothing written, the reason on stderr."""
+    """0: converted, and equal if checked; 1: a check found differences; 2: another error. The reason is on stderr, and
+    nothing is written or replaced then."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
     try:
         source = _source(args.checkpoint_path, args.engine, to_megatron=args.to_megatron)
-        _check_target(args.output_path, overwrite=args.overwrite)
+        _check_target(args.output_path, (args.checkpoint_path, source), overwrite=args.overwrite)
         if not args.to_megatron:
             _check_seal(source)
-        different = _convert(args, source)
+        _convert(args, source)
+    except _DifferentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {args.output_path}")
-    if different:
-        print(f"error: {len(different)} tensors differ after the way back: {', '.join(different[:5])}", file=sys.stderr)
-        return 1
     if args.check:
         print("checked: the way back is byte-equal")
     return 0
@@ -63,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", help="with --to-megatron: cut as ranks of this layout would, as in d1m2p2e2")
     parser.add_argument("--dtype", choices=[*_DTYPES, *_DTYPES.values()], help="of the output; default: as the input")
     parser.add_argument("--engine", default="actor", help="of a recover checkpoint: actor (default) or critic")
-    parser.add_argument("--check", action="store_true", help="read the output again and compare byte for byte")
-    parser.add_argument("--overwrite", action="store_true", help="replace an output folder that exists")
+    parser.add_argument("--check", action="store_true", help="compare the output byte for byte before it appears")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder of an earlier conversion")
     return parser
 
 
@@ -107,15 +113,44 @@ def _check_seal(source: Path) -> None:
         raise ValueError(f"{step} is damaged: {error}; take another step's checkpoint") from error
 
 
-def _check_target(target: Path, *, overwrite: bool) -> None:
+def _check_target(target: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
+    """Raises OSError unless the folder may be written, and all that it holds be deleted, without losing what cannot be
+    had again: sources, somebody's files, a trainer's checkpoint."""
     if target.is_file() or target.is_symlink():
         raise FileExistsError(f"--output_path={target} exists and is no folder; name a new folder")
-    if target.exists() and any(target.iterdir()) and not overwrite:
+    place = target.resolve()
+    for source in (source.resolve() for source in sources):
+        if place.is_relative_to(source) or source.is_relative_to(place):
+            raise FileExistsError(
+                f"--output_path={target} must not be, hold or lie in the folder that is converted, {source}; "
+                "name a folder beside it"
+            )
+    if not target.exists():
+        return
+    if any(target.iterdir()) and not overwrite:
         raise FileExistsError(f"--output_path={target} exists and is not empty; name a new folder or add --overwrite")
+
+    from mcore_adapter.safetensors_folder import check_replaceable
+
+    try:
+        check_replaceable(place)
+    except OSError as error:
+        raise OSError(f"--output_path={target}: {error}") from error
+    if not any(target.iterdir()):
+        return
+
+    from mcore_adapter.streaming import why_no_conversion
+
+    reason = why_no_conversion(target)
+    if reason is not None:
+        raise FileExistsError(
+            f"--overwrite replaces only what an earlier conversion wrote, and --output_path={target} is not that: "
+            f"{reason}; name a new folder, or move what is in it"
+        )
 
 
 def _check_space(target: Path, num_bytes: int) -> None:
-    place = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
+    place = next(p for p in target.resolve().parents if p.exists())  # it is written beside the target
     free = shutil.disk_usage(place).free
     if free < num_bytes:
         raise OSError(
@@ -123,12 +158,12 @@ def _check_space(target: Path, num_bytes: int) -> None:
         )
 
 
-def _convert(args: argparse.Namespace, source: Path) -> list[str]:
-    """Write the output; with --check, the names of tensors that read back differently."""
+def _convert(args: argparse.Namespace, source: Path) -> None:
+    """Write the output. Raises _DifferentError if a check finds that it differs."""
     from allocation import ParallelLayout
     from allocation.grammar import parse_layout
     from mcore_adapter.hf_config import read_config
-    from mcore_adapter.safetensors_folder import SafetensorsFolder, replacing_folder
+    from mcore_adapter.safetensors_folder import SafetensorsFolder, replacing_folder, tokenizer_bytes
     from mcore_adapter.streaming import (
         CORRECTION_BIAS,
         ModelFile,
@@ -136,6 +171,7 @@ def _convert(args: argparse.Namespace, source: Path) -> list[str]:
         different_tensors,
         hf_to_checkpoint,
         model_dtype,
+        num_chunks,
         open_checkpoint,
         open_folder,
     )
@@ -152,17 +188,24 @@ def _convert(args: argparse.Namespace, source: Path) -> list[str]:
         dtype = model_dtype(config, _DTYPES.get(args.dtype, args.dtype))
     with _one_rank() as parallel:
         model = ModelFile(config, dtype, parallel=parallel)
-    _check_space(args.output_path, model.num_bytes + _METADATA_BYTES)
-    with _progress("converting", model.num_bytes) as progress, replacing_folder(args.output_path) as target:
-        if args.to_megatron:
-            hf_to_checkpoint(source, target, model, layout, progress)
-        else:
-            checkpoint_to_hf(source, target, model, progress)
-    if not args.check:
-        return []
-    checkpoint, hf = (args.output_path, source) if args.to_megatron else (source, args.output_path)
-    with _progress("checking", model.num_bytes) as progress, open_folder(hf, model) as folder:
-        return different_tensors(open_checkpoint(checkpoint, model), folder, model, dtype, progress)
+    chunks = num_chunks(model, layout) if args.to_megatron else len(model.specs)
+    small = _METADATA_BYTES + chunks * _METADATA_BYTES_PER_CHUNK + tokenizer_bytes(source)
+    _check_space(args.output_path, model.num_bytes + small)
+    with replacing_folder(args.output_path) as target:
+        with _progress("converting", model.num_bytes) as progress:
+            if args.to_megatron:
+                hf_to_checkpoint(source, target, model, layout, progress)
+            else:
+                checkpoint_to_hf(source, target, model, progress)
+        if not args.check:
+            return
+        checkpoint, hf = (target, source) if args.to_megatron else (source, target)
+        with _progress("checking", model.num_bytes) as progress, open_folder(hf, model) as folder:
+            different = different_tensors(open_checkpoint(checkpoint, model), folder, model, dtype, progress)
+        if different:
+            raise _DifferentError(
+                f"{len(different)} tensors differ after the way back, nothing is kept: {', '.join(different[:5])}"
+            )
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,14 +183,158 @@ def test_a_damaged_recover_checkpoint_is_refused_by_the_name_of_the_file(
     assert status == 2 and "COMMITTED is missing: it was never committed" in err
 
 
-def test_an_output_that_exists_is_replaced_only_when_asked(ranks: RankPool, model_folders: Any, tmp_path: Path) -> None:
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_earlier_conversion_is_replaced_only_when_asked(ranks: RankPool, model_folders: Any, tmp_path: Path) -> None:
     source, _ = model_folders["qwen2"]
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("kept")
-    assert convert(ranks, source, tmp_path / "out", "--to-megatron", "--layout", "d1m3p1", "--overwrite")[0] == 2
-    assert (tmp_path / "out" / "mine").read_text() == "kept"
-    assert convert(ranks, source, tmp_path / "out", "--to-megatron", "--overwrite")[0] == 0
-    assert not (tmp_path / "out" / "mine").exists() and (tmp_path / "out" / "metadata.json").exists()
+    flags = ("--to-megatron", "--overwrite")
+    (tmp_path / "out").mkdir()  # empty: there is nothing to lose
+    assert convert(ranks, source, tmp_path / "out", "--to-megatron")[0] == 0
+    before = content_of(tmp_path / "out")
+    assert convert(ranks, source, tmp_path / "out", "--to-megatron")[0] == 2
+    assert convert(ranks, source, tmp_path / "out", *flags, "--layout", "d1m3p1")[0] == 2
+    assert content_of(tmp_path / "out") == before
+    assert convert(ranks, source, tmp_path / "out", *flags, "--layout", "d1m2p1")[0] == 0
+    assert len(list((tmp_path / "out").glob("*.distcp"))) == 2
+    for _ in range(2):
+        assert convert(ranks, tmp_path / "out", tmp_path / "hf", "--overwrite")[0] == 0
+    assert convert(ranks, source, tmp_path / "hf", *flags)[0] == 0, "of the other kind"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "hf"}
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("the source", ("must not be, hold or lie in",)),
+        ("the source by another name", ("must not be, hold or lie in",)),
+        ("above the source", ("must not be, hold or lie in",)),
+        ("in the source", ("must not be, hold or lie in",)),
+        ("beside the engine in its recover checkpoint", ("must not be, hold or lie in",)),
+        ("somebody's file", ("--overwrite replaces only", "it holds mine", "name a new folder")),
+        ("somebody's folder beside a model", ("--overwrite replaces only", "it holds data", "name a new folder")),
+        ("a config alone", ("--overwrite replaces only", "no config.json beside tensors")),
+        ("an engine's checkpoint", ("--overwrite replaces only", "an engine's checkpoint")),
+        ("the current folder", ("--output_path", "current folder", "name a folder inside it")),
+        ("a mount point", ("--output_path", "mount point", "name a folder inside it")),
+    ],
+)
+def test_overwriting_deletes_nothing_that_no_conversion_wrote(
+    ranks: RankPool, model_folders: Any, tmp_path: Path, what: str, words: tuple[str, ...]
+) -> None:
+    source, flags = shutil.copytree(model_folders["qwen2"][0], tmp_path / "models" / "hf"), ["--to-megatron"]
+    (tmp_path / "models" / "unrelated").write_text("kept")
+    target = tmp_path / "out"
+    if what == "the source":
+        target = source
+    elif what == "the source by another name":
+        (tmp_path / "link").symlink_to(tmp_path / "models")
+        target = tmp_path / "link" / "hf"
+    elif what == "above the source":
+        target = tmp_path / "models"
+    elif what == "in the source":
+        target = source / "out"
+    elif what in ("an engine's checkpoint", "beside the engine in its recover checkpoint"):
+        for engine in ("actor", "critic"):
+            ranks.run(write_checkpoint, 1, ParallelLayout(), source, tmp_path / "recover/globalstep3" / engine, {})
+        target = tmp_path / "recover" / "globalstep3" / "critic"
+        if what != "an engine's checkpoint":
+            source, flags = tmp_path / "recover", []
+    elif what == "somebody's file":
+        target.mkdir()
+        (target / "mine").write_text("kept")
+    elif what == "a config alone":
+        target.mkdir()
+        (target / "config.json").write_text("{}")
+    else:
+        shutil.copytree(source, target)
+        if what == "somebody's folder beside a model":
+            (target / "data").mkdir()
+    before = content_of(tmp_path)
+    arguments = ("--checkpoint_path", str(source), "--output_path", str(target), "--overwrite", *flags)
+    if what in ("the current folder", "a mount point"):
+        status, out, err = ranks.run(run_convert_at, 1, what, target, *arguments)[0]
+    else:
+        status, out, err = ranks.run(run_convert, 1, *arguments)[0]
+    assert (status, out) == (2, "") and all(word in err for word in words), err
+    assert content_of(tmp_path) == before
+    assert not list(tmp_path.rglob(".*.*")), "nothing temporary is left"
+
+
+def run_convert_at(rank: Rank, what: str, target: Path, *arguments: str) -> tuple[int, str, str]:
+    """run_convert() where the target, an earlier conversion, is the current folder ('.') or a mount point."""
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "the current folder":
+            patch.chdir(target)
+            arguments = tuple("." if argument == str(target) else argument for argument in arguments)
+        else:
+            patch.setattr(os.path, "ismount", lambda path: Path(path) == target)
+        return run_convert(rank, *arguments)
+
+
+def run_convert_damaged(rank: Rank, *arguments: str) -> tuple[int, str, str]:
+    """run_convert() with a byte that gets lost on the way."""
+    from mcore_adapter import streaming
+
+    real = streaming.checkpoint_to_hf
+
+    def checkpoint_to_hf(source: Path, target: Path, *others: Any) -> None:
+        real(source, target, *others)
+        file = target / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "checkpoint_to_hf", checkpoint_to_hf)
+        return run_convert(rank, *arguments)
+
+
+def test_an_output_that_differs_never_appears_and_the_old_one_stays(
+    ranks: RankPool, model_folders: Any, tmp_path: Path
+) -> None:
+    assert convert(ranks, model_folders["qwen2"][0], tmp_path / "megatron", "--to-megatron")[0] == 0
+    arguments = ("--checkpoint_path", str(tmp_path / "megatron"), "--output_path", str(tmp_path / "hf"))
+    status, out, err = ranks.run(run_convert_damaged, 1, *arguments, "--check")[0]
+    assert (status, out) == (1, "") and "1 tensors differ after the way back, nothing is kept: " in err
+    assert {path.name for path in tmp_path.iterdir()} == {"megatron"}
+    assert ranks.run(run_convert, 1, *arguments)[0][0] == 0
+    before = content_of(tmp_path / "hf")
+    assert ranks.run(run_convert_damaged, 1, *arguments, "--check", "--overwrite")[0][0] == 1
+    assert content_of(tmp_path / "hf") == before
+    assert {path.name for path in tmp_path.iterdir()} == {"megatron", "hf"}
+
+
+def run_convert_with_free(rank: Rank, free: dict[str, int], *arguments: str) -> tuple[int, str, str]:
+    """run_convert() where folders have that much space, others none; nothing is added for what is beside tensors."""
+    from tools import convert
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=free.get(str(path), 0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", disk_usage)
+        patch.setattr(convert, "_METADATA_BYTES", 0)
+        return run_convert(rank, *arguments)
+
+
+@pytest.mark.parametrize("layout", ["d1m1p1", "d1m2p2"])
+def test_the_space_that_is_needed_is_looked_for_where_it_is_written(
+    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: str
+) -> None:
+    hf = shutil.copytree(model_folders["qwen2"][0], tmp_path / "hf")
+    (hf / "tokenizer.json").write_bytes(b" " * (3 << 20))
+    for source, target, flags in (
+        (hf, tmp_path / "megatron", ("--to-megatron", "--layout", layout)),
+        (tmp_path / "megatron", tmp_path / "again", ()),
+    ):
+        assert convert(ranks, source, target, *flags)[0] == 0
+        needed = sum(map(len, content_of(target).values()))
+        arguments = ("--checkpoint_path", str(source), "--output_path", str(target), "--overwrite", *flags)
+        status, _, err = ranks.run(run_convert_with_free, 1, {str(tmp_path): needed - 1}, *arguments)[0]
+        assert status == 2 and f"{tmp_path} has 0.00 GiB free" in err
+        assert ranks.run(run_convert_with_free, 1, {str(tmp_path): 2 * needed}, *arguments)[0][0] == 0
 
 
 def test_everything_that_a_model_folder_needs_is_copied(ranks: RankPool, model_folders: Any, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from test_weights import assert_same_bytes, tensors_of
 
 from mcore_adapter.families import hf_shapes
 from mcore_adapter.hf_config import parse_config
-from mcore_adapter.safetensors_folder import ShardWriter
+from mcore_adapter.safetensors_folder import ShardWriter, replacing_folder
 from mcore_adapter.weights import tensor_specs, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,20 +33,37 @@ SHAPE = dict(
     num_key_value_heads=4,
     max_position_embeddings=512,
 )
-# Says when everything is imported and has run once; then converts both ways.
+# Everything is imported and has run once before the first measurement, which is of memory that is there on purpose.
+# Each step waits to be asked for.
 CHILD = """
+import contextlib
 import sys
 from tools import convert
 small, source, there, back = sys.argv[1:]
 def run(*arguments):
-    assert convert.main(arguments) == 0, arguments
+    with contextlib.redirect_stdout(sys.stderr):
+        assert convert.main(arguments) == 0, arguments
+def step():
+    print("ready", flush=True)
+    sys.stdin.readline()
 run("--checkpoint_path", small, "--output_path", there + "-small", "--to-megatron")
 run("--checkpoint_path", there + "-small", "--output_path", back + "-small", "--check")
-print("ready", flush=True)
-sys.stdin.readline()
+step()
+held = bytearray(b"x") * (64 << 20)
+step()
+del held
+step()
 run("--checkpoint_path", source, "--output_path", there, "--to-megatron", "--check")
+step()
 run("--checkpoint_path", there, "--output_path", back, "--check")
+step()
+run("--checkpoint_path", source, "--output_path", there + "-bf16", "--to-megatron", "--layout=d1m2p1", "--dtype=bf16")
+step()
+run("--checkpoint_path", there + "-bf16", "--output_path", back + "-fp32", "--dtype=fp32")
+step()
 """
+STEPS = (None, None, ".there.*", ".back.*", ".there-bf16.*", ".back-fp32.*")
+"""Of each step of the child the folder in which it writes."""
 
 
 def own_memory(pid: int) -> int:
@@ -85,18 +104,54 @@ def test_memory_is_at_most_twice_the_largest_tensor_and_a_buffer(large: Path, tm
     try:
         while process.stdout.readline() != "ready\n":
             assert process.poll() is None
-        before = peak = own_memory(process.pid)
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        while process.poll() is None:
+        before, grown = own_memory(process.pid), []
+        for folder in STEPS:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            peak = at_work = 0
+            while not select.select([process.stdout], [], [], 0.001)[0]:
+                peak = max(peak, own_memory(process.pid))
+                at_work += folder is not None and any(tmp_path.glob(folder))
+            assert process.stdout.readline() == "ready\n", f"{folder}: the child has ended"
             peak = max(peak, own_memory(process.pid))
-            time.sleep(0.001)
+            assert at_work or folder is None, f"{folder}: never seen while it was written"
+            grown.append(peak - before)
+        process.stdin.close()
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0
-    assert LARGEST < peak - before <= allowance, f"{(peak - before) / 2**20:.0f} MiB"
-    assert_same_bytes(tensors_of(large), tensors_of(tmp_path / "back"))
+    assert grown[0] > 60 << 20, "memory that is held is seen"
+    for folder, growth in zip(STEPS[2:], grown[2:], strict=True):
+        assert growth <= allowance, f"{folder}: {growth / 2**20:.0f} MiB"
+    tensors = tensors_of(large)
+    assert_same_bytes(tensors, tensors_of(tmp_path / "back"))
+    rounded = {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+    assert_same_bytes(rounded, tensors_of(tmp_path / "back-fp32"))
+
+
+@pytest.mark.parametrize("failing", [OSError(errno.EBUSY, "busy"), KeyboardInterrupt()], ids=["busy", "Ctrl-C"])
+@pytest.mark.parametrize(("rename", "is_done"), [(1, False), (1, True), (2, False), (2, True)])
+def test_a_folder_is_replaced_or_stays_whatever_happens_between_the_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: BaseException, rename: int, is_done: bool
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    real, calls = Path.rename, []
+
+    def fails_once(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) != rename:
+            return real(self, target)
+        if is_done:
+            real(self, target)
+        raise failing
+
+    monkeypatch.setattr(Path, "rename", fails_once)
+    with pytest.raises(type(failing)), replacing_folder(tmp_path / "out") as folder:
+        (folder / "new").touch()
+    expected = "out/new" if (rename, is_done) == (2, True) else "out/old"
+    assert [str(p.relative_to(tmp_path)) for p in sorted(tmp_path.rglob("*"))] == ["out", expected]
 
 
 def test_an_interrupted_conversion_leaves_nothing_that_looks_finished(large: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -60,4 +61,42 @@ def test_any_part_arrives_where_it_should_and_nothing_else_is_touched(
 def test_a_source_that_has_become_shorter_is_named(stored: FileRows, target) -> None:
     os.truncate(stored.path, 10 << 20)
     with pytest.raises(OSError, match=f"{stored.path}: ends at byte {10 << 20}"):
+        write_rows(target.fileno(), 0, stored, torch.float32)
+
+
+REFUSALS = (
+    errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [0, *REFUSALS], ids=lambda answer: errno.errorcode.get(answer, "0"))
+def test_what_the_kernel_does_not_copy_is_read_and_written(
+    stored: FileRows, target, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    """A 0 in the middle of a file is what FUSE, NFS and files of unknown size answer."""
+    calls = []
+
+    def copy_file_range(source: int, target: int, count: int, begin: int, offset: int) -> int:
+        calls.append(count)
+        if len(calls) == 1:
+            content = os.pread(source, 1 << 20, begin)
+            return os.pwrite(target, content, offset)
+        if answer:
+            raise OSError(answer, os.strerror(answer))
+        return 0
+
+    monkeypatch.setattr(os, "copy_file_range", copy_file_range)
+    assert write_rows(target.fileno(), 0, stored, torch.float32) == CONTENT.nbytes
+    assert len(calls) == 2, "it is asked no more after that"
+    assert os.pread(target.fileno(), 1 << 30, 0) == CONTENT.numpy().tobytes()
+
+
+def test_an_error_of_the_kernel_that_is_no_refusal_ends_the_copy(
+    stored: FileRows, target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy_file_range(*_: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "copy_file_range", copy_file_range)
+    with pytest.raises(OSError, match="No space left"):
         write_rows(target.fileno(), 0, stored, torch.float32)
