@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_SHAPE = dict(
+SHAPE = dict(
     vocab_size=96,
     hidden_size=32,
     intermediate_size=48,
@@ -71,7 +71,7 @@ def make_model(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     family, settings = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **settings})
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
