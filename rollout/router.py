@@ -99,6 +99,7 @@ class Router:
         Raises NoGeneratorError when none is left, ValueError for a request that cannot be served, and what a healthy
         generator keeps raising for it."""
         self._watch()
+        self._told.pop(request.request_id, None)  # of an earlier request of that name, as evaluations ask again
         group = self._join_group(request)
         num_retries = 0  # since the last token
         try:

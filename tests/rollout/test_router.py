@@ -195,6 +195,33 @@ def test_requests_of_a_generator_that_dies_keep_what_it_told_of_them(folder: Pat
     play(scene())
 
 
+def test_what_was_told_of_an_earlier_request_of_the_same_name_is_no_answer(folder: Path, model: Any) -> None:
+    class Telling(Recorded):
+        """Tells of what has ended too, as it may still be on its way."""
+
+        async def generate(self, request: GenerateRequest) -> Completion:
+            ended[request.request_id] = await super().generate(request)
+            return ended[request.request_id]
+
+        async def partial(self) -> dict[str, Completion]:
+            return ended | await super().partial()
+
+    async def scene() -> None:
+        generators = [Telling(folder), Recorded(folder)]
+        router = Router(generators)
+        first = request(0, prompt(5), max_new_tokens=8)
+        await router.generate(first)
+        assert len((await router.partial())[first.request_id].token_ids) == 8
+        again = request(0, prompt(7, seed=1), max_new_tokens=300)
+        running = await started(router, [again])
+        await generators[0].close()
+        assert_same((await asyncio.gather(*running))[0], run(engine_of(model), [again])[0])
+        await router.close()
+
+    ended: dict[str, Completion] = {}
+    play(scene())
+
+
 def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
     async def scene() -> None:
         generators = [Silent(), Recorded(folder)]
