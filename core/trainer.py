@@ -139,8 +139,9 @@ class PPOTrainer:
                 rollout, figures = self._rollout.take(step, meanwhile=self._weights.catch_up)
             with self._timer("make room"):
                 self._weights.make_room()
-            batch, metrics = self._score(rollout)
-            metrics |= self._update(batch, rollout.replay(), step)
+            replay = rollout.replay()
+            batch, metrics = self._score(rollout, replay)
+            metrics |= self._update(batch, replay, step)
             with self._timer("push"):
                 pushed = self._weights.push(step + 1)
                 self._rollout.set_version(step + 1)
@@ -154,21 +155,20 @@ class PPOTrainer:
         """What of this object a recover checkpoint must hold."""
         return {"value_norm": asdict(self._value_norm), "memory": self._memory.state_dict()}
 
-    def _score(self, rollout: RolloutBatch) -> tuple[PackedBatch, dict[str, float]]:
+    def _score(self, rollout: RolloutBatch, replay: Mapping[str, Tensor]) -> tuple[PackedBatch, dict[str, float]]:
         """Log-probabilities of the other policies, values, rewards and advantages of a batch."""
         settings = self._settings
         batch = rollout.to_packed()
         fields: dict[str, Tensor] = {}
-        replay = rollout.replay()
-        needs_passes = self._reference is not None or self._critic is not None
+        others_pass = self._reference is not None or self._critic is not None
         handle = None
-        if needs_passes or (settings.needs_old_logprobs and not replay):
+        if others_pass or (settings.needs_old_logprobs and not replay):
             handle = self._actor.group.put(batch)
         if settings.needs_old_logprobs:
             with self._timer("old log-probs"):
-                replayed = batch.with_fields(**replay)
-                own_handle = self._actor.group.put(replayed) if replay else handle
-                fields["old_logprobs"] = self._logprobs(self._actor, replayed, own_handle)
+                own = batch.with_fields(**replay)
+                own_handle = self._actor.group.put(own) if replay else handle
+                fields["old_logprobs"] = self._logprobs(self._actor, own, own_handle)
         if not settings.decoupled:
             fields["old_logprobs"] = batch.fields["rollout_logprobs"]
         if self._reference is not None:

@@ -187,18 +187,21 @@ class Sampling:
     def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:
         """Around Sampler._sample_from_probs. What was left of each row's probability goes with the tokens; greedy rows
         (top_k = 1) keep the log-probability under temperature 1."""
-        truncated = not is_simple
-        if truncated and info.need_min_p_sampling:
+        if is_simple:
+            return self._drawn(original, sampler, probs, info, positions)
+        if info.need_min_p_sampling:
             return original(sampler, probs, info, positions, is_simple)
-        if truncated:
-            kept = self._keep_most_likely(probs, info.top_ks, info.top_ps)
-            greedy, whole = info.top_ks == 1, (info.top_ks >= probs.shape[1]) & (info.top_ps >= 1)
-        seeded = info.sampling_seed is not None
-        tokens = original(sampler, probs, info, positions, True) if seeded else self._draw(probs)
-        if truncated:
-            tokens = torch.where(greedy, probs.argmax(-1).to(tokens.dtype), tokens)  # of equals, always the first
-            setattr(tokens, _LOG_KEPT, torch.where(greedy | whole, 0.0, kept.log()))
+        kept = self._keep_most_likely(probs, info.top_ks, info.top_ps)
+        greedy, whole = info.top_ks == 1, (info.top_ks >= probs.shape[1]) & (info.top_ps >= 1)
+        tokens = self._drawn(original, sampler, probs, info, positions)
+        tokens = torch.where(greedy, probs.argmax(-1).to(tokens.dtype), tokens)  # of equals, always the first
+        setattr(tokens, _LOG_KEPT, torch.where(greedy | whole, 0.0, kept.log()))
         return tokens
+
+    def _drawn(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any) -> Tensor:
+        if info.sampling_seed is not None:  # drawn by it, in the server's own way
+            return original(sampler, probs, info, positions, True)
+        return self._draw(probs)
 
     def renormalise(self, original: Any, processor: Any, logprobs: Tensor, top: Any, asked: Any, tokens: Tensor) -> Any:
         """Around OutputLogprobProcessor.compute_logprobs."""
