@@ -12,6 +12,7 @@ the HTTP interface lacks:
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
 - the experts of tokens can be told without a GPU too, for tests;
 - log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
+- no step waits for a gathering of one rank's own figures;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
 - what running and waiting requests have sampled so far is told to whoever asks for it (sglang_in_flight.py).
 """
@@ -45,6 +46,10 @@ EXIT_USAGE = 64
 
 _LOG_KEPT = "slipstream_log_kept"
 """Attribute of sampled tokens: logarithm of what top_k and top_p left of their distributions."""
+_DELAYER_INFO = (
+    "local_prefillable", "local_token_watermark_force_allow", "running_batch", "max_prefill_bs", "waiting_queue_len",
+)  # fmt: skip
+"""What a rank tells the others of its prompts, in this order."""
 _MULTIPLIER = -7046029254386353131  # an odd 64-bit constant (the golden ratio's), as a signed number
 _CHUNK = 1 << 24
 
@@ -214,10 +219,10 @@ class Sampling:
     def forget(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """After ScheduleBatch.filter_batch: whether a batch has a request with top_k or top_p is otherwise remembered
         until the batch is empty, which it never is in a run, and one evaluation would slow all of the rest down."""
-        if batch.reqs:
+        info = batch.sampling_info
+        if batch.reqs and (info.need_top_k_sampling or info.need_top_p_sampling):
             from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-            info = batch.sampling_info
             info.need_top_k_sampling = any(req.sampling_params.top_k != TOP_K_ALL for req in batch.reqs)
             info.need_top_p_sampling = any(req.sampling_params.top_p != 1.0 for req in batch.reqs)
             info.is_all_greedy = all(req.sampling_params.top_k <= 1 for req in batch.reqs)
@@ -237,6 +242,13 @@ def fp32_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, bia
     ):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return original(processor, hidden, lm_head, bias)
+
+
+def gather_of_one(original: Any, delayer: Any, **info: int) -> Tensor:
+    """Around PrefillDelayer._gather_info, which every step calls: where there is one rank nobody else has to be asked."""
+    if delayer._global_info_buffer.numel() != len(_DELAYER_INFO):
+        return original(delayer, **info)
+    return torch.tensor([[int(info[name]) for name in _DELAYER_INFO]])
 
 
 def kept_experts(original: Any, cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
@@ -281,6 +293,7 @@ def install_hooks() -> None:
             HookType.AROUND,
         ),
         ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", sampling.forget, HookType.AFTER),
+        ("sglang.srt.managers.prefill_delayer.PrefillDelayer._gather_info", gather_of_one, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind, source=HookSource(*SOURCE))
 

@@ -18,16 +18,16 @@ from tools.bench_gpu import Scene
 from tools.demo_data import write_jsonl
 
 WARM_UP_STEPS = 2
-_RUNNING_PER_TRAINER = 128
-"""Requests that run at once for each GPU of the trainer: one that runs 512 of them samples faster than one GPU learns,
-and would wait for it."""
+_RUNNING_PER_TRAINER = 256
+"""Requests that run at once for each GPU of the trainer: one server with 512 of them samples faster than one GPU
+learns, and would wait for it."""
 
 
 def asynchronous(scene: Scene) -> Iterator[Figure]:
     """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. One generator, which is the bottleneck;
     the other GPUs are the trainer's."""
     rates: dict[int, float] = {}
-    for staleness, steps in ((4, 14), (0, 4)):
+    for staleness, steps in ((4, 12), (0, 4)):
         config = {
             **_config(scene),
             "staleness.max_staleness": staleness,
@@ -75,7 +75,7 @@ def _config(scene: Scene) -> dict[str, object]:
         "dataset.max_prompt_len": 32,
         "group_size": 8,
         "group_adv_norm": True,
-        "ppo.gen.max_new_tokens": 64 if small else 2048,
+        "ppo.gen.max_new_tokens": 64 if small else 4096,
         "ppo.ppo_n_minibatches": 1,
         "ppo.kl_ctl": 0.0,
         "ppo.disable_value": True,

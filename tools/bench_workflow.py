@@ -9,7 +9,7 @@ import numpy as np
 from rollout.types import GenerateRequest, Prompt
 from rollout.workflow import SingleTurnMathWorkflow
 
-MEDIAN_TOKENS = 192
+MEDIAN_TOKENS = 448
 SIGMA = 0.95
 """Of the logarithm: the 99th percentile is 9.1 times the median."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.sglang_server import ServerSettings
+from rollout.sglang_server import BATCHED_PREFILLS, ServerSettings
 
 PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
 PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON") or (PREFIX and f"{PREFIX}/venv/bin/python")
@@ -39,7 +39,7 @@ def environment() -> dict[str, str]:
 
 
 def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
-    """A server on the CPU."""
+    """A server on the CPU, which admits prompts as one on a GPU does."""
     values: dict[str, Any] = {
         "name": "generator-0",
         "model_path": str(model),
@@ -47,7 +47,7 @@ def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
         "gpus": (),
         "dtype": "float32",
         "max_running": 32,
-        "flags": {"max_total_tokens": 16384, "sleep_on_idle": True},
+        "flags": {"max_total_tokens": 16384, "sleep_on_idle": True, **BATCHED_PREFILLS},
         "python": PYTHON,
         "env": environment(),
     }
