@@ -245,7 +245,7 @@ def fp32_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, bia
 
 
 def gather_of_one(original: Any, delayer: Any, **info: int) -> Tensor:
-    """Around PrefillDelayer._gather_info, which every step calls: where there is one rank nobody else has to be asked."""
+    """Around PrefillDelayer._gather_info, which every step calls: one rank has nobody to ask."""
     if delayer._global_info_buffer.numel() != len(_DELAYER_INFO):
         return original(delayer, **info)
     return torch.tensor([[int(info[name]) for name in _DELAYER_INFO]])
