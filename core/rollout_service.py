@@ -94,6 +94,7 @@ class RolloutService:
             num_epochs=num_epochs,
             num_steps=num_steps,
             max_in_flight=max_in_flight,
+            group_size=group_size,
             stats_sources=(self._rewards.stats, self.router.stats),
         )
 

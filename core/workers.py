@@ -333,7 +333,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
         "num_steps": config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
         "sampling": sampling,
         "eval_sampling": eval_sampling,
-        "max_in_flight": max(2, -(-5 * slots // (4 * config.group_size))),
+        "max_in_flight": -(-5 * slots // 4),
         "workflow": config.workflow.type,
         "prompt_template": config.workflow.prompt_template,
         "reward": config.reward.function,

@@ -8,7 +8,7 @@ seed. Invariant: what one saved entry holds is used once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,29 +21,56 @@ Entry = tuple[bytes, Completion]
 
 
 class PromptLedger(Generator):
-    """The generators as one prompt's workflow sees them. `known`: the prompt's entries of a checkpoint."""
+    """The generators as one prompt's workflow sees them. `known`: the prompt's entries of a checkpoint.
 
-    def __init__(self, generator: Generator, known: Sequence[Entry] = ()) -> None:
+    `load` is what the prompt takes of the generators, in requests: those that run, and at first those of
+    `num_expected` that are still to end. `on_change` is called with every difference."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        known: Sequence[Entry] = (),
+        *,
+        num_expected: int = 0,
+        on_change: Callable[[int], None] = lambda difference: None,
+    ) -> None:
         self._generator = generator
         self._known = list(known)
+        self._num_expected = num_expected
+        self._on_change = on_change
         self._finished: list[Entry] = []
         self._running: dict[str, tuple[bytes, Completion | None]] = {}  # by request id: key, and what it came with
+        self.load = num_expected
 
     async def generate(self, request: GenerateRequest) -> Completion:
         key = request_key(request)
         known = self._take_known(key) if request.output is None else None
         if known is not None and known.finish_reason != "abort":
             self._finished.append((key, known))
+            self._count()
             return known
         if known is not None:
             request = replace(request, output=known)
         self._running[request.request_id] = key, request.output
+        self._count()
         try:
             completion = await self._generator.generate(request)
+            self._finished.append((key, completion))
         finally:
             del self._running[request.request_id]
-        self._finished.append((key, completion))
+            self._count()
         return completion
+
+    def end(self) -> None:
+        """The workflow has ended: the prompt takes no more than what may still run of it."""
+        self._num_expected = 0
+        self._count()
+
+    def _count(self) -> None:
+        before = self.load
+        self.load = max(self._num_expected - len(self._finished), len(self._running))
+        if self.load != before:
+            self._on_change(self.load - before)
 
     def entries(self, partial: Mapping[str, Completion]) -> list[Entry]:
         """Everything there is, given what the generators say that requests in flight have."""

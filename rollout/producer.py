@@ -1,7 +1,7 @@
 """Keeps the generators busy: starts prompts as far ahead of the trainer as max_staleness allows.
 
 One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
-another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
+a request of another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
 Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, over failures and
 restarts; how old it may be then is the buffer's business (rollout/buffer.py).
 """
@@ -44,18 +44,23 @@ class RolloutProducer:
         num_epochs: int | None = None,
         num_steps: int | None = None,
         max_in_flight: int | None = None,
+        group_size: int = 1,
         max_retries: int = 3,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
         """`batch_size`: prompts of one step. `num_epochs`, `num_steps`: prompts after the first of the two
         ends are not started; None: no end.
 
-        `max_in_flight` caps the prompts sampled at once; best what the generators really run at once, as prompts that
-        only queue there age for nothing. A workflow that raises is run again `max_retries` times, with the same seeds;
-        then take() raises its error. `stats_sources` are added to stats(): a reward pool's, a router's.
+        While the generators have fewer requests than `max_in_flight`, prompts are started, each of which is taken for
+        `group_size` requests until it has asked for more or ended that many; best a little more than what the
+        generators run at once, as what only queues there ages for nothing. A workflow that raises is run again
+        `max_retries` times, with the same seeds; then take() raises its error. `stats_sources` are added to stats(): a
+        reward pool's, a router's.
         """
-        limits = (("batch_size", batch_size, 1), ("max_in_flight", max_in_flight, 1), ("max_retries", max_retries, 0))
-        for name, value, least in limits:
+        for name, value, least in (
+            ("batch_size", batch_size, 1), ("max_in_flight", max_in_flight, 1), ("group_size", group_size, 1),
+            ("max_retries", max_retries, 0),
+        ):  # fmt: skip
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         schedule = StepSchedule(
@@ -69,6 +74,8 @@ class RolloutProducer:
             "batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age, "in_order": in_order
         }  # fmt: skip
         self._max_in_flight = max_in_flight
+        self._group_size = group_size
+        self._load = 0  # of all prompts, in requests
         self._max_retries = max_retries
         self._stats_sources = (dataset.stats, *stats_sources)
         self._version = 0
@@ -177,7 +184,7 @@ class RolloutProducer:
                 )
 
     def _start_prompts(self) -> None:
-        while self._running and (self._max_in_flight is None or len(self._tasks) < self._max_in_flight):
+        while self._running and (self._max_in_flight is None or self._load < self._max_in_flight):
             if self._again:
                 position = self._again.popleft()
                 prompt = self._dataset.at(position)
@@ -187,18 +194,25 @@ class RolloutProducer:
                     return
                 prompt = self._dataset.next()
                 self._buffer.start(position, self._version)
-            task = asyncio.create_task(self._run_prompt(position, prompt))
+            ledger = self._open_ledger(position)
+            task = asyncio.create_task(self._run_prompt(position, prompt, ledger))
             self._tasks.add(task)
-            task.add_done_callback(self._on_end)
+            task.add_done_callback(self._tasks.discard)
 
-    def _on_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _open_ledger(self, position: int) -> PromptLedger:
+        known = self._known.pop(position, ())
+        ledger = PromptLedger(self._generator, known, num_expected=self._group_size, on_change=self._on_load)
+        self._ledgers[position] = ledger
+        self._load += ledger.load
+        return ledger
+
+    def _on_load(self, difference: int) -> None:
+        self._load += difference
         self._start_prompts()
 
-    async def _run_prompt(self, position: int, prompt: Prompt) -> None:
+    async def _run_prompt(self, position: int, prompt: Prompt, ledger: PromptLedger) -> None:
         """Runs the workflow until it succeeds once; ends with put() or, out of retries, with fail()."""
         for attempt in range(1, self._max_retries + 2):
-            ledger = self._ledgers[position] = PromptLedger(self._generator, self._known.pop(position, ()))
             try:
                 group = _checked(await self._workflow.run(prompt, ledger), prompt)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - user code: counted, bounded, propagated
@@ -217,6 +231,8 @@ class RolloutProducer:
                     )
                     await self._buffer.fail(error)
                     return
+                failed, ledger = ledger, self._open_ledger(position)
+                failed.end()
                 await self._buffer.restart(position, self._version)
             else:
                 self._counts["num_prompts"] += 1
@@ -224,6 +240,7 @@ class RolloutProducer:
                 self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
                 await self._buffer.put(position, group)
                 del self._ledgers[position]
+                ledger.end()
                 return
 
 

@@ -220,7 +220,9 @@ def producer(scene: Scene) -> Iterator[Figure]:
                 "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
             )
             null = MockGenerator(str(path))
-            made = RolloutProducer(dataset, workflow, null, batch_size=128, max_staleness=2, max_in_flight=256)
+            made = RolloutProducer(
+                dataset, workflow, null, batch_size=128, max_staleness=2, max_in_flight=2048, group_size=8
+            )
             async with made:
                 for step in range(30):
                     if step == 5:

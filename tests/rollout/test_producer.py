@@ -16,7 +16,7 @@ from virtual_clock import run_virtual, settle
 
 from rollout.dataset import PromptDataset
 from rollout.producer import RolloutProducer
-from rollout.types import Completion, Generator, Prompt, Trajectory
+from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
 
 class CallWorkflow:
@@ -111,6 +111,84 @@ def test_max_in_flight_caps_what_runs_at_once() -> None:
         assert workflow.most_running == 3
 
     run_virtual(main())
+
+
+class Requests(NoRequests):
+    """A generator whose requests take 1 s, and the last of each group 10 s; how many ran at once, looked at every
+    quarter of a second."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.seen: list[int] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.running += 1
+        try:
+            await asyncio.sleep(10.0 if request.request_id.endswith("/7") else 1.0)
+        finally:
+            self.running -= 1
+        return Completion(
+            token_ids=np.array([1]), logprobs=np.array([0.0]), versions=np.array([0]), finish_reason="stop"
+        )
+
+    async def look(self) -> None:
+        await asyncio.sleep(0.1)  # never at the moment at which requests end
+        while True:
+            self.seen.append(self.running)
+            await asyncio.sleep(0.25)
+
+
+class GroupWorkflow:
+    """Eight samples of `num_turns` requests each, 1 s apart; `fails(prompt)` makes the first one fail in the middle."""
+
+    def __init__(self, num_turns: int = 1, fails: Callable[[Prompt], bool] = lambda prompt: False) -> None:
+        self._num_turns = num_turns
+        self._fails = fails
+        self._failed: set[str] = set()
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        async def sample(i: int) -> None:
+            for turn in range(self._num_turns):
+                await asyncio.sleep(1.0 if turn else 0.0)
+                name, sampling = f"{prompt.query_id}/{turn}/{i}", SamplingParams(max_new_tokens=1)
+                await generator.generate(GenerateRequest(request_id=name, prompt_ids=[1], sampling=sampling))
+                if self._fails(prompt) and prompt.query_id not in self._failed:
+                    self._failed.add(prompt.query_id)
+                    raise ConnectionError("try again")
+
+        await asyncio.gather(*(sample(i) for i in range(8)))  # what still runs when one fails is left behind
+        return [trajectory(prompt, np.array([0]))]
+
+
+async def seen_running(workflow: GroupWorkflow, *, max_in_flight: int, seconds: float) -> list[int]:
+    requests = Requests()
+    producer = make_producer(
+        workflow, 1000, batch_size=500, generator=requests, max_in_flight=max_in_flight, group_size=8
+    )
+    async with producer:
+        watch = asyncio.create_task(requests.look())
+        await asyncio.sleep(seconds)
+        watch.cancel()
+    return requests.seen
+
+
+def test_generators_are_kept_full_while_the_last_answers_of_groups_take_their_time() -> None:
+    """A cap on prompts would leave one request of eight running, ten seconds long."""
+    seen = run_virtual(seen_running(GroupWorkflow(), max_in_flight=32, seconds=60.0))
+    assert min(seen) >= 32
+    assert max(seen) <= 32 + 7
+
+
+def test_between_the_turns_of_some_prompts_the_generators_run_others() -> None:
+    seen = run_virtual(seen_running(GroupWorkflow(num_turns=3), max_in_flight=32, seconds=60.0))
+    assert min(seen[8:]) >= 32
+
+
+def test_what_failed_workflows_leave_behind_counts_for_as_long_as_it_runs() -> None:
+    workflow = GroupWorkflow(fails=lambda prompt: prompt.index % 2 == 0)
+    seen = run_virtual(seen_running(workflow, max_in_flight=32, seconds=120.0))
+    assert min(seen) >= 32
+    assert np.mean(seen) < 46, "those that begin again come on top (43); what is left behind would, too (52)"
 
 
 def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt() -> None:
@@ -333,7 +411,7 @@ def test_in_order_every_step_gets_its_own_prompts_whoever_is_first() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for settings in ({"batch_size": 0}, {"max_in_flight": 0}, {"max_retries": -1}):
+    for settings in ({"batch_size": 0}, {"max_in_flight": 0}, {"group_size": 0}, {"max_retries": -1}):
         ((name, value),) = settings.items()
         with pytest.raises(ValueError, match=f"{name}={value} must be at least"):
             make_producer(CallWorkflow(), **settings)
