@@ -21,7 +21,7 @@ import numpy as np
 
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_experts import ExpertsOfTokens
-from rollout.sglang_in_flight import PATH, Sampled, unpack
+from rollout.sglang_in_flight import ALIVE, PATH, Sampled, unpack
 from rollout.sglang_requests import EMPTY, end_of, generate_call, joined, read_answer, so_far
 from rollout.sglang_server import ServerSettings, SGLangServer, read_model_config
 from rollout.sglang_weights import (
@@ -93,7 +93,6 @@ class SGLangGenerator:
         self._running: dict[str, _Running] = {}  # by the requests' own ids
         self._open = asyncio.Event()
         self._open.set()
-        self._checking = asyncio.Lock()
         self._in_flight = 0
         self._waiting = 0
         self._answered = asyncio.Event()
@@ -171,8 +170,7 @@ class SGLangGenerator:
     async def pause(self) -> None:
         """Return when requests neither run nor reach the server. A token that a running forward pass still samples
         appears after resume(), with the version that sampled it."""
-        async with self._checking:
-            self._open.clear()
+        self._open.clear()
         if self._interrupt == "abort":
             # The server's own mode abort polls once a second. A request that is still on its way there when all are
             # aborted needs another round.
@@ -221,10 +219,8 @@ class SGLangGenerator:
 
     async def health(self) -> Health:
         """Version and load. Raises ServerGone when the server does not answer."""
-        # To /health the server answers by sampling a token; while it is paused that would wait, and stand in the way of
-        # whoever wants its memory.
-        async with self._checking:
-            await self._check_answers("/health" if self._open.is_set() else "/model_info")
+        # While it is paused its scheduler may be busy with weights for as long as these take.
+        await self._check_answers(ALIVE if self._open.is_set() else "/model_info")
         return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
 
     async def partial(self) -> dict[str, Completion]:

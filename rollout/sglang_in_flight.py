@@ -16,8 +16,12 @@ import numpy as np
 
 PATH = "/slipstream_in_flight"
 """Where the server tells it."""
+ALIVE = "/slipstream_alive"
+"""Answered as soon as the scheduler has heard of it; SGLang's own /health takes a second at least, and samples."""
 ASKS = "slipstream_in_flight"
 """Request id of the message that asks the scheduler."""
+ASKS_NOTHING = "slipstream_alive"
+"""The same, to be answered with nothing."""
 
 
 class Sampled(NamedTuple):

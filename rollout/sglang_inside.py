@@ -14,7 +14,8 @@ the HTTP interface lacks:
 - log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
 - no step waits for a gathering of one rank's own figures;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
-- what running and waiting requests have sampled so far is told to whoever asks for it (sglang_in_flight.py).
+- what running and waiting requests have sampled so far is told to whoever asks for it (sglang_in_flight.py);
+- whether the scheduler works can be asked without waiting for a second.
 """
 
 from __future__ import annotations
@@ -130,27 +131,35 @@ class InFlight:
     def __init__(self) -> None:
         self._module = beside("sglang_in_flight.py")
 
-    def add_route(self) -> None:
-        """In the process that answers HTTP: one more path, which asks the scheduler."""
+    def add_routes(self) -> None:
+        """In the process that answers HTTP: paths that ask the scheduler."""
         from sglang.srt.entrypoints import http_server
         from sglang.srt.managers.io_struct import GetInternalStateReq
 
-        async def tell() -> dict[str, Any]:
+        async def ask(name: str) -> list[Any]:
             manager = http_server.get_global_state().tokenizer_manager
             manager.auto_create_handle_loop()
-            answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=self._module.ASKS))
-            return {"answers": [self._module.to_json(answer.internal_state) for answer in answers]}
+            answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=name))
+            return [answer.internal_state for answer in answers]
+
+        async def tell() -> dict[str, Any]:
+            return {"answers": [self._module.to_json(answer) for answer in await ask(self._module.ASKS)]}
+
+        async def tell_nothing() -> dict[str, Any]:
+            await ask(self._module.ASKS_NOTHING)
+            return {}
 
         http_server.app.add_api_route(self._module.PATH, tell, methods=["POST"])
+        http_server.app.add_api_route(self._module.ALIVE, tell_nothing, methods=["GET"])
 
     def tell(self, original: Any, scheduler: Any, request: Any) -> Any:
         """Around Scheduler.get_internal_state, which all ranks run and one answers."""
-        if request.rid != self._module.ASKS:
+        if request.rid not in (self._module.ASKS, self._module.ASKS_NOTHING):
             return original(scheduler, request)
         from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-        answers = scheduler.ipc_channels.send_to_tokenizer.socket is not None
-        packed = self._module.pack(known_requests(scheduler), VERSION_KEY) if answers else {}
+        told = request.rid == self._module.ASKS and scheduler.ipc_channels.send_to_tokenizer.socket is not None
+        packed = self._module.pack(known_requests(scheduler), VERSION_KEY) if told else {}
         return GetInternalStateReqOutput(internal_state=packed)
 
 
@@ -371,7 +380,7 @@ def main() -> None:
         raise SystemExit(EXIT_USAGE)
     try:
         server_args = prepare_server_args(argv)
-        InFlight().add_route()
+        InFlight().add_routes()
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

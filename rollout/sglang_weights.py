@@ -1,8 +1,8 @@
 """How new weights enter a SGLang server: flat buckets, the calls that announce them, and a plain HTTP client.
 
 The trainer's ranks use this file to speak to the servers while they send; the generator uses the same calls. Standard
-library and torch only. Invariant: a server is paused when any of these calls that change weights reaches it; otherwise
-it would first wait for every running request to end.
+library, numpy and torch only. Invariant: a server is paused when any of these calls that change weights reaches it;
+otherwise it would first wait for every running request to end.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from urllib.request import urlopen
 
 import torch
 from torch import Tensor
+
+from rollout.sglang_in_flight import ALIVE
 
 WRITTEN_FOR = "0.5.17"
 """The SGLang version whose interface these calls follow."""
@@ -181,9 +183,9 @@ def check_answer(server: str, path: str, status: int, answer: object) -> dict[st
 
 
 def is_healthy(server: ServerAddress, *, timeout_seconds: float) -> bool:
-    """Whether /health answers 200 in time."""
+    """Whether its scheduler answers in time."""
     try:
-        with urlopen(f"{server.url}/health", timeout=timeout_seconds) as response:
+        with urlopen(f"{server.url}{ALIVE}", timeout=timeout_seconds) as response:
             return response.status == 200
     except OSError:
         return False

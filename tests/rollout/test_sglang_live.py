@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -367,23 +368,65 @@ def test_a_server_that_does_not_answer_is_named_at_the_deadline(
 ) -> None:
     sender = sender_of("nccl", models, tmp_path, timeout_seconds=4.0)
     sender.connect([address_of(server)])
-    family = psutil.Process().children(recursive=True)
-    schedulers = [process for process in family if "scheduler" in " ".join(process.cmdline())]
-    assert schedulers
 
     async def push(generator: SGLangGenerator) -> None:
         sender.prepare(models.buckets(2), verify=False)
         await generator.pause()
-        for process in schedulers:
-            os.kill(process.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(PushError, match="no answer within push.timeout_seconds=4 from generator-0"):
-                await asyncio.to_thread(sender.send)
-        finally:
-            for process in schedulers:
-                os.kill(process.pid, signal.SIGCONT)
+        named = "no answer within push.timeout_seconds=4 from generator-0"
+        with stopped_scheduler(), pytest.raises(PushError, match=named):
+            await asyncio.to_thread(sender.send)
 
     with_generator(server, "abort", push)
+
+
+@contextmanager
+def stopped_scheduler() -> Iterator[None]:
+    """The server's schedulers hang."""
+    family = psutil.Process().children(recursive=True)
+    schedulers = [process for process in family if "scheduler" in " ".join(process.cmdline())]
+    assert schedulers
+    for process in schedulers:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in schedulers:
+            os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer) -> None:
+    async def main() -> None:
+        generator = SGLangGenerator(server, control_timeout_seconds=3.0)
+        try:
+            await generator.resume(1)
+            await generator.health()
+            with stopped_scheduler(), pytest.raises(ServerGone, match="is not healthy"):
+                await generator.health()
+            await generator.health()
+        finally:
+            await generator.close()
+
+    asyncio.run(main())
+
+
+def test_health_is_answered_at_once_and_a_pause_does_not_wait_for_it(server: SGLangServer) -> None:
+    """SGLang's own answer takes a second at least, in which an update would wait."""
+
+    async def seconds(generator: SGLangGenerator) -> tuple[float, float]:
+        await generator.resume(1)
+        start = time.monotonic()
+        for _ in range(10):
+            checking = asyncio.create_task(generator.health())
+            await asyncio.sleep(0)
+            await generator.pause()
+            await checking
+            await generator.resume(1)
+        ours = time.monotonic() - start
+        assert await generator._client.answers("/health", timeout_seconds=60.0)
+        return ours, time.monotonic() - start - ours
+
+    ours, one_of_theirs = with_generator(server, "abort", seconds)
+    assert ours < 10 * one_of_theirs
 
 
 def test_a_wrong_server_argument_names_the_nearest(models: Models, tmp_path: Path) -> None:
