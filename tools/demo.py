@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from tools.demo_data import Ingredients, answer_of, make_ingredients
-from tools.demo_plot import draw_reward_curve
-from tools.demo_run import DemoError, accuracy, answers, first_at_least, read_metrics, run_quickstart, saved_models
+from tools.demo_plot import draw_run
+from tools.demo_run import DemoError, accuracy, answers, first_at_least, run_quickstart, saved_models
 
 WARM_UP_TARGET = 0.4
 """The warm-up ends at the first saved model that answers this share of the held-out problems."""
@@ -136,19 +136,9 @@ def show_answers(model: Path, files: Ingredients) -> None:
 
 def draw(picture: Path, output: Path, *, before: float, after: float) -> None:
     """The reward curve of the PPO run that wrote to `output`."""
-    from rollout.math_reward import RIGHT, WRONG
-
-    steps, rewards = read_metrics(output, "demo-ppo", "task_reward")
-    shares_right = [(reward - WRONG) / (RIGHT - WRONG) for reward in rewards]
-    eval_steps, accuracies = read_metrics(output, "demo-ppo", "eval/accuracy")
-    draw_reward_curve(
-        picture,
-        steps=steps,
-        rewards=shares_right,
-        eval_steps=eval_steps,
-        accuracies=accuracies,
-        title=f"Two-digit additions, 0.9M parameters: {before:.0%} → {after:.0%} of held-out problems",
-    )
+    (metrics,) = output.glob("logs/*/demo-ppo/*/metrics.jsonl")
+    title = f"Two-digit additions, 0.9M parameters: {before:.0%} → {after:.0%} of held-out problems"
+    draw_run(picture, metrics, title=title)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,14 @@
-"""The demo's picture: training reward and held-out accuracy over the steps of the reinforcement learning."""
+"""The demo's picture: training reward and held-out accuracy over the steps of the reinforcement learning.
+
+Of any other run:
+
+    python -m tools.demo_plot FILEROOT/logs/USER/EXPERIMENT/TRIAL/metrics.jsonl --output curve.png --title "What it is"
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +16,26 @@ REWARD, ACCURACY, GREY = "#2a78d6", "#eb6834", "#666666"
 _SMOOTHED_STEPS = 10
 _LABEL_HEIGHT = 0.12
 """What a label of two lines takes up of the vertical axis, which ends at 1.08."""
+
+
+def draw_run(picture: Path, metrics: Path, *, title: str) -> None:
+    """Write a PNG of a PPO run's metrics.jsonl; its rewards are those of the math reward, RIGHT or WRONG. Raises
+    ValueError where it has no step or no evaluation."""
+    from rollout.math_reward import RIGHT, WRONG
+
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    trained = [row for row in rows if "task_reward" in row]
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    if not trained or not evaluated:
+        raise ValueError(f"{metrics}: {len(trained)} steps and {len(evaluated)} evaluations; one of each is needed")
+    draw_reward_curve(
+        picture,
+        steps=[row["step"] for row in trained],
+        rewards=[(row["task_reward"] - WRONG) / (RIGHT - WRONG) for row in trained],
+        eval_steps=[row["step"] for row in evaluated],
+        accuracies=[row["eval/accuracy"] for row in evaluated],
+        title=title,
+    )
 
 
 def draw_reward_curve(
@@ -68,3 +95,20 @@ def moving_mean(values: Sequence[float]) -> list[float]:
     """Mean of each value and up to 9 before it."""
     windows = [values[max(0, i + 1 - _SMOOTHED_STEPS) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
+
+
+def main() -> None:
+    """Raises SystemExit with what is wrong with the metrics."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a PPO run that evaluates")
+    parser.add_argument("--output", type=Path, required=True, help="PNG to write")
+    parser.add_argument("--title", default="", help="text above the picture")
+    arguments = parser.parse_args()
+    try:
+        draw_run(arguments.output, arguments.metrics, title=arguments.title)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ Invariant: training happens in `python -m core.quickstart`, the program that use
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import subprocess
@@ -120,11 +119,3 @@ def answers(model: Path, questions: Sequence[str]) -> list[str]:
         )
         texts.append(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
     return texts
-
-
-def read_metrics(fileroot: Path, experiment: str, name: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of one metric of a run."""
-    (path,) = fileroot.glob(f"logs/*/{experiment}/*/metrics.jsonl")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    points = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in points], [value for _, value in points]

@@ -14,7 +14,7 @@ from rollout.dataset import PromptDataset
 from rollout.math_reward import RIGHT, WRONG, math_reward
 from tools.demo import MARKER, empty, make_parser, ppo_changes
 from tools.demo_data import NUM_HELD_OUT, Ingredients, answer_of, make_ingredients, save_model
-from tools.demo_plot import draw_reward_curve, moving_mean
+from tools.demo_plot import moving_mean
 from tools.demo_run import ROOT, DemoError, answers, first_at_least
 
 
@@ -115,12 +115,25 @@ def test_a_warm_up_that_never_reaches_the_target_ends_at_its_last_checkpoint() -
     assert first_at_least([Path("0"), Path("1")], 0.35, lambda _: 0.2) == (Path("1"), 0.2)
 
 
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    path = tmp_path / "curve.png"
-    draw_reward_curve(
-        path, steps=[1, 2, 3], rewards=[0.2, 0.4, 0.9], eval_steps=[0, 3], accuracies=[0.4, 0.95], title="a title"
-    )
-    assert path.read_bytes().startswith(b"\x89PNG")
+def plot_command(tmp_path: Path, *rows: dict[str, float]) -> subprocess.CompletedProcess[str]:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "tools.demo_plot", str(metrics), "--output", str(tmp_path / "curve.png")]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_curve_of_any_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
+    evaluated = [{"step": 0, "eval/accuracy": 0.4}, {"step": 2, "eval/accuracy": 0.95}]
+    done = plot_command(tmp_path, *evaluated, {"step": 1, "task_reward": -0.2}, {"step": 2, "task_reward": 0.9})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_never_evaluated_is_no_picture(tmp_path: Path) -> None:
+    done = plot_command(tmp_path, {"step": 1, "task_reward": -0.2})
+    assert done.returncode == 1
+    assert "1 steps and 0 evaluations; one of each is needed" in done.stderr
+    assert not (tmp_path / "curve.png").exists()
 
 
 def test_the_curve_is_smoothed_over_the_last_ten_steps() -> None:
