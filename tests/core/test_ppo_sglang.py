@@ -15,6 +15,8 @@ from test_ppo_end_to_end import metrics_of, ppo
 from rollout.sglang_gpus import query_gpus
 
 PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
+TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""Environment variables of a server with two tensor-parallel ranks on the CPU: no NCCL, and a core for each."""
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
 
 
@@ -38,8 +40,10 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sglang.d1m1p1+d1m1p1", 2, "in_place", {"verify": "always"}),
         ("sglang.d1m1p1", 1, "retract", {"verify": "always"}),
         ("sglang.d1m1p1+d1m2p1", 3, "abort", {"type": "disk"}),
+        ("sglang.d1m2p1+d1m1p1", 3, "retract", {"verify": "always"}),
+        ("sglang.d1m2p1", 2, "in_place", {"verify": "always"}),
     ],
-    ids=["broadcast", "shared", "disk"],
+    ids=["broadcast", "shared", "disk", "broadcast to two ranks", "shared by two ranks"],
 )
 def test_a_run_trains_on_what_servers_sample(
     assets: Any,
@@ -49,7 +53,10 @@ def test_a_run_trains_on_what_servers_sample(
     num_slots: int,
     interrupt: str,
     push: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name, value in TWO_RANKS.items() if "m2" in allocation.partition("+")[0] else ():
+        monkeypatch.setenv(name, value)
     flags = {"device": "cpu", "max_total_tokens": 8192, "sleep_on_idle": True}
     command = run_command(
         "ppo-math",

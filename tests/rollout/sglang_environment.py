@@ -21,6 +21,9 @@ PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
 PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON") or (PREFIX and f"{PREFIX}/venv/bin/python")
 WHY_NOT = "no SGLang here: set SLIPSTREAM_SGLANG_PYTHON to an interpreter that has it, or SLIPSTREAM_SGLANG_ENV"
 
+TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""Environment variables of a server with two tensor-parallel ranks: no NCCL, and a core for each."""
+
 VOCAB = 512
 END = VOCAB - 1
 
