@@ -23,6 +23,7 @@ WHY_NOT = "no SGLang here: set SLIPSTREAM_SGLANG_PYTHON to an interpreter that h
 
 TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """Environment variables of a server with two tensor-parallel ranks: no NCCL, and a core for each."""
+TWO_STAGES = {"SGLANG_NCCL_SO_PATH": "none"}
 
 VOCAB = 512
 END = VOCAB - 1

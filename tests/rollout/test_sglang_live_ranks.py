@@ -1,4 +1,5 @@
-"""The same against a server of two tensor-parallel ranks on the CPU, each of which holds its part of the weights."""
+"""The same against servers of two ranks on the CPU, each of which holds its part of the weights: tensor-parallel
+ranks, and two pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from sglang_environment import PYTHON, TWO_RANKS, WHY_NOT, Models, environment, settings_for
+from sglang_environment import PYTHON, TWO_RANKS, TWO_STAGES, WHY_NOT, Models, environment, settings_for
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
@@ -17,7 +19,10 @@ import test_sglang_live as live  # noqa: E402
 import test_sglang_live_in_flight as in_flight  # noqa: E402
 from test_sglang_live import models  # noqa: E402
 
+from rollout.router import Router  # noqa: E402
+from rollout.sglang_generator import SGLangGenerator  # noqa: E402
 from rollout.sglang_server import SGLangServer  # noqa: E402
+from rollout.types import Completion  # noqa: E402
 
 __all__ = ["models"]  # a fixture
 
@@ -64,3 +69,37 @@ def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(
 
 def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer) -> None:
     live.test_a_server_whose_scheduler_hangs_is_not_healthy(server)
+
+
+def test_two_pipeline_stages_read_new_weights_and_go_on_with_what_they_handed_back(
+    models: Models, tmp_path: Path
+) -> None:
+    prompts = [live.prompt_of(i, 10 + i) for i in range(4)]
+
+    async def main() -> list[Completion]:
+        log_file, env = tmp_path / "generator-0.log", environment() | TWO_STAGES
+        settings = settings_for(models.folder, log_file, pp=2, env=env, flags={"max_total_tokens": 16384})
+        generator = await SGLangGenerator.start(settings, interrupt="abort")
+        try:
+            router = Router([generator])
+            running = [
+                asyncio.create_task(router.generate(live.request(f"r{i}", prompt, max_new_tokens=400)))
+                for i, prompt in enumerate(prompts)
+            ]
+            for version in (1, 2):
+                models[version].save_pretrained(tmp_path / f"v{version}")
+                await asyncio.sleep(1.0)
+                assert (await router.health()).version == version - 1
+                await router.pause()
+                await generator.load_folder(str(tmp_path / f"v{version}"))
+                await router.resume(version)
+            return await asyncio.gather(*running)
+        finally:
+            await generator.close()
+
+    for prompt, completion in zip(prompts, asyncio.run(main()), strict=True):
+        assert set(completion.versions.tolist()) == {0, 1, 2}
+        for version in (0, 1, 2):
+            mine = completion.versions == version
+            expected = models.logprobs(version, prompt, completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs[mine], expected[mine], atol=live.TOLERANCE)
