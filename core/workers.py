@@ -316,8 +316,9 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
         max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
     )
     # A little more than the replicas decode together, so that whoever finishes never leaves a place empty; much more
-    # would only make prompts older before they are sampled.
-    slots = config.generator.max_running * allocation.generator.layout.dp
+    # would only make prompts older before they are sampled. A group is on one replica: none may be left without.
+    replicas = allocation.generator.layout.dp
+    places = max(-(-5 * config.generator.max_running * replicas // 4), (replicas - 1) * config.group_size + 1)
     return {
         "tokenizer_path": config.actor.path,
         "dataset_path": config.dataset.path,
@@ -333,7 +334,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
         "num_steps": config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
         "sampling": sampling,
         "eval_sampling": eval_sampling,
-        "max_in_flight": -(-5 * slots // 4),
+        "max_in_flight": places,
         "workflow": config.workflow.type,
         "prompt_template": config.workflow.prompt_template,
         "reward": config.reward.function,

@@ -23,8 +23,8 @@ Entry = tuple[bytes, Completion]
 class PromptLedger(Generator):
     """The generators as one prompt's workflow sees them. `known`: the prompt's entries of a checkpoint.
 
-    `load` is what the prompt takes of the generators, in requests: those that run, and at first those of
-    `num_expected` that are still to end. `on_change` is called with every difference."""
+    `load` is what the prompt takes of the generators, in requests: those that run, and until end() those of
+    `num_expected` that have not been answered. `on_change` is called with every difference."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class PromptLedger(Generator):
         if known is not None:
             request = replace(request, output=known)
         self._running[request.request_id] = key, request.output
-        self._count()
         try:
+            self._count()
             completion = await self._generator.generate(request)
             self._finished.append((key, completion))
         finally:

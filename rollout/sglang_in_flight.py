@@ -17,7 +17,8 @@ import numpy as np
 PATH = "/slipstream_in_flight"
 """Where the server tells it."""
 ALIVE = "/slipstream_alive"
-"""Answered as soon as the scheduler has heard of it; SGLang's own /health takes a second at least, and samples."""
+"""Answered as soon as the first rank's scheduler has heard of it, which waits for the others at every step. SGLang's
+own /health takes a second at least, and samples where nothing runs."""
 ASKS = "slipstream_in_flight"
 """Request id of the message that asks the scheduler."""
 ASKS_NOTHING = "slipstream_alive"

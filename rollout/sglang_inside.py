@@ -133,24 +133,30 @@ class InFlight:
 
     def add_routes(self) -> None:
         """In the process that answers HTTP: paths that ask the scheduler."""
+        from fastapi import Response
         from sglang.srt.entrypoints import http_server
         from sglang.srt.managers.io_struct import GetInternalStateReq
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
 
         async def ask(name: str) -> list[Any]:
             manager = http_server.get_global_state().tokenizer_manager
             manager.auto_create_handle_loop()
+            # Never to be cancelled: the next to ask would get the answer to this.
             answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=name))
             return [answer.internal_state for answer in answers]
 
         async def tell() -> dict[str, Any]:
             return {"answers": [self._module.to_json(answer) for answer in await ask(self._module.ASKS)]}
 
-        async def tell_nothing() -> dict[str, Any]:
+        async def tell_nothing() -> Response:
+            manager = http_server.get_global_state().tokenizer_manager
+            if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
+                return Response(status_code=503)
             await ask(self._module.ASKS_NOTHING)
-            return {}
+            return Response()
 
         http_server.app.add_api_route(self._module.PATH, tell, methods=["POST"])
-        http_server.app.add_api_route(self._module.ALIVE, tell_nothing, methods=["GET"])
+        http_server.app.add_api_route(self._module.ALIVE, tell_nothing, methods=["GET"], response_model=None)
 
     def tell(self, original: Any, scheduler: Any, request: Any) -> Any:
         """Around Scheduler.get_internal_state, which all ranks run and one answers."""

@@ -58,6 +58,7 @@ FROM_ELSEWHERE = {
     "skip_tokenizer_init": "requests and answers are token ids",
     "enable_return_routed_experts": "actor.moe_routing_replay says it",
     "enable_memory_saver": "allocation_mode says whether trainer and generators share GPUs",
+    "tokenizer_worker_num": "the process that answers requests has calls of this project, and it is one",
     "speculative_algorithm": "a step that samples several tokens cannot tell their versions apart",
 }
 """Server arguments that are not the user's to set, and what decides them."""

@@ -23,7 +23,10 @@ def draw_run(picture: Path, metrics: Path, *, title: str) -> None:
     ValueError where it has no step or no evaluation."""
     from rollout.math_reward import RIGHT, WRONG
 
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    try:
+        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{metrics}: no metrics.jsonl of a run ({error})") from error
     trained = [row for row in rows if "task_reward" in row]
     evaluated = [row for row in rows if "eval/accuracy" in row]
     if not trained or not evaluated:

@@ -10,10 +10,11 @@ import pytest
 
 from core.rollout_service import RolloutService, named
 from rollout.embedded import EmbeddedGenerator
-from rollout.types import SamplingParams
+from rollout.mock import MockGenerator
+from rollout.types import Completion, GenerateRequest, SamplingParams
 
 
-def service(assets, generator: EmbeddedGenerator, eval_paths: list[str]) -> RolloutService:
+def service(assets, generator: EmbeddedGenerator | Watched, eval_paths: list[str]) -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
     return RolloutService(
         [generator], tokenizer_path=str(assets.model), dataset_path=str(assets.prompts), eval_paths=eval_paths,
@@ -46,6 +47,42 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
     both = asyncio.run(evaluate([str(assets.prompts), str(other)]))
     assert {f"prompts/{figure}" for figure in alone} < both.keys() and both["hard/accuracy"] == 0.0
     assert {k: both[f"prompts/{k}"] for k in alone} == pytest.approx(alone)
+
+
+class Watched:
+    """How many requests the generator has at once, at most."""
+
+    def __init__(self, generator: MockGenerator) -> None:
+        self._generator = generator
+        self._running = self.most = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._running += 1
+        self.most = max(self.most, self._running)
+        try:
+            return await self._generator.generate(request)
+        finally:
+            self._running -= 1
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._generator, name)
+
+
+def test_prompts_start_by_the_requests_that_run(assets) -> None:
+    """Below 4 a group of two begins: 5 at most, and never the eight of the step."""
+
+    async def main() -> tuple[int, int]:
+        generator = Watched(MockGenerator(str(assets.model), seconds_per_token=0.01))
+        made = service(assets, generator, [str(assets.prompts)])
+        try:
+            await made.start()
+            await made.begin(0, None, ignore_changes=False)
+            batch, _ = await made.take(0)
+            return generator.most, batch.num_sequences
+        finally:
+            await made.close()
+
+    assert asyncio.run(main()) == (5, 8)
 
 
 def test_sets_are_called_after_their_files_or_folders() -> None:

@@ -55,6 +55,22 @@ def same(one: Completion, other: Completion) -> bool:
     )
 
 
+def test_what_was_known_takes_no_place_and_what_was_not_one_until_it_is_answered(model: str) -> None:
+    async def main() -> None:
+        generator = MockGenerator(model, seconds_per_token=0.001)
+        before = PromptLedger(generator)
+        await before.generate(request("a"))
+        changes: list[int] = []
+        ledger = PromptLedger(generator, before.entries({}), num_expected=2, on_change=changes.append)
+        assert ledger.load == 2
+        await ledger.generate(request("a"))
+        assert changes == [-1]
+        await asyncio.gather(*(ledger.generate(request(name, seed)) for seed, name in ((2, "b"), (3, "c"))))
+        assert changes == [-1, 1, -1, -1] and ledger.load == 0
+
+    asyncio.run(main())
+
+
 def test_a_token_of_the_mock_generator_is_a_function_of_seed_and_place_however_often_it_stops(model: str) -> None:
     async def main() -> None:
         at_once = await MockGenerator(model).generate(request("a"))

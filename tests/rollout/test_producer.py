@@ -139,11 +139,15 @@ class Requests(NoRequests):
 
 
 class GroupWorkflow:
-    """Eight samples of `num_turns` requests each, 1 s apart; `fails(prompt)` makes the first one fail in the middle."""
+    """Eight samples of `num_turns` requests each, 1 s apart; `fails(prompt)` makes the first one fail in the middle.
+    What still runs then is left behind, or with `tidy` cancelled."""
 
-    def __init__(self, num_turns: int = 1, fails: Callable[[Prompt], bool] = lambda prompt: False) -> None:
+    def __init__(
+        self, num_turns: int = 1, fails: Callable[[Prompt], bool] = lambda prompt: False, tidy: bool = False
+    ) -> None:
         self._num_turns = num_turns
         self._fails = fails
+        self._tidy = tidy
         self._failed: set[str] = set()
 
     async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
@@ -156,7 +160,12 @@ class GroupWorkflow:
                     self._failed.add(prompt.query_id)
                     raise ConnectionError("try again")
 
-        await asyncio.gather(*(sample(i) for i in range(8)))  # what still runs when one fails is left behind
+        samples = [asyncio.ensure_future(sample(i)) for i in range(8)]
+        try:
+            await asyncio.gather(*samples)
+        finally:
+            for task in samples if self._tidy else ():
+                task.cancel()
         return [trajectory(prompt, np.array([0]))]
 
 
@@ -189,6 +198,18 @@ def test_what_failed_workflows_leave_behind_counts_for_as_long_as_it_runs() -> N
     seen = run_virtual(seen_running(workflow, max_in_flight=32, seconds=120.0))
     assert min(seen) >= 32
     assert np.mean(seen) < 46, "those that begin again come on top (43); what is left behind would, too (52)"
+
+
+def test_a_failure_whose_requests_were_cancelled_costs_no_places() -> None:
+    async def main() -> None:
+        workflow = GroupWorkflow(fails=lambda prompt: True, tidy=True)
+        limits = {"max_staleness": 10, "max_in_flight": 16, "group_size": 8, "num_epochs": 1}
+        async with make_producer(workflow, 40, generator=Requests(), **limits) as producer:
+            for step in range(10):
+                assert len(await producer.take(step)) == 4
+            assert producer.stats()["rollout/num_failures"] == 40
+
+    run_virtual(main())
 
 
 def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt() -> None:
