@@ -133,7 +133,6 @@ class InFlight:
 
     def add_routes(self) -> None:
         """In the process that answers HTTP: paths that ask the scheduler."""
-        from fastapi import Response
         from sglang.srt.entrypoints import http_server
         from sglang.srt.managers.io_struct import GetInternalStateReq
         from sglang.srt.managers.tokenizer_manager import ServerStatus
@@ -148,12 +147,12 @@ class InFlight:
         async def tell() -> dict[str, Any]:
             return {"answers": [self._module.to_json(answer) for answer in await ask(self._module.ASKS)]}
 
-        async def tell_nothing() -> Response:
+        async def tell_nothing() -> Any:
             manager = http_server.get_global_state().tokenizer_manager
             if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
-                return Response(status_code=503)
+                return http_server.Response(status_code=503)
             await ask(self._module.ASKS_NOTHING)
-            return Response()
+            return http_server.Response()
 
         http_server.app.add_api_route(self._module.PATH, tell, methods=["POST"])
         http_server.app.add_api_route(self._module.ALIVE, tell_nothing, methods=["GET"], response_model=None)
