@@ -22,6 +22,7 @@ from core.push_servers import SenderPlan, ServerPush
 from core.trainer import EngineRef
 from mcore_adapter.checkpoint_outcome import wait_for_outcome
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from rollout.router import requests_at_once
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -315,10 +316,6 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
     eval_sampling = SamplingParams(
         max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
     )
-    # A little more than the replicas decode together, so that whoever finishes never leaves a place empty; much more
-    # would only make prompts older before they are sampled. A group is on one replica: none may be left without.
-    replicas = allocation.generator.layout.dp
-    places = max(-(-5 * config.generator.max_running * replicas // 4), (replicas - 1) * config.group_size + 1)
     return {
         "tokenizer_path": config.actor.path,
         "dataset_path": config.dataset.path,
@@ -334,7 +331,11 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
         "num_steps": config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
         "sampling": sampling,
         "eval_sampling": eval_sampling,
-        "max_in_flight": places,
+        "max_in_flight": requests_at_once(
+            max_running=config.generator.max_running,
+            num_generators=allocation.generator.layout.dp,
+            group_size=config.group_size,
+        ),
         "workflow": config.workflow.type,
         "prompt_template": config.workflow.prompt_template,
         "reward": config.reward.function,

@@ -29,6 +29,13 @@ _TELL_SECONDS = 10.0
 """For a generator to tell what its requests have: a checkpoint waits for that, and can do without."""
 
 
+def requests_at_once(*, max_running: int, num_generators: int, group_size: int = 1) -> int:
+    """How many requests to keep under way: a quarter more than the generators run together, so that whoever finishes
+    never leaves a place empty; much more would only get older before it is sampled. A group is on one generator: none
+    may be left without."""
+    return max(-(-5 * max_running * num_generators // 4), (num_generators - 1) * group_size + 1)
+
+
 class NoGeneratorError(RuntimeError):
     """Every generator of the router is gone."""
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from mcore_adapter.checkpoint_outcome import wait_for_outcome
+from rollout.router import requests_at_once
 from rollout.sglang_gpus import query_gpus
 from tools import bench_convert
 from tools.bench_figure import Figure
@@ -165,7 +166,7 @@ async def _ask_server(scene: Scene, model: Path, length: int) -> float:
     FlashInfer's sampling, stops answering where greedy requests meet sampled ones."""
     server = server_settings(scene, scene.first_gpu if query_gpus() else None)
     flags = {name: value for name, value in server.flags.items() if name != "load_format"}
-    at_once = 5 * MAX_RUNNING // 4  # as an evaluation makes them
+    at_once = requests_at_once(max_running=MAX_RUNNING, num_generators=1)  # as an evaluation makes them
     async with generator(replace(server, model_path=str(model), max_running=MAX_RUNNING, flags=flags)) as served:
         url = served.address.url
         await ask_plainly(url, _requests(model, "aime24", length), at_once=at_once)  # warm-up

@@ -29,7 +29,7 @@ from rollout.evaluation import (
     read_answers,
 )
 from rollout.reward import RewardPool, RewardWorkerError
-from rollout.router import NoGeneratorError, Router
+from rollout.router import NoGeneratorError, Router, requests_at_once
 from rollout.sglang_server import ServerStartError
 from rollout.sglang_weights import ServerError
 from rollout.types import Prompt, SamplingParams
@@ -259,7 +259,9 @@ async def _answer_all(
             await answer_questions(
                 [QuestionSet(name=name, prompts=of, done=files[name].answers.keys()) for name, of in prompts.items()],
                 router, rewards, tokenizer, plan=plan, on_answer=keep,
-                max_in_flight=-(-5 * settings.generator.max_running * len(generators) // 4),
+                max_in_flight=requests_at_once(
+                    max_running=settings.generator.max_running, num_generators=len(generators)
+                ),
             )  # fmt: skip
     return {name: [a for n, a in files[name].answers.items() if n in wanted[name]] for name in prompts}
 

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_environment import PREFIX, TWO_RANKS
 from test_attempts import came_back, process_of
 from test_ppo_end_to_end import metrics_of, ppo
 
 from rollout.sglang_gpus import query_gpus
 
-PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
-TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-"""Environment variables of a server with two tensor-parallel ranks on the CPU: no NCCL, and a core for each."""
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
 
 

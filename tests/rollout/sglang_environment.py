@@ -6,16 +6,19 @@ without a GPU: PREFIX/venv/bin/python, PREFIX/site for PYTHONPATH and PREFIX/lib
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
-from rollout.sglang_server import BATCHED_PREFILLS, ServerSettings
+from rollout.sglang_server import BATCHED_PREFILLS, ServerSettings, SGLangServer
 
 PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
 PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON") or (PREFIX and f"{PREFIX}/venv/bin/python")
@@ -56,6 +59,18 @@ def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
         "env": environment(),
     }
     return ServerSettings(**values | changes)
+
+
+@contextmanager
+def running_server(settings: ServerSettings) -> Iterator[SGLangServer]:
+    """A server, which leaves no process behind."""
+    server = SGLangServer(settings)
+    asyncio.run(server.start())
+    family = psutil.Process().children(recursive=True)
+    yield server
+    server.stop()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive, "the server left processes behind"
 
 
 class Models:

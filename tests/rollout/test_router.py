@@ -9,7 +9,7 @@ import pytest
 from embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 
 from rollout.embedded import EmbeddedGenerator, GeneratorError
-from rollout.router import NoGeneratorError, Router
+from rollout.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, WeightBucket
 
 DEADLINE_SECONDS = 60  # of a test that hangs
@@ -363,3 +363,14 @@ def test_a_generator_that_answers_late_takes_back_nothing_that_it_has_handed_bac
 
     heard, interrupted = asyncio.Event(), asyncio.Event()
     asyncio.run(asyncio.wait_for(main(), DEADLINE_SECONDS))
+
+
+@pytest.mark.parametrize("max_running", [1, 8, 128])
+@pytest.mark.parametrize("num_generators", [1, 3, 8])
+@pytest.mark.parametrize("group_size", [1, 8, 32])
+def test_so_many_requests_are_kept_under_way_that_every_generator_is_full_or_has_a_group(
+    max_running: int, num_generators: int, group_size: int
+) -> None:
+    at_once = requests_at_once(max_running=max_running, num_generators=num_generators, group_size=group_size)
+    assert at_once > max_running * num_generators
+    assert -(-at_once // group_size) >= num_generators, "groups that begin while fewer requests are under way"

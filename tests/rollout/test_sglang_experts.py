@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_environment import PYTHON, VOCAB, WHY_NOT, settings_for
+from sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 
 from rollout.sglang_experts import ExpertsOfTokens
 from rollout.sglang_server import SGLangServer
@@ -125,10 +125,8 @@ def server(models: ExpertModels, tmp_path_factory: pytest.TempPathFactory) -> It
     if PYTHON is None:
         pytest.skip(WHY_NOT)
     log = tmp_path_factory.mktemp("log") / "generator-0.log"
-    server = SGLangServer(settings_for(models.folder, log, tells_experts=True))
-    asyncio.run(server.start())
-    yield server
-    server.stop()
+    with running_server(settings_for(models.folder, log, tells_experts=True)) as server:
+        yield server
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])

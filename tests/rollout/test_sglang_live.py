@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, settings_for
+from sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, running_server, settings_for
 
 from rollout.sglang_checksums import ModelShape
 from rollout.sglang_server import SGLangServer, read_model_config
@@ -50,13 +50,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
-    server = SGLangServer(settings_for(models.folder, tmp_path_factory.mktemp("log") / "generator-0.log"))
-    asyncio.run(server.start())
-    family = psutil.Process().children(recursive=True)
-    yield server
-    server.stop()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive, "the server left processes behind"
+    with running_server(settings_for(models.folder, tmp_path_factory.mktemp("log") / "generator-0.log")) as server:
+        yield server
 
 
 def with_generator(server: SGLangServer, interrupt: Any, use: Callable[[SGLangGenerator], Awaitable[T]]) -> T:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sglang_environment import PYTHON, TWO_RANKS, TWO_STAGES, WHY_NOT, Models, environment, settings_for
+from sglang_environment import PYTHON, TWO_RANKS, TWO_STAGES, WHY_NOT, Models, environment, running_server, settings_for
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
@@ -30,10 +30,8 @@ __all__ = ["models"]  # a fixture
 @pytest.fixture(scope="module")
 def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     log_file = tmp_path_factory.mktemp("log") / "generator-0.log"
-    server = SGLangServer(settings_for(models.folder, log_file, tp=2, env=environment() | TWO_RANKS))
-    asyncio.run(server.start())
-    yield server
-    server.stop()
+    with running_server(settings_for(models.folder, log_file, tp=2, env=environment() | TWO_RANKS)) as server:
+        yield server
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
