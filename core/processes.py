@@ -29,6 +29,8 @@ _KEPT = 3
 """Of each name."""
 _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before whoever asked goes on, which may be to kill it."""
+_BIT = signal.SIGUSR1 - 1
+"""Of this signal, in the masks of /proc/PID/status."""
 _open: list[TextIO] = []
 
 
@@ -67,6 +69,7 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
     """Let the processes of this machine write their stacks (`names`: only these); name -> its state: "running",
     "stopped" or "gone". One that was stopped goes on, else it could not answer."""
     states = {}
+    asked: list[tuple[Path, int, psutil.Process]] = []
     for name, file, process in _processes(log_folder, names):
         states[name] = "gone"
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
@@ -76,13 +79,42 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
             states[name] = "stopped" if stopped else "running"
             with open(file, "a") as f:
                 f.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ({states[name]}): {why}\n")
+                asked.append((file, f.tell(), process))
             for one in (process, *(child for child in process.children(recursive=True) if _answers(child))):
                 one.send_signal(signal.SIGUSR1)
                 if one.status() == psutil.STATUS_STOPPED:
                     one.send_signal(signal.SIGCONT)
     if any(state != "gone" for state in states.values()):
         time.sleep(_WRITING_SECONDS)
+    for file, size, process in asked:
+        with suppress(OSError):
+            if file.stat().st_size == size:
+                with open(file, "a") as f:
+                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process.pid, file)}\n")
     return states
+
+
+def _why_silent(pid: int, file: Path) -> str:
+    """What the kernel knows of a process that was asked for its stacks and did not write them."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        known = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        descriptors = {os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError as error:
+        return f"the process has ended, or may not be looked at ({error})"
+    marked = {name for name in ("SigBlk", "SigIgn", "SigCgt", "ShdPnd") if int(known[name], 16) >> _BIT & 1}
+    findings = {
+        "its main thread blocks SIGUSR1": "SigBlk" in marked,
+        "it ignores SIGUSR1": "SigIgn" in marked,
+        "it has no handler for SIGUSR1": not marked & {"SigIgn", "SigCgt"},
+        "the signal waits to be taken": "ShdPnd" in marked,
+        "it has closed this file": str(file.resolve()) not in descriptors,
+    }
+    found = [text for text, holds in findings.items() if holds] or ["somebody else handles its SIGUSR1, or it is slow"]
+    return (
+        f"{', '.join(found)}; its state is {known['State']}, in the kernel at {waits if waits != '0' else 'no place'}"
+    )
 
 
 def kill_process(log_folder: Path, name: str) -> None:
@@ -110,7 +142,7 @@ def _answers(process: psutil.Process) -> bool:
     with suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         (caught,) = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
-        return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1) and "sglang_inside" in " ".join(process.cmdline())
+        return bool(int(caught, 16) >> _BIT & 1) and "sglang_inside" in " ".join(process.cmdline())
     return False
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from core.processes import EARLIER, FOLDER, ask_for_stacks, kill_process
 
@@ -19,6 +20,7 @@ import sys, threading, time
 from pathlib import Path
 from core.processes import register_process
 register_process(sys.argv[1], Path(sys.argv[2]))
+exec(sys.argv[3])
 def hanging_here():
     print("ready", flush=True)
     threading.Lock().acquire() and threading.Event().wait()
@@ -26,9 +28,10 @@ hanging_here()
 """
 
 
-def start(name: str, folder: Path) -> subprocess.Popen[str]:
+def start(name: str, folder: Path, then: str = "") -> subprocess.Popen[str]:
+    """A process that registers, does `then`, and hangs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER, name, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLEEPER, name, str(folder), then], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -59,6 +62,26 @@ def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the
         for process in processes.values():
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ("import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})", "its main thread blocks SIGUSR1"),
+        ("import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)", "it ignores SIGUSR1"),
+        ("import signal; signal.signal(signal.SIGUSR1, print)", "somebody else handles its SIGUSR1, or it is slow"),
+        ("import os; os.closerange(3, 100)", "it has closed this file"),
+    ],
+)
+def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Path, then: str, why: str) -> None:
+    process = start("rank-0", tmp_path, then)
+    try:
+        assert ask_for_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
+        said = (tmp_path / FOLDER / "rank-0.txt").read_text()
+        assert f"Nothing was written within 0.5 s: {why}" in said and "its state is S (sleeping)" in said
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_the_stacks_of_the_last_few_processes_of_a_name_are_kept_and_do_not_count_as_processes(tmp_path: Path) -> None:
