@@ -69,6 +69,7 @@ CPU: dict[str, Callable[[bench_cpu.Scene], Iterator[Figure]]] = {
 GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[Figure]]] = {
     "update": bench_gpu.update,
     "options": bench_gpu.options,
+    "lengths": bench_gpu.lengths,
     "rollout": bench_gpu_servers.rollout,
     "push": bench_gpu_push.push,
     "mismatch": bench_gpu_mismatch.mismatch,

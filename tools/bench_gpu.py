@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -144,19 +144,20 @@ def make_engine(
     )
 
 
-def random_batch(scene: Scene, *, count: int, length: int) -> Any:
-    """Sequences as a PPO update gets them, every token but the first trained."""
+def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
+    """Sequences of these lengths as a PPO update gets them, every token but the first trained."""
     from mcore_adapter.batch import PackedBatch
 
-    generator = torch.Generator().manual_seed(0)
-    total = count * length
-    mask = torch.ones(count, length, dtype=torch.bool)
-    mask[:, 0] = False
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *lens]).cumsum(0)
+    total = int(cu_seqlens[-1])
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[cu_seqlens[:-1]] = False
     old = torch.full((total,), -float(np.log(scene.vocab_size)))
     return PackedBatch(
         token_ids=torch.randint(scene.vocab_size, (total,), generator=generator),
-        cu_seqlens=torch.arange(count + 1) * length,
-        loss_mask=mask.flatten(),
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
         fields={
             "advantages": torch.randn(total, generator=generator), "old_logprobs": old, "rollout_logprobs": old,
         },
@@ -178,7 +179,7 @@ def update(scene: Scene) -> Iterator[Figure]:
     """One PPO update against Megatron's own training step on the same packed tokens."""
     for length, count, tokens_per_mb, bare_recompute in ((2048, 32, 16384, "none"), (16384, 8, 32768, "full")):
         with trainer_world() as (parallel, device):
-            batch = random_batch(scene, count=count, length=length)
+            batch = random_batch(scene, [length] * count)
             bare, bare_peak = _bare(scene, parallel, device, batch, tokens_per_mb, bare_recompute)
             free(device)
             ours, peak = _ours(scene, parallel, device, batch, tokens_per_mb)
@@ -241,7 +242,7 @@ def options(scene: Scene) -> Iterator[Figure]:
     plain, plain_peak = 0.0, 0.0
     for name, settings in choices.items():
         with trainer_world() as (parallel, device):
-            batch = random_batch(scene, count=32, length=2048)
+            batch = random_batch(scene, [2048] * 32)
             rate, peak = _ours(scene, parallel, device, batch, 16384, **settings)
             free(device)
         if name == "plain":
@@ -250,6 +251,42 @@ def options(scene: Scene) -> Iterator[Figure]:
         label = f"{scene.shape}_{name}"
         yield Figure(name=f"update.{label}_tokens_per_second", value=rate, unit="tokens/s", baseline=plain, target="")
         yield Figure(name=f"memory.{label}", value=peak, unit="GB", baseline=plain_peak, target="")
+
+
+def lengths(scene: Scene) -> Iterator[Figure]:
+    """Updates of batches of answers with a long tail, every one another, as runs have them: no microbatch has the shape
+    of one before. Against batches of equal sequences. One GPU."""
+    from tools.bench_workflow import length_of
+
+    num_sequences, longest, tokens_per_mb = (240, 4096, 16384) if query_gpus() else (16, 64, 256)
+    seeds = iter(range(num_sequences * (WARM_UP + 2 * ROUNDS)))
+    batches = [
+        random_batch(scene, [1 + length_of(next(seeds), longest) for _ in range(num_sequences)], seed=i)
+        for i in range(WARM_UP + 2 * ROUNDS)
+    ]
+    with trainer_world() as (parallel, device):
+        engine = make_engine(scene, parallel, device, recompute="selective")
+
+        def seconds(batch: Any) -> float:
+            device.synchronize()
+            begin = time.perf_counter()
+            ppo_update(engine, batch, tokens_per_mb)
+            device.synchronize()
+            return time.perf_counter() - begin
+
+        equal = random_batch(scene, [longest // 2] * (batches[0].num_tokens // (longest // 2)))
+        alike = equal.num_tokens / float(np.median([seconds(equal) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]))
+        rates = [batch.num_tokens / seconds(batch) for batch in batches]
+        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if query_gpus() else 0
+        free(device)
+    name = f"update.{scene.shape}_lognormal"
+    later = rates[WARM_UP:]
+    yield Figure(
+        name=f"{name}_tokens_per_second", value=float(np.median(later)), unit="tokens/s", baseline=alike, target=""
+    )
+    yield Figure(name=f"{name}_slowest", value=min(later), unit="tokens/s", baseline=alike, target="")
+    yield Figure(name=f"{name}_first", value=rates[0], unit="tokens/s", baseline=alike, target="")
+    yield Figure(name=f"{name}_allocator_retries", value=float(retries), unit="", baseline=None, target="")
 
 
 def free(device: Any) -> None:

@@ -43,7 +43,7 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
     threads write it. One GPU."""
     small = not query_gpus()
     with trainer_world() as (parallel, device), ThreadPoolExecutor(1) as pool:
-        batch = random_batch(scene, count=2 if small else 16, length=64 if small else 2048)
+        batch = random_batch(scene, [64] * 2 if small else [2048] * 16)
         engine = make_engine(scene, parallel, device, recompute="selective")
         engine.prepare_saves()
 

@@ -125,7 +125,7 @@ def _data_parallel_rank(rank: int, scene: Scene, _: Any, results: Any, overlappe
     with _joined(rank, scene, dp=RANKS) as (parallel, device):
         device.overlaps_communication = overlapped
         engine = make_engine(scene, parallel, device, recompute="selective")
-        batch = random_batch(scene, count=64 if query_gpus() else 4, length=2048 if query_gpus() else 64)
+        batch = random_batch(scene, [2048] * 64 if query_gpus() else [64] * 4)
         norms: list[float] = []
         seconds = median_seconds(device, lambda: norms.append(ppo_update(engine, batch, 16384)["grad_norm"]))
         results.put((rank, (batch.num_tokens / seconds, norms[0])))
