@@ -181,7 +181,7 @@ class CpuDevice:
         with open("/proc/self/statm") as statm:
             now = int(statm.read().split()[1]) * resource.getpagesize() / 2**30
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        return {"allocated_gib": now, "peak_gib": max(now, peak)}
+        return {"allocated_gib": now, "peak_gib": max(now, peak), "allocator_retries": 0.0}
 
     def memory_holders(self) -> str:
         sizes = {

@@ -277,7 +277,7 @@ def lengths(scene: Scene) -> Iterator[Figure]:
         equal = random_batch(scene, [longest // 2] * (batches[0].num_tokens // (longest // 2)))
         alike = equal.num_tokens / float(np.median([seconds(equal) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]))
         rates = [batch.num_tokens / seconds(batch) for batch in batches]
-        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if query_gpus() else 0
+        retries = device.memory_stats()["allocator_retries"]
         free(device)
     name = f"update.{scene.shape}_lognormal"
     later = rates[WARM_UP:]
@@ -286,7 +286,7 @@ def lengths(scene: Scene) -> Iterator[Figure]:
     )
     yield Figure(name=f"{name}_slowest", value=min(later), unit="tokens/s", baseline=alike, target="")
     yield Figure(name=f"{name}_first", value=rates[0], unit="tokens/s", baseline=alike, target="")
-    yield Figure(name=f"{name}_allocator_retries", value=float(retries), unit="", baseline=None, target="")
+    yield Figure(name=f"{name}_allocator_retries", value=retries, unit="", baseline=None, target="")
 
 
 def free(device: Any) -> None:
