@@ -29,8 +29,6 @@ _KEPT = 3
 """Of each name."""
 _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before whoever asked goes on, which may be to kill it."""
-_BIT = signal.SIGUSR1 - 1
-"""Of this signal, in the masks of /proc/PID/status."""
 _open: list[TextIO] = []
 
 
@@ -67,12 +65,13 @@ def _put_aside(file: Path) -> None:
 
 def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:
     """Let the processes of this machine write their stacks (`names`: only these); name -> its state: "running",
-    "stopped" or "gone". One that was stopped goes on, else it could not answer."""
+    "stopped" or "gone". One that was stopped goes on, else it could not answer. Of one that writes nothing its file
+    says what the kernel knows. Raises OSError where the files cannot be written."""
     states = {}
     asked: list[tuple[Path, int, psutil.Process]] = []
     for name, file, process in _processes(log_folder, names):
         states[name] = "gone"
-        with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
             if process is None:
                 continue
             stopped = process.status() == psutil.STATUS_STOPPED
@@ -90,31 +89,66 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
         with suppress(OSError):
             if file.stat().st_size == size:
                 with open(file, "a") as f:
-                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process.pid, file)}\n")
+                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process, file)}\n")
     return states
 
 
-def _why_silent(pid: int, file: Path) -> str:
-    """What the kernel knows of a process that was asked for its stacks and did not write them."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        known = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        descriptors = {os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-        waits = Path(f"/proc/{pid}/wchan").read_text()
-    except OSError as error:
-        return f"the process has ended, or may not be looked at ({error})"
-    marked = {name for name in ("SigBlk", "SigIgn", "SigCgt", "ShdPnd") if int(known[name], 16) >> _BIT & 1}
+def _why_silent(process: psutil.Process, file: Path) -> str:
+    """What the kernel tells of a process that was asked for its stacks and did not write them; not every kernel tells
+    everything."""
+    if not process.is_running() or _state(process.pid).startswith("Z"):
+        return "it has ended since"
+    handled = _marked(process.pid, "SigCgt")
     findings = {
-        "its main thread blocks SIGUSR1": "SigBlk" in marked,
-        "it ignores SIGUSR1": "SigIgn" in marked,
-        "it has no handler for SIGUSR1": not marked & {"SigIgn", "SigCgt"},
-        "the signal waits to be taken": "ShdPnd" in marked,
-        "it has closed this file": str(file.resolve()) not in descriptors,
+        "its main thread blocks SIGUSR1": _marked(process.pid, "SigBlk"),
+        "it ignores SIGUSR1": _marked(process.pid, "SigIgn"),
+        "the signal waits to be taken": _marked(process.pid, "ShdPnd"),
+        "it has closed this file": _has_open(process.pid, file) is False,
     }
-    found = [text for text, holds in findings.items() if holds] or ["somebody else handles its SIGUSR1, or it is slow"]
-    return (
-        f"{', '.join(found)}; its state is {known['State']}, in the kernel at {waits if waits != '0' else 'no place'}"
-    )
+    found = [text for text, holds in findings.items() if holds]
+    if not found:
+        found = ["its handler is not ours, writes elsewhere or is slow" if handled else "the kernel does not tell why"]
+    place = _of_kernel(process.pid, "wchan").strip()
+    where = f", in the kernel at {place}" if place not in ("", "0") else ""
+    return f"{', '.join(found)}; its main thread's state is {_state(process.pid) or 'unknown'}{where}"
+
+
+def _of_kernel(pid: int, name: str) -> str:
+    """What /proc says; "" where it does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    return ""
+
+
+def _field(pid: int, name: str) -> str:
+    """Of /proc/PID/status; "" where it is not there."""
+    for line in _of_kernel(pid, "status").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def _state(pid: int) -> str:
+    return _field(pid, "State")
+
+
+def _marked(pid: int, mask: str) -> bool:
+    """Whether SIGUSR1 is in this mask of the process."""
+    return bool(int(_field(pid, mask) or "0", 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def _has_open(pid: int, file: Path) -> bool | None:
+    """Whether one of its descriptors leads there; None where that cannot be seen. Asks nothing of the files."""
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return None
+    target = str(file.resolve())
+    for link in links:
+        with suppress(OSError):
+            if os.readlink(link) == target:
+                return True
+    return False
 
 
 def kill_process(log_folder: Path, name: str) -> None:
@@ -139,10 +173,8 @@ def _processes(log_folder: Path, names: Collection[str] | None) -> Iterator[tupl
 
 def _answers(process: psutil.Process) -> bool:
     """Whether it has a handler for the signal, as the processes of a SGLang server have, which write into their log."""
-    with suppress(OSError, psutil.Error):
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        (caught,) = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
-        return bool(int(caught, 16) >> _BIT & 1) and "sglang_inside" in " ".join(process.cmdline())
+    with suppress(psutil.Error):
+        return _marked(process.pid, "SigCgt") and "sglang_inside" in " ".join(process.cmdline())
     return False
 
 

@@ -51,8 +51,8 @@ class Device(Protocol):
     def empty_cache(self) -> None: ...
 
     def memory_stats(self) -> dict[str, float]:
-        """allocated_gib, peak_gib: what this process holds now and held at most; allocator_retries: how often memory
-        ran out until the allocator gave back what it kept for later."""
+        """allocated_gib, peak_gib: what this process holds now and held at most; allocator_retries: how often, since
+        the process began, memory ran out until the allocator gave back what it kept for later."""
         ...
 
     def memory_holders(self) -> str:

@@ -124,7 +124,7 @@ class CudaDevice:
         return {
             "allocated_gib": torch.cuda.memory_allocated(self.torch_device) / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated(self.torch_device) / 2**30,
-            "allocator_retries": float(torch.cuda.memory_stats(self.torch_device)["num_alloc_retries"]),
+            "allocator_retries": float(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0)),
         }
 
     def memory_holders(self) -> str:

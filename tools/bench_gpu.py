@@ -254,38 +254,39 @@ def options(scene: Scene) -> Iterator[Figure]:
 
 
 def lengths(scene: Scene) -> Iterator[Figure]:
-    """Updates of batches of answers with a long tail, every one another, as runs have them: no microbatch has the shape
-    of one before. Against batches of equal sequences. One GPU."""
+    """Updates of as many answers as a step of `async` has, with its long tail, every batch another: hardly any
+    microbatch has the shape of one before. Against as many tokens in equal sequences. One GPU."""
     from tools.bench_workflow import length_of
 
-    num_sequences, longest, tokens_per_mb = (240, 4096, 16384) if query_gpus() else (16, 64, 256)
-    seeds = iter(range(num_sequences * (WARM_UP + 2 * ROUNDS)))
-    batches = [
+    num_sequences, longest, tokens_per_mb = (480, 4096, 16384) if query_gpus() else (16, 64, 256)
+    updates = WARM_UP + ROUNDS
+    seeds = iter(range(num_sequences * updates))
+    unequal = [
         random_batch(scene, [1 + length_of(next(seeds), longest) for _ in range(num_sequences)], seed=i)
-        for i in range(WARM_UP + 2 * ROUNDS)
+        for i in range(updates)
     ]
+    equal = random_batch(scene, [longest // 2] * (unequal[0].num_tokens // (longest // 2)))
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device, recompute="selective")
 
-        def seconds(batch: Any) -> float:
+        def rate(batch: Any) -> float:
             device.synchronize()
             begin = time.perf_counter()
             ppo_update(engine, batch, tokens_per_mb)
             device.synchronize()
-            return time.perf_counter() - begin
+            return batch.num_tokens / (time.perf_counter() - begin)
 
-        equal = random_batch(scene, [longest // 2] * (batches[0].num_tokens // (longest // 2)))
-        alike = equal.num_tokens / float(np.median([seconds(equal) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]))
-        rates = [batch.num_tokens / seconds(batch) for batch in batches]
-        retries = device.memory_stats()["allocator_retries"]
+        alike = [rate(equal) for _ in range(updates)]
+        before = device.memory_stats()["allocator_retries"]
+        rates = [rate(batch) for batch in unequal]
+        retries = device.memory_stats()["allocator_retries"] - before
         free(device)
+    for label, of in (("tokens_per_second", np.median), ("slowest", np.min)):
+        value, baseline = (float(of(r[WARM_UP:])) for r in (rates, alike))
+        name = f"update.{scene.shape}_lognormal_{label}"
+        yield Figure(name=name, value=value, unit="tokens/s", baseline=baseline, target="")
     name = f"update.{scene.shape}_lognormal"
-    later = rates[WARM_UP:]
-    yield Figure(
-        name=f"{name}_tokens_per_second", value=float(np.median(later)), unit="tokens/s", baseline=alike, target=""
-    )
-    yield Figure(name=f"{name}_slowest", value=min(later), unit="tokens/s", baseline=alike, target="")
-    yield Figure(name=f"{name}_first", value=rates[0], unit="tokens/s", baseline=alike, target="")
+    yield Figure(name=f"{name}_first", value=rates[0], unit="tokens/s", baseline=alike[WARM_UP], target="")
     yield Figure(name=f"{name}_allocator_retries", value=retries, unit="", baseline=None, target="")
 
 

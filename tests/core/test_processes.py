@@ -53,7 +53,7 @@ def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the
         for name in ("running-0", "stopped-1"):
             said = (tmp_path / FOLDER / f"{name}.txt").read_text()
             _, _, stacks = said.partition(f"{name} ({states[name]}): the test asks\n")
-            assert "in hanging_here" in stacks
+            assert "in hanging_here" in stacks and "Nothing was written" not in stacks
         assert "hanging_here" not in (tmp_path / FOLDER / "unasked-3.txt").read_text()
         kill_process(tmp_path, "stopped-1")
         assert processes["stopped-1"].wait(timeout=10) == -signal.SIGKILL
@@ -64,21 +64,32 @@ def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the
             process.communicate()
 
 
+BLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})"
+SLEEPS = "its main thread's state is S (sleeping)"
+
+
 @pytest.mark.parametrize(
     ("then", "why"),
     [
-        ("import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})", "its main thread blocks SIGUSR1"),
-        ("import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)", "it ignores SIGUSR1"),
-        ("import signal; signal.signal(signal.SIGUSR1, print)", "somebody else handles its SIGUSR1, or it is slow"),
-        ("import os; os.closerange(3, 100)", "it has closed this file"),
+        (BLOCKED, f"its main thread blocks SIGUSR1, the signal waits to be taken; {SLEEPS}"),
+        (
+            BLOCKED + "; import ctypes; ctypes.CDLL(None).prctl(15, b'\\xe9')",  # a name that is no text
+            f"its main thread blocks SIGUSR1, the signal waits to be taken; {SLEEPS}",
+        ),
+        ("import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)", f"it ignores SIGUSR1; {SLEEPS}"),
+        (
+            "import signal; signal.signal(signal.SIGUSR1, print)",
+            f"its handler is not ours, writes elsewhere or is slow; {SLEEPS}",
+        ),
+        ("import os; os.closerange(3, 100)", f"it has closed this file; {SLEEPS}"),
+        ("import signal; signal.signal(signal.SIGUSR1, signal.SIG_DFL)", "it has ended since\n"),
     ],
 )
 def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Path, then: str, why: str) -> None:
     process = start("rank-0", tmp_path, then)
     try:
         assert ask_for_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
-        said = (tmp_path / FOLDER / "rank-0.txt").read_text()
-        assert f"Nothing was written within 0.5 s: {why}" in said and "its state is S (sleeping)" in said
+        assert f"Nothing was written within 0.5 s: {why}" in (tmp_path / FOLDER / "rank-0.txt").read_text()
     finally:
         process.kill()
         process.communicate()
