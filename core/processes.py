@@ -69,11 +69,12 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
     says what the kernel knows. Raises OSError where the files cannot be written."""
     states = {}
     asked: list[tuple[Path, int, psutil.Process]] = []
+    failed: dict[Path, Exception] = {}
     for name, file, process in _processes(log_folder, names):
         states[name] = "gone"
-        with suppress(psutil.Error, ProcessLookupError, PermissionError):
-            if process is None:
-                continue
+        if process is None:
+            continue
+        try:
             stopped = process.status() == psutil.STATUS_STOPPED
             states[name] = "stopped" if stopped else "running"
             with open(file, "a") as f:
@@ -83,13 +84,16 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
                 one.send_signal(signal.SIGUSR1)
                 if one.status() == psutil.STATUS_STOPPED:
                     one.send_signal(signal.SIGCONT)
+        except (psutil.Error, ProcessLookupError, PermissionError) as error:
+            failed[file] = error
     if any(state != "gone" for state in states.values()):
         time.sleep(_WRITING_SECONDS)
     for file, size, process in asked:
         with suppress(OSError):
             if file.stat().st_size == size:
+                reason = f"asking failed with {failed[file]!r}" if file in failed else _why_silent(process, file)
                 with open(file, "a") as f:
-                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process, file)}\n")
+                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {reason}\n")
     return states
 
 
