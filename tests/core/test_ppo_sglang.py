@@ -32,6 +32,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return script
 
 
+@pytest.mark.timeout(600)  # a server of two ranks takes two minutes to start beside other work on two cores
 @pytest.mark.parametrize(
     ("allocation", "num_slots", "interrupt", "push"),
     [
@@ -68,7 +69,7 @@ def test_a_run_trains_on_what_servers_sample(
             push=push,
         ),
     )
-    command.wait_for("global step 1")
+    command.wait_for("global step 1", timeout=400)
     command.remember_family()
     assert command.finish() == 0, command.output()[-4000:]
     assert command.survivors(timeout=20) == []
