@@ -69,7 +69,6 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
     says what the kernel knows. Raises OSError where the files cannot be written."""
     states = {}
     asked: list[tuple[Path, int, psutil.Process]] = []
-    failed: dict[Path, Exception] = {}
     for name, file, process in _processes(log_folder, names):
         states[name] = "gone"
         if process is None:
@@ -85,36 +84,37 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
                 if one.status() == psutil.STATUS_STOPPED:
                     one.send_signal(signal.SIGCONT)
         except (psutil.Error, ProcessLookupError, PermissionError) as error:
-            failed[file] = error
+            with suppress(OSError), open(file, "a") as f:
+                f.write(f"Asking failed with {error!r}\n")
     if any(state != "gone" for state in states.values()):
         time.sleep(_WRITING_SECONDS)
     for file, size, process in asked:
         with suppress(OSError):
             if file.stat().st_size == size:
-                reason = f"asking failed with {failed[file]!r}" if file in failed else _why_silent(process, file)
                 with open(file, "a") as f:
-                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {reason}\n")
+                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process, file)}\n")
     return states
 
 
 def _why_silent(process: psutil.Process, file: Path) -> str:
     """What the kernel tells of a process that was asked for its stacks and did not write them; not every kernel tells
     everything."""
-    if not process.is_running() or _state(process.pid).startswith("Z"):
+    if _same(process.pid, process.create_time()) is None:
         return "it has ended since"
-    handled = _marked(process.pid, "SigCgt")
+    status = _status(process.pid)
     findings = {
-        "its main thread blocks SIGUSR1": _marked(process.pid, "SigBlk"),
-        "it ignores SIGUSR1": _marked(process.pid, "SigIgn"),
-        "the signal waits to be taken": _marked(process.pid, "ShdPnd"),
-        "it has closed this file": _has_open(process.pid, file) is False,
+        "its main thread blocks SIGUSR1": _marked(status, "SigBlk"),
+        "it ignores SIGUSR1": _marked(status, "SigIgn"),
+        "the signal waits to be taken": _marked(status, "ShdPnd"),
+        "it has closed this file": _has_closed(process.pid, file),
     }
     found = [text for text, holds in findings.items() if holds]
     if not found:
+        handled = _marked(status, "SigCgt")
         found = ["its handler is not ours, writes elsewhere or is slow" if handled else "the kernel does not tell why"]
     place = _of_kernel(process.pid, "wchan").strip()
     where = f", in the kernel at {place}" if place not in ("", "0") else ""
-    return f"{', '.join(found)}; its main thread's state is {_state(process.pid) or 'unknown'}{where}"
+    return f"{', '.join(found)}; its main thread's state is {status.get('State', 'unknown')}{where}"
 
 
 def _of_kernel(pid: int, name: str) -> str:
@@ -124,35 +124,29 @@ def _of_kernel(pid: int, name: str) -> str:
     return ""
 
 
-def _field(pid: int, name: str) -> str:
-    """Of /proc/PID/status; "" where it is not there."""
-    for line in _of_kernel(pid, "status").splitlines():
-        if line.startswith(f"{name}:"):
-            return line.partition(":")[2].strip()
-    return ""
+def _status(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status."""
+    lines = (line.partition(":") for line in _of_kernel(pid, "status").splitlines())
+    return {name: value.strip() for name, _, value in lines}
 
 
-def _state(pid: int) -> str:
-    return _field(pid, "State")
+def _marked(status: dict[str, str], mask: str) -> bool:
+    """Whether SIGUSR1 is in this mask."""
+    return bool(int(status.get(mask, "0"), 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _marked(pid: int, mask: str) -> bool:
-    """Whether SIGUSR1 is in this mask of the process."""
-    return bool(int(_field(pid, mask) or "0", 16) >> (signal.SIGUSR1 - 1) & 1)
-
-
-def _has_open(pid: int, file: Path) -> bool | None:
-    """Whether one of its descriptors leads there; None where that cannot be seen. Asks nothing of the files."""
+def _has_closed(pid: int, file: Path) -> bool:
+    """Whether its descriptors can be seen and none leads there. Asks nothing of the files."""
     try:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
-        return None
+        return False
     target = str(file.resolve())
     for link in links:
         with suppress(OSError):
             if os.readlink(link) == target:
-                return True
-    return False
+                return False
+    return True
 
 
 def kill_process(log_folder: Path, name: str) -> None:
@@ -178,7 +172,7 @@ def _processes(log_folder: Path, names: Collection[str] | None) -> Iterator[tupl
 def _answers(process: psutil.Process) -> bool:
     """Whether it has a handler for the signal, as the processes of a SGLang server have, which write into their log."""
     with suppress(psutil.Error):
-        return _marked(process.pid, "SigCgt") and "sglang_inside" in " ".join(process.cmdline())
+        return _marked(_status(process.pid), "SigCgt") and "sglang_inside" in " ".join(process.cmdline())
     return False
 
 

@@ -164,15 +164,17 @@ def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
     )  # fmt: skip
 
 
+def seconds_of(device: Any, step: Callable[[], object]) -> float:
+    """From an idle device to an idle device."""
+    device.synchronize()
+    start = time.perf_counter()
+    step()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
 def median_seconds(device: Any, step: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(WARM_UP + ROUNDS):
-        device.synchronize()
-        start = time.perf_counter()
-        step()
-        device.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds[WARM_UP:]))
+    return float(np.median([seconds_of(device, step) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]))
 
 
 def update(scene: Scene) -> Iterator[Figure]:
@@ -260,9 +262,8 @@ def lengths(scene: Scene) -> Iterator[Figure]:
 
     num_sequences, longest, tokens_per_mb = (480, 4096, 16384) if query_gpus() else (16, 64, 256)
     updates = WARM_UP + ROUNDS
-    seeds = iter(range(num_sequences * updates))
     unequal = [
-        random_batch(scene, [1 + length_of(next(seeds), longest) for _ in range(num_sequences)], seed=i)
+        random_batch(scene, [1 + length_of(num_sequences * i + n, longest) for n in range(num_sequences)], seed=i)
         for i in range(updates)
     ]
     equal = random_batch(scene, [longest // 2] * (unequal[0].num_tokens // (longest // 2)))
@@ -270,11 +271,7 @@ def lengths(scene: Scene) -> Iterator[Figure]:
         engine = make_engine(scene, parallel, device, recompute="selective")
 
         def rate(batch: Any) -> float:
-            device.synchronize()
-            begin = time.perf_counter()
-            ppo_update(engine, batch, tokens_per_mb)
-            device.synchronize()
-            return batch.num_tokens / (time.perf_counter() - begin)
+            return batch.num_tokens / seconds_of(device, lambda: ppo_update(engine, batch, tokens_per_mb))
 
         alike = [rate(equal) for _ in range(updates)]
         before = device.memory_stats()["allocator_retries"]

@@ -26,7 +26,7 @@ from rollout.router import requests_at_once
 from rollout.sglang_gpus import query_gpus
 from tools import bench_convert
 from tools.bench_figure import Figure
-from tools.bench_gpu import Scene, config_of, make_engine, ppo_update, random_batch, trainer_world
+from tools.bench_gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
 from tools.bench_gpu_servers import ask_plainly, generator, server_settings
 from tools.eval_meter import ALL
 
@@ -48,11 +48,7 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
         engine.prepare_saves()
 
         def seconds_of_update() -> float:
-            device.synchronize()
-            start = time.perf_counter()
-            ppo_update(engine, batch, 16384)
-            device.synchronize()
-            return time.perf_counter() - start
+            return seconds_of(device, lambda: ppo_update(engine, batch, 16384))
 
         for _ in range(3):
             seconds_of_update()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,10 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. One generator; the other GPUs are the
     trainer's."""
     rates: dict[int, float] = {}
+    base = _config(scene)
     for staleness, steps in ((4, 13), (0, 6)):
         config = {
-            **_config(scene),
+            **base,
             "staleness.max_staleness": staleness,
             "exp_ctrl.benchmark_steps": steps,
         }
@@ -38,43 +40,40 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
         if staleness and shares:
             busy = float(np.mean(shares[0]))
             yield Figure(name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 90")
-        for name in ("push/seconds", "push/pause_seconds", "push/gather_seconds", "push/send_seconds"):
-            label = name.partition("/")[2].removesuffix("_seconds").replace("seconds", "whole")
-            value = 1e3 * float(np.median([row[name] for row in rows[WARM_UP_STEPS:]]))
-            yield Figure(
-                name=f"push.run_staleness_{staleness}_{label}", value=value, unit="ms", baseline=None, target=""
-            )
-        # Means, so that the parts of a step add up to it.
-        for label, name, unit in (
-            ("step", "time/step", "s"), ("wait_for_rollout", "time/wait_for_rollout", "s"),
-            ("update", "time/update", "s"), ("push", "time/push", "s"), ("tokens", "n_valid_tokens", "tokens"),
-            ("prompts_in_flight", "rollout/num_in_flight", "prompts"),
-        ):  # fmt: skip
-            mean = float(np.mean([row[name] for row in rows[WARM_UP_STEPS:]]))
-            yield Figure(
-                name=f"async.staleness_{staleness}_{label}_mean", value=mean, unit=unit, baseline=None, target=""
-            )
-        for label, row in (("first", rows[WARM_UP_STEPS]), ("last", rows[-1])):
-            yield Figure(
-                name=f"async.staleness_{staleness}_prompts_ready_{label}", value=row["rollout/num_ready"],
-                unit="prompts", baseline=None, target="",
-            )  # fmt: skip
-    running = _config(scene)["generator.max_running"]
-    yield Figure(name="async.max_running", value=float(str(running)), unit="requests", baseline=None, target="")
+        for name, value, unit in _facts(rows[WARM_UP_STEPS:], staleness):
+            yield Figure(name=name, value=value, unit=unit, baseline=None, target="")
+    running = float(base["generator.max_running"])
+    yield Figure(name="async.max_running", value=running, unit="requests", baseline=None, target="")
     yield Figure(
         name=f"async.{scene.shape}_trained_tokens_per_second", value=rates[4], unit="tokens/s", baseline=rates[0],
         target=">= 1.8x",
     )  # fmt: skip
 
 
-def _config(scene: Scene) -> dict[str, object]:
+def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, float, str]]:
+    """(name, value, unit): medians of the pushes, and means of a step's parts, so that these add up to it."""
+    for name in ("push/seconds", "push/pause_seconds", "push/gather_seconds", "push/send_seconds"):
+        label = name.partition("/")[2].removesuffix("_seconds").replace("seconds", "whole")
+        median = float(np.median([row[name] for row in rows]))
+        yield f"push.run_staleness_{staleness}_{label}", 1e3 * median, "ms"
+    for label, name, unit in (
+        ("step", "time/step", "s"), ("wait_for_rollout", "time/wait_for_rollout", "s"), ("update", "time/update", "s"),
+        ("push", "time/push", "s"), ("tokens", "n_valid_tokens", "tokens"),
+        ("prompts_in_flight", "rollout/num_in_flight", "prompts"),
+    ):  # fmt: skip
+        yield f"async.staleness_{staleness}_{label}_mean", float(np.mean([row[name] for row in rows])), unit
+    for label, row in (("first", rows[0]), ("last", rows[-1])):
+        yield f"async.staleness_{staleness}_prompts_ready_{label}", row["rollout/num_ready"], "prompts"
+
+
+def _config(scene: Scene) -> dict[str, Any]:
     """60 prompts x 8 answers a step; the generator on the first GPU, the trainer on the others."""
     num_gpus = max(2, len(query_gpus()))
     num_trainers, small = num_gpus - 1, not query_gpus()
     path = scene.folder / "prompts.jsonl"
     sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
     write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
-    config: dict[str, object] = {
+    config: dict[str, Any] = {
         "experiment_name": "bench",
         "allocation_mode": f"sglang.d1m1p1+d{num_trainers}m1p1",
         "n_gpus_per_node": num_gpus,
