@@ -29,6 +29,9 @@ _KEPT = 3
 """Of each name."""
 _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before whoever asked goes on, which may be to kill it."""
+ASKING = signal.SIGRTMIN
+"""Asks for stacks. LLVM, with which Triton compiles kernels, takes SIGUSR1, SIGUSR2 and SIGINT for itself; nothing that
+a run loads takes the real-time ones. `kill -RTMIN PID` sends it."""
 _open: list[TextIO] = []
 
 
@@ -41,7 +44,7 @@ def register_process(name: str, log_folder: Path) -> None:
     file = open(folder / f"{name}.txt", "a")  # noqa: SIM115 (the signal handler writes there as long as we live)
     file.write(json.dumps({"pid": me.pid, "started": me.create_time(), "host": socket.gethostname()}) + "\n")
     file.flush()
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    faulthandler.register(ASKING, file=file, all_threads=True)
     _open.append(file)
 
 
@@ -80,7 +83,7 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
                 f.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ({states[name]}): {why}\n")
                 asked.append((file, f.tell(), process))
             for one in (process, *(child for child in process.children(recursive=True) if _answers(child))):
-                one.send_signal(signal.SIGUSR1)
+                one.send_signal(ASKING)
                 if one.status() == psutil.STATUS_STOPPED:
                     one.send_signal(signal.SIGCONT)
         except (psutil.Error, ProcessLookupError, PermissionError) as error:
@@ -103,8 +106,8 @@ def _why_silent(process: psutil.Process, file: Path) -> str:
         return "it has ended since"
     status = _status(process.pid)
     findings = {
-        "its main thread blocks SIGUSR1": _marked(status, "SigBlk"),
-        "it ignores SIGUSR1": _marked(status, "SigIgn"),
+        "its main thread blocks SIGRTMIN": _marked(status, "SigBlk"),
+        "it ignores SIGRTMIN": _marked(status, "SigIgn"),
         "the signal waits to be taken": _marked(status, "ShdPnd"),
         "it has closed this file": _has_closed(process.pid, file),
     }
@@ -131,8 +134,8 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _marked(status: dict[str, str], mask: str) -> bool:
-    """Whether SIGUSR1 is in this mask."""
-    return bool(int(status.get(mask, "0"), 16) >> (signal.SIGUSR1 - 1) & 1)
+    """Whether the signal that asks is in this mask."""
+    return bool(int(status.get(mask, "0"), 16) >> (ASKING - 1) & 1)
 
 
 def _has_closed(pid: int, file: Path) -> bool:
@@ -171,9 +174,7 @@ def _processes(log_folder: Path, names: Collection[str] | None) -> Iterator[tupl
 
 def _answers(process: psutil.Process) -> bool:
     """Whether it has a handler for the signal, as the processes of a SGLang server have, which write into their log."""
-    with suppress(psutil.Error):
-        return _marked(_status(process.pid), "SigCgt") and "sglang_inside" in " ".join(process.cmdline())
-    return False
+    return _marked(_status(process.pid), "SigCgt")
 
 
 def _same(pid: int, started: float) -> psutil.Process | None:

@@ -13,6 +13,7 @@ the HTTP interface lacks:
 - the experts of tokens can be told without a GPU too, for tests;
 - log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
 - no step waits for a gathering of one rank's own figures;
+- prompts wait until there are places for many of them at once;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
 - what running and waiting requests have sampled so far is told to whoever asks for it (sglang_in_flight.py);
 - whether the scheduler works can be asked without waiting for a second.
@@ -26,6 +27,7 @@ import faulthandler
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -265,6 +267,16 @@ def gather_of_one(original: Any, delayer: Any, **info: int) -> Tensor:
     return torch.tensor([[int(info[name]) for name in _DELAYER_INFO]])
 
 
+def many_at_once(delayer: Any, *args: Any, **info: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before PrefillDelayer._negotiate_should_allow_prefill: free places that make a prefill worth it, as a share of
+    all. SGLang's own figure, the most prompts that there lately were at once, decays to one where a place becomes free
+    at a time."""
+    share = delayer._queue_min_ratio
+    if share is None:
+        return None
+    return (delayer, *args), {**info, "max_prefill_bs": math.ceil(share * info["max_running_requests"])}
+
+
 def kept_experts(original: Any, cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
     """Around BaseHostCache.__init__, which page-locks what it takes."""
     if torch.cuda.is_available():
@@ -287,6 +299,7 @@ def install_hooks() -> None:
 
     hooks, sampling, in_flight = Hooks(), Sampling(), InFlight()
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
+    delayer = "sglang.srt.managers.prefill_delayer.PrefillDelayer."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     for target, hook, kind in (
         (scheduler + "run_batch", hooks.tag_tokens, HookType.AFTER),
@@ -307,7 +320,8 @@ def install_hooks() -> None:
             HookType.AROUND,
         ),
         ("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", sampling.forget, HookType.AFTER),
-        ("sglang.srt.managers.prefill_delayer.PrefillDelayer._gather_info", gather_of_one, HookType.AROUND),
+        (delayer + "_gather_info", gather_of_one, HookType.AROUND),
+        (delayer + "_negotiate_should_allow_prefill", many_at_once, HookType.BEFORE),
     ):
         HookRegistry.register(target, hook, kind, source=HookSource(*SOURCE))
 
@@ -392,7 +406,8 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second is how the server's spawned processes see this file
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # whoever finds it hanging gets its stacks into its log
+    # Whoever finds it hanging gets its stacks into its log, with the signal of core/processes.py.
+    faulthandler.register(signal.SIGRTMIN, all_threads=True)
     install_hooks()
 if __name__ == "__main__":
     main()

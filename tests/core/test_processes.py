@@ -64,25 +64,25 @@ def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the
             process.communicate()
 
 
-BLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})"
+BLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN})"
 SLEEPS = "its main thread's state is S (sleeping)"
 
 
 @pytest.mark.parametrize(
     ("then", "why"),
     [
-        (BLOCKED, f"its main thread blocks SIGUSR1, the signal waits to be taken; {SLEEPS}"),
+        (BLOCKED, f"its main thread blocks SIGRTMIN, the signal waits to be taken; {SLEEPS}"),
         (
             BLOCKED + "; import ctypes; ctypes.CDLL(None).prctl(15, b'\\xe9')",  # a name that is no text
-            f"its main thread blocks SIGUSR1, the signal waits to be taken; {SLEEPS}",
+            f"its main thread blocks SIGRTMIN, the signal waits to be taken; {SLEEPS}",
         ),
-        ("import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)", f"it ignores SIGUSR1; {SLEEPS}"),
+        ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_IGN)", f"it ignores SIGRTMIN; {SLEEPS}"),
         (
-            "import signal; signal.signal(signal.SIGUSR1, print)",
+            "import signal; signal.signal(signal.SIGRTMIN, print)",
             f"its handler is not ours, writes elsewhere or is slow; {SLEEPS}",
         ),
         ("import os; os.closerange(3, 100)", f"it has closed this file; {SLEEPS}"),
-        ("import signal; signal.signal(signal.SIGUSR1, signal.SIG_DFL)", "it has ended since\n"),
+        ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_DFL)", "it has ended since\n"),
     ],
 )
 def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Path, then: str, why: str) -> None:
@@ -92,6 +92,43 @@ def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Pat
         assert f"Nothing was written within 0.5 s: {why}" in (tmp_path / FOLDER / "rank-0.txt").read_text()
     finally:
         process.kill()
+        process.communicate()
+
+
+LIBRARY = """
+import ctypes, signal
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+for taken in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    ctypes.CDLL(None).signal(int(taken), handler)
+"""
+
+
+def test_a_library_that_takes_signals_as_llvm_does_takes_no_stacks(tmp_path: Path) -> None:
+    process = start("rank-0", tmp_path, LIBRARY)
+    try:
+        assert ask_for_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
+        assert "in hanging_here" in (tmp_path / FOLDER / "rank-0.txt").read_text()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_children_that_can_answer_are_asked_with_their_parent_and_others_are_left_alone(tmp_path: Path) -> None:
+    stacks = tmp_path / "child.txt"
+    answers = f"import faulthandler, signal, time; f = open({str(stacks)!r}, 'w')"
+    answers += "; faulthandler.register(signal.SIGRTMIN, file=f); print('up', flush=True); time.sleep(100)"
+    silent = "import time; print('up', flush=True); time.sleep(100)"
+    then = "import subprocess; children = [subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)"
+    then += f" for code in ({answers!r}, {silent!r})]; [child.stdout.readline() for child in children]"
+    process = start("generator-0", tmp_path, then)
+    children = psutil.Process(process.pid).children()
+    try:
+        ask_for_stacks(tmp_path, why="the test asks")
+        assert "File " in stacks.read_text()
+        assert [child.status() for child in children] == [psutil.STATUS_SLEEPING] * 2
+    finally:
+        for one in (process, *children):
+            one.kill()
         process.communicate()
 
 
