@@ -201,9 +201,7 @@ def test_a_full_server_admits_prompts_when_a_tenth_of_its_places_is_free(server:
 
     with_generator(server, "in_place", sample)
     text = log.read_text()[before:]
-    admitted = [
-        int(new) for new, waiting in re.findall(r"#new-seq: (\d+),.*#queue-req: (\d+)", text) if int(waiting)
-    ]
+    admitted = [int(new) for new, waiting in re.findall(r"#new-seq: (\d+),.*#queue-req: (\d+)", text) if int(waiting)]
     # Of 32 places; the first were free, and one prompt SGLang never delays. It would wait for as many as came at first.
     assert len(admitted) >= 20 and all(4 <= new <= 8 for new in admitted[3:]), admitted
 
