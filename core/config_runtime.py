@@ -91,7 +91,9 @@ class LaunchConfig(Section):
 
     ray_address: str | None = key(None, "Ray cluster to join, host:port. null: start one for this run, on this machine")
     master_port: int = key(0, "Port where the trainer's ranks meet; 0: a free one", ge=0, le=65535)
-    threads_per_process: int = key(0, "Threads of each trainer and generator process; 0: divide the cores", ge=0)
+    threads_per_process: int = key(
+        0, "Threads of each trainer and generator process; 0: divide the cores, on GPUs 8 at most", ge=0
+    )
     startup_timeout_seconds: float = key(300.0, "Processes that are not ready within this time fail the run", gt=0)
 
 

@@ -178,7 +178,7 @@ def _check_same_rows(train: AnswerDataset, start: Start, *, ignore_changes: bool
 def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, total_updates: int) -> EngineRef:
     """Start the ranks and load the model."""
     launch, gpus = config.launch, uses_gpus(allocation)
-    threads = threads_per_process(allocation, asked=launch.threads_per_process, max_staleness=0)
+    threads = threads_per_process(allocation, asked=launch.threads_per_process, max_staleness=0, gpus=gpus)
     groups = TrainerGroups(cluster, gpus=gpus, port=launch.master_port, threads=threads, seed=config.seed)
     limit = config.max_tokens_per_mb()
     engine = EngineRef(

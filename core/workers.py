@@ -38,8 +38,14 @@ _ENGINE_ROLES = {
 }
 
 
-def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int) -> int:
-    """CPU threads of a trainer rank or a generator: `asked`, or the cores divided among those that work at once.
+GPU_THREADS = 8
+"""CPU threads of a process that computes on a GPU, at most. They pack batches, and wait for each other after every
+operation: with one for each of 64 cores, some of which others use, an update takes a third longer."""
+
+
+def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int, gpus: bool) -> int:
+    """CPU threads of a trainer rank or a generator: `asked`, or the cores divided among those that work at once, with
+    GPUs GPU_THREADS at most.
 
     Without staleness trainer and generators take turns, so each side may use all cores."""
     if asked:
@@ -47,7 +53,8 @@ def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: in
     num_generators = allocation.generator.layout.dp
     num_ranks = len({slot for name, role in allocation.roles.items() if name != "actor_gen" for slot in role.slots})
     busy = num_generators + num_ranks if max_staleness else max(num_generators, num_ranks)
-    return max(1, _num_cores() // busy)
+    share = max(1, _num_cores() // busy)
+    return min(share, GPU_THREADS) if gpus else share
 
 
 def _num_cores() -> int:
@@ -136,7 +143,7 @@ def start_ppo_workers(
     gpus = uses_gpus(allocation, config.actor.sglang)
     colocated = gpus and allocation.colocated
     threads = threads_per_process(
-        allocation, asked=config.launch.threads_per_process, max_staleness=config.staleness.max_staleness
+        allocation, asked=config.launch.threads_per_process, max_staleness=config.staleness.max_staleness, gpus=gpus
     )
     groups = TrainerGroups(cluster, gpus=gpus, port=config.launch.master_port, threads=threads, seed=config.seed)
     generators = GeneratorPool(

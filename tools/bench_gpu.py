@@ -114,6 +114,7 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
     """(parallel, device) of a world of one rank, on the first GPU where there is one."""
     from allocation import ParallelLayout
     from core.launch import PAGE_LOCKING
+    from core.workers import GPU_THREADS
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
@@ -121,6 +122,8 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
     device = get_device("auto")
+    if query_gpus():
+        torch.set_num_threads(min(torch.get_num_threads(), GPU_THREADS))
     with device.activate(), tempfile.TemporaryDirectory() as folder:
         init = f"file://{folder}/rendezvous"
         yield (
