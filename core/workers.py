@@ -40,7 +40,7 @@ _ENGINE_ROLES = {
 
 GPU_THREADS = 8
 """CPU threads of a process that computes on a GPU, at most. They pack batches, and wait for each other after every
-operation: with one for each of 64 cores, some of which others use, an update takes a third longer."""
+operation: with one for each core, some of which others use, updates take 29 % longer (docs/benchmarks.md)."""
 
 
 def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int, gpus: bool) -> int:
