@@ -29,9 +29,11 @@ _KEPT = 3
 """Of each name."""
 _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before whoever asked goes on, which may be to kill it."""
+_SETTLED_SECONDS = 1.0
+"""A younger child may be about to become another program, and lose its handler, while it is asked."""
 ASKING = signal.SIGRTMIN
-"""Asks for stacks. LLVM, with which Triton compiles kernels, takes SIGUSR1, SIGUSR2 and SIGINT for itself; nothing that
-a run loads takes the real-time ones. `kill -RTMIN PID` sends it."""
+"""Asks for stacks; `kill -RTMIN PID` sends it. LLVM, with which Triton compiles kernels, takes SIGUSR1 and the usual
+signals to end a process for itself."""
 _open: list[TextIO] = []
 
 
@@ -42,9 +44,10 @@ def register_process(name: str, log_folder: Path) -> None:
     me = psutil.Process()
     _put_aside(folder / f"{name}.txt")
     file = open(folder / f"{name}.txt", "a")  # noqa: SIM115 (the signal handler writes there as long as we live)
+    faulthandler.register(ASKING, file=file, all_threads=True)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(ASKING))  # it would write into its parent's file
     file.write(json.dumps({"pid": me.pid, "started": me.create_time(), "host": socket.gethostname()}) + "\n")
     file.flush()
-    faulthandler.register(ASKING, file=file, all_threads=True)
     _open.append(file)
 
 
@@ -67,10 +70,12 @@ def _put_aside(file: Path) -> None:
 
 
 def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:
-    """Let the processes of this machine write their stacks (`names`: only these); name -> its state: "running",
-    "stopped" or "gone". One that was stopped goes on, else it could not answer. Of one that writes nothing its file
-    says what the kernel knows. Raises OSError where the files cannot be written."""
+    """Let the processes of this machine write their stacks (`names`: only these), with those of their children that
+    have no name; name -> its state: "running", "stopped" or "gone". One that was stopped goes on, else it could not
+    answer. Of one that writes nothing its file says what the kernel knows. Raises OSError where the files cannot be
+    written."""
     states = {}
+    named = {process.pid for _, _, process in _processes(log_folder, None) if process is not None}
     asked: list[tuple[Path, int, psutil.Process]] = []
     for name, file, process in _processes(log_folder, names):
         states[name] = "gone"
@@ -82,10 +87,10 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
             with open(file, "a") as f:
                 f.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ({states[name]}): {why}\n")
                 asked.append((file, f.tell(), process))
-            for one in (process, *(child for child in process.children(recursive=True) if _answers(child))):
-                one.send_signal(ASKING)
-                if one.status() == psutil.STATUS_STOPPED:
-                    one.send_signal(signal.SIGCONT)
+            _ask(process)
+            for child in _unnamed_children(process, named):
+                with suppress(psutil.Error, ProcessLookupError, PermissionError):
+                    _ask(child)
         except (psutil.Error, ProcessLookupError, PermissionError) as error:
             with suppress(OSError), open(file, "a") as f:
                 f.write(f"Asking failed with {error!r}\n")
@@ -97,6 +102,24 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
                 with open(file, "a") as f:
                     f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process, file)}\n")
     return states
+
+
+def _ask(process: psutil.Process) -> None:
+    process.send_signal(ASKING)
+    if process.status() == psutil.STATUS_STOPPED:
+        process.send_signal(signal.SIGCONT)
+
+
+def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psutil.Process]:
+    """Those of all generations that can answer, as the processes of a SGLang server, which write into their log. One
+    with a name is asked by it, and answers for its own."""
+    others = set()
+    for child in process.children(recursive=True):  # each after its parent
+        with suppress(psutil.Error):
+            if child.pid in named or child.ppid() in others:
+                others.add(child.pid)
+            elif time.time() - child.create_time() > _SETTLED_SECONDS and _marked(_status(child.pid), "SigCgt"):
+                yield child
 
 
 def _why_silent(process: psutil.Process, file: Path) -> str:
@@ -170,11 +193,6 @@ def _processes(log_folder: Path, names: Collection[str] | None) -> Iterator[tupl
                 said = json.loads(f.readline())
             if said["host"] == socket.gethostname() and said["pid"] != os.getpid():
                 yield file.stem, file, _same(said["pid"], said["started"])
-
-
-def _answers(process: psutil.Process) -> bool:
-    """Whether it has a handler for the signal, as the processes of a SGLang server have, which write into their log."""
-    return _marked(_status(process.pid), "SigCgt")
 
 
 def _same(pid: int, started: float) -> psutil.Process | None:

@@ -47,6 +47,9 @@ SOURCE = ("slipstream", None)
 EXIT_USAGE = 64
 """Exit code of a server that was given wrong arguments; the last line of its log says which."""
 
+PREFILL_SHARE = 0.1
+"""Of a server's places: so many are free before prompts are admitted (BATCHED_PREFILLS in sglang_server.py)."""
+
 _LOG_KEPT = "slipstream_log_kept"
 """Attribute of sampled tokens: logarithm of what top_k and top_p left of their distributions."""
 _DELAYER_INFO = (
@@ -267,14 +270,10 @@ def gather_of_one(original: Any, delayer: Any, **info: int) -> Tensor:
     return torch.tensor([[int(info[name]) for name in _DELAYER_INFO]])
 
 
-def many_at_once(delayer: Any, *args: Any, **info: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before PrefillDelayer._negotiate_should_allow_prefill: free places that make a prefill worth it, as a share of
-    all. SGLang's own figure, the most prompts that there lately were at once, decays to one where a place becomes free
-    at a time."""
-    share = delayer._queue_min_ratio
-    if share is None:
-        return None
-    return (delayer, *args), {**info, "max_prefill_bs": math.ceil(share * info["max_running_requests"])}
+def many_at_once(delayer: Any, *args: Any, **info: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before PrefillDelayer._negotiate_should_allow_prefill: the free places that make a prefill worth it. SGLang's own
+    figure, the most prompts that there lately were at once, decays to one where a place becomes free at a time."""
+    return (delayer, *args), {**info, "max_prefill_bs": math.ceil(PREFILL_SHARE * info["max_running_requests"])}
 
 
 def kept_experts(original: Any, cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:

@@ -34,14 +34,12 @@ FA3_HEAD_DIMS = (64, 96, 128, 256)
 COLOCATED_MEM_FRACTION = 0.6
 """Share of a GPU that a server beside the trainer takes for weights and cache; what the trainer keeps there in the
 generators' turn must fit beside it."""
-BATCHED_PREFILLS: dict[str, FlagValue] = {
-    "enable_prefill_delayer": True, "prefill_delayer_queue_min_ratio": 0.1,
-    "prefill_delayer_max_delay_passes": 128, "prefill_delayer_max_delay_ms": 50.0,
-}  # fmt: skip
+BATCHED_PREFILLS: dict[str, FlagValue] = {"enable_prefill_delayer": True, "prefill_delayer_max_delay_passes": 128}
 """In a run answers end one by one, and each makes room for a prompt: a prefill, which has no CUDA graph and takes as
-long as two or three decode steps, after every few of these. New prompts wait until a tenth of the places are free, for
-128 steps at most (see many_at_once in sglang_inside.py); where many are, until there are a tenth as many as run, for
-50 ms."""
+long as two or three decode steps, after every few of these. While a server is nearly full, new prompts wait until a
+tenth of its places is free (PREFILL_SHARE in sglang_inside.py), but for 128 steps at most. SGLang's own trigger, by the
+number that waits, stays off (prefill_delayer_queue_min_ratio): it also ends by the clock, each rank's own, and
+tensor-parallel ranks that disagree about a prefill hang."""
 LAST_LINES = 20
 """How many lines of a dead server's log its error shows."""
 

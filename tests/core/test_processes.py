@@ -123,11 +123,55 @@ def test_children_that_can_answer_are_asked_with_their_parent_and_others_are_lef
     process = start("generator-0", tmp_path, then)
     children = psutil.Process(process.pid).children()
     try:
+        time.sleep(1.1)  # a younger child may not be what it will be
         ask_for_stacks(tmp_path, why="the test asks")
         assert "File " in stacks.read_text()
         assert [child.status() for child in children] == [psutil.STATUS_SLEEPING] * 2
     finally:
         for one in (process, *children):
+            one.kill()
+        process.communicate()
+
+
+FORKS = """
+import os, time
+if os.fork() == 0:
+    time.sleep(100)
+time.sleep(1.1)
+import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN})
+"""
+
+
+def test_a_forked_child_does_not_answer_in_the_place_of_its_parent(tmp_path: Path) -> None:
+    process = start("rollout", tmp_path, FORKS)
+    (child,) = psutil.Process(process.pid).children()
+    try:
+        ask_for_stacks(tmp_path, why="the test asks")
+        said = (tmp_path / FOLDER / "rollout.txt").read_text()
+        assert "its main thread blocks SIGRTMIN" in said and "File " not in said
+        assert child.status() == psutil.STATUS_SLEEPING
+    finally:
+        for one in (process, child):
+            one.kill()
+        process.communicate()
+
+
+def test_a_child_with_a_name_of_its_own_is_asked_by_it_alone(tmp_path: Path) -> None:
+    code = SLEEPER.replace("exec(sys.argv[3])", "")
+    then = "import subprocess; child = subprocess.Popen([sys.executable, '-c', "
+    then += f"{code!r}, 'rank-0', sys.argv[2]], stdout=subprocess.PIPE); child.stdout.readline()"
+    process = start("driver", tmp_path, then)
+    (child,) = psutil.Process(process.pid).children()
+    stacks = tmp_path / FOLDER / "rank-0.txt"
+    try:
+        time.sleep(1.1)
+        assert ask_for_stacks(tmp_path, ["driver"], why="of the driver") == {"driver": "running"}
+        assert "in hanging_here" in (tmp_path / FOLDER / "driver.txt").read_text()
+        assert "in hanging_here" not in stacks.read_text()
+        ask_for_stacks(tmp_path, why="of all")
+        assert stacks.read_text().count("in hanging_here") == 1
+    finally:
+        for one in (process, child):
             one.kill()
         process.communicate()
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from rollout.sglang_checksums import ExpectedChecksums, ModelShape
 from rollout.sglang_generator import SGLangGenerator
 from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
-from rollout.sglang_inside import position_checksum
+from rollout.sglang_inside import many_at_once, position_checksum
 from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, decode_graph_sizes, server_flags
 from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -56,6 +56,21 @@ def test_graph_sizes_are_few_and_reach_the_last_request(max_running: int) -> Non
     sizes = decode_graph_sizes(max_running)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_running
     assert len(sizes) <= 20
+
+
+@pytest.mark.parametrize(("places", "free"), [(1, 1), (8, 1), (32, 4), (128, 13), (520, 52), (0, 0)])
+def test_a_tenth_of_the_places_makes_a_prefill_worth_it(places: int, free: int) -> None:
+    delayer = object()
+    info = {"local_prefillable": True, "running_batch": 3, "max_prefill_bs": 99, "max_running_requests": places}
+    assert many_at_once(delayer, **info) == ((delayer,), {**info, "max_prefill_bs": free})
+
+
+def test_admission_goes_by_no_clock_about_which_tensor_parallel_ranks_could_disagree() -> None:
+    for tp in (1, 2):
+        chosen = flags(tp=tp, gpus=tuple(range(tp)))
+        assert chosen["enable_prefill_delayer"] is True
+        assert not chosen.keys() & {"prefill_delayer_queue_min_ratio", "prefill_delayer_max_delay_ms"}
+    assert "enable_prefill_delayer" not in flags(flags={"disable_overlap_schedule": True})
 
 
 def test_the_users_server_arguments_win_over_the_defaults() -> None:
