@@ -301,13 +301,13 @@ def _port(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
-    """A run on this machine alone that asks for servers needs its GPUs here; a joined cluster has them elsewhere."""
-    if not isinstance(config, PPOMATHConfig) or _joins_a_cluster(config):
+    """A run on this machine alone needs its GPUs here, and free; a joined cluster has them elsewhere."""
+    if _joins_a_cluster(config) or config.n_nodes > 1:
         return
     try:
-        placed = resolve_allocation(config).generator
-        if placed.backend == "sglang" and config.n_nodes == 1 and config.actor.sglang.get("device") != "cpu":
-            check_gpus([slot.gpu for slot in placed.slots])
+        allocation = resolve_allocation(config)
+        if uses_gpus(allocation, config.actor.sglang if isinstance(config, PPOMATHConfig) else {}):
+            check_gpus(sorted({slot.gpu for role in allocation.roles.values() for slot in role.slots}))
     except AllocationError:
         return  # reported with the configuration
     except ValueError as error:

@@ -15,6 +15,7 @@ from core.config import ExperimentConfig, PPOMATHConfig
 from core.config_allocation import placed_roles, resolve_allocation, uses_gpus
 from core.config_models import GenerationRoleConfig, ModelTrainEvalConfig
 from core.push_config import choose_transport
+from rollout.sglang_arguments import decided_elsewhere
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
 """No vocabulary is so large: as a top_k it cuts nothing off."""
@@ -41,6 +42,7 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
         yield from _sampling(config)
         yield from _template(config)
         yield from _ppo_models(config)
+        yield from _server_arguments(config)
     else:
         yield from _trained_model("model", config.model)
     yield from _allocation(config)
@@ -156,6 +158,12 @@ def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
         )
     if config.critic.optimizer.type == "empty":
         yield Violation(("critic.optimizer.type",), "the critic is trained; write adam, or ppo.disable_value=true")
+
+
+def _server_arguments(config: PPOMATHConfig) -> Iterator[Violation]:
+    for key in config.actor.sglang:
+        if why := decided_elsewhere(key):
+            yield Violation(("actor.sglang",), f"{key} cannot be set: {why}; leave it out")
 
 
 def _trained_model(name: str, model: ModelTrainEvalConfig) -> Iterator[Violation]:

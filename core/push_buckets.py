@@ -54,6 +54,8 @@ class SendReport:
     seconds: float
     num_bytes: int
     num_buckets: int
+    compared: str = ""
+    """What compare_checksums found, where it was asked."""
 
 
 class Sender(Protocol):
@@ -130,15 +132,23 @@ def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
     return count[0]
 
 
-def compare_checksums(servers: Sequence[ServerAddress], buckets: Buckets, deadline: Deadline) -> None:
-    """Compare every parameter of every server with what was sent. Raises PushError."""
+def compare_checksums(servers: Sequence[ServerAddress], buckets: Buckets, deadline: Deadline) -> str:
+    """Compare every parameter of every server with what was sent, where that was asked; what came of it, in words. A
+    server of several pipeline stages tells the checksums of its first one alone and is left out. Raises PushError."""
+    if not buckets.expected:
+        return ""
+    left_out = [server.name for server in servers if server.pp > 1]
     for server in servers:
-        if server.pp > 1:  # such a server reports its first stage alone
+        if server.pp > 1:
             continue
         answer = post(server, CHECKSUMS, timeout_seconds=deadline.left())
         wrong = buckets.expected[server.tp].mismatches(checksums_of(answer))
         if wrong:
             raise PushError(f"{server.name}: {len(wrong)} parameters differ from what was sent: {', '.join(wrong[:5])}")
+    if not left_out:
+        return "all checksums equal"
+    equal = "no checksums compared" if len(left_out) == len(servers) else "all other checksums equal"
+    return f"{equal}: {', '.join(left_out)} with pipeline stages cannot tell them"
 
 
 class Deadline:

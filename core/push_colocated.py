@@ -64,4 +64,4 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
             "back and going on in %.3f s",
             resumed - prepared, cache - offload, time.perf_counter() - cache,
         )  # fmt: skip
-        return push_report(version, sent, pauses, start=start, prepared=prepared, verified=verify)
+        return push_report(version, sent, pauses, start=start, prepared=prepared)

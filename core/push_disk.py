@@ -84,11 +84,11 @@ class DiskSender:
         num_bytes = sum(file.stat().st_size for file in files)
         calls = [(server, receive_folder(str(target))) for server in self._servers]
         deadline.wait(post_all(calls, deadline), f"reading {target}")
-        if buckets.expected:
-            compare_checksums(self._servers, buckets, deadline)
+        compared = compare_checksums(self._servers, buckets, deadline)
         # A server that starts again reads its original folder; nobody needs this one any more.
         shutil.rmtree(target, ignore_errors=True)
-        return SendReport(seconds=time.perf_counter() - start, num_bytes=num_bytes, num_buckets=len(files))
+        seconds = time.perf_counter() - start
+        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=len(files), compared=compared)
 
     def close(self) -> None:
         """Remove a folder that was written and not sent."""

@@ -91,9 +91,9 @@ class IpcSender:
             torch.cuda.ipc_collect()
         if self._settings.rank != 0:
             return None
-        if buckets.expected:
-            compare_checksums(self._servers, buckets, deadline)
-        return SendReport(seconds=time.perf_counter() - start, num_bytes=num_bytes, num_buckets=number)
+        compared = compare_checksums(self._servers, buckets, deadline)
+        seconds = time.perf_counter() - start
+        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=number, compared=compared)
 
     def close(self) -> None:
         """Nothing is held between pushes."""

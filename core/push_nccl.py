@@ -119,12 +119,12 @@ class NcclSender:
                 deadline.wait(answers, f"bucket {number} of the weight push", also=work.is_completed)
                 work.wait()
                 current = following
-            if buckets.expected:
-                compare_checksums(self._servers, buckets, deadline)
+            compared = compare_checksums(self._servers, buckets, deadline)
         except BaseException:
             self._abort()
             raise
-        return SendReport(seconds=time.perf_counter() - start, num_bytes=num_bytes, num_buckets=number)
+        seconds = time.perf_counter() - start
+        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=number, compared=compared)
 
     def close(self) -> None:
         """Leave the group. The servers may be gone already."""

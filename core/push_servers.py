@@ -122,7 +122,7 @@ class ServerPush(Generic[G]):
         sent = self._trainer.call("push_send", timeout_seconds=limit)[0]
         pauses = self._generators.resume(version, self._timeout)
         self._num_pushes += 1
-        return push_report(version, sent, pauses, start=start, prepared=prepared, verified=verify)
+        return push_report(version, sent, pauses, start=start, prepared=prepared)
 
 
 def due(verify: Verify, num_pushes: int) -> bool:
@@ -131,7 +131,7 @@ def due(verify: Verify, num_pushes: int) -> bool:
 
 
 def push_report(
-    version: int, sent: SendReport, pauses: Sequence[float], *, start: float, prepared: float, verified: bool
+    version: int, sent: SendReport, pauses: Sequence[float], *, start: float, prepared: float
 ) -> PushReport:
     """Log what a push cost that began at `start` and had its first buckets ready at `prepared`."""
     report = PushReport(
@@ -145,7 +145,7 @@ def push_report(
         "Pushed version %d: %.2f GB in %d buckets, sent in %.3f s (%.1f GB/s) after %.3f s of gathering; "
         "generators paused for at most %.3f s%s",
         version, sent.num_bytes / 1e9, sent.num_buckets, sent.seconds, sent.num_bytes / 1e9 / sent.seconds,
-        report.gather_seconds, report.longest_pause_seconds, "; all checksums equal" if verified else "",
+        report.gather_seconds, report.longest_pause_seconds, sent.compared and f"; {sent.compared}",
     )  # fmt: skip
     return report
 

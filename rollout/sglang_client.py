@@ -6,6 +6,7 @@ Bodies and answers are bytes of orjson; numpy arrays go in without becoming Pyth
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import Any
 
 import aiohttp
@@ -19,7 +20,10 @@ class SGLangClient:
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
-        # A request is one connection for as long as it samples: no limits on either.
+        # A request is one connection, and one open file, for as long as it samples: no limits on either.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._session = aiohttp.ClientSession(
             url,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),

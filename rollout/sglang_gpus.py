@@ -139,5 +139,5 @@ def check_gpus(
             raise ValueError(
                 f"GPU {gpu.index}: {held} of its {gpu.total_mib} MiB are in use by others: "
                 f"{who or 'processes that this container does not see'}; end them, or choose other GPUs with "
-                "actor_gen.device_mapping"
+                "device_mapping"
             )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollout.sglang_arguments import decided_elsewhere
 from rollout.sglang_gpus import check_gpus, device_names
 from rollout.sglang_inside import EXIT_USAGE
 from rollout.sglang_weights import ServerAddress, is_healthy
@@ -42,26 +43,6 @@ number that waits, stays off (prefill_delayer_queue_min_ratio): it also ends by 
 tensor-parallel ranks that disagree about a prefill hang."""
 LAST_LINES = 20
 """How many lines of a dead server's log its error shows."""
-
-FROM_ELSEWHERE = {
-    "model_path": "actor.path says which model",
-    "tp_size": "allocation_mode says the layout",
-    "pp_size": "allocation_mode says the layout",
-    "dp_size": "allocation_mode says the layout: one server a data-parallel replica",
-    "base_gpu_id": "allocation_mode says which GPUs",
-    "nnodes": "a replica is on one node",
-    "host": "chosen at start",
-    "port": "a free one is chosen at start",
-    "nccl_port": "a free one is chosen at start",
-    "dtype": "generator.dtype says it",
-    "max_running_requests": "generator.max_running says it",
-    "skip_tokenizer_init": "requests and answers are token ids",
-    "enable_return_routed_experts": "actor.moe_routing_replay says it",
-    "enable_memory_saver": "allocation_mode says whether trainer and generators share GPUs",
-    "tokenizer_worker_num": "the process that answers requests has calls of this project, and it is one",
-    "speculative_algorithm": "a step that samples several tokens cannot tell their versions apart",
-}
-"""Server arguments that are not the user's to set, and what decides them."""
 
 
 class ServerStartError(RuntimeError):
@@ -102,8 +83,7 @@ class ServerSettings:
         if self.gpus and len(self.gpus) != self.tp * self.pp:
             raise ValueError(f"{self.name}: {len(self.gpus)} GPUs for tp={self.tp} x pp={self.pp}")
         for key in self.flags:
-            why = FROM_ELSEWHERE.get(key.replace("-", "_"))
-            if why is not None:
+            if why := decided_elsewhere(key):
                 raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
 
 
@@ -143,7 +123,8 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         if settings.colocated:
             flags |= {"enable_memory_saver": True, "mem_fraction_static": COLOCATED_MEM_FRACTION}
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        if head_dim not in FA3_HEAD_DIMS and "attention_backend" not in settings.flags:
+        latent = "kv_lora_rank" in model  # multi-head latent attention has backends of its own
+        if head_dim not in FA3_HEAD_DIMS and not latent and "attention_backend" not in settings.flags:
             logger.warning(
                 "%s: head dimension %d is not one of FlashAttention 3's %s: attention_backend=triton, which is slower",
                 settings.name, head_dim, FA3_HEAD_DIMS,
@@ -278,15 +259,3 @@ class SGLangServer:
         with suppress(ProcessLookupError):  # children that outlive the leader keep its group
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-async def start_servers(servers: list[SGLangServer]) -> None:
-    """Start all at once; if one fails, all are stopped and its error is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for server in servers:
-                group.create_task(server.start())
-    except* (ValueError, RuntimeError) as failures:
-        for server in servers:
-            server.stop()
-        raise failures.exceptions[0] from None

@@ -42,9 +42,6 @@ DISTRIBUTION = {
 YARDSTICKS = {"trl", "datasets"}
 """Libraries that a benchmark compares with, in an environment of their own."""
 
-DETECTED: set[str] = set()
-"""Kernels of NVIDIA's apex, which is on no package index: used where their module is found, never a dependency."""
-
 # In the repository they are sources too, but nothing imports them.
 NOT_SHIPPED = {"tests", "setup"}
 
@@ -188,7 +185,7 @@ def test_every_import_of_the_packages_is_a_declared_dependency() -> None:
     always, extras = setup_requirements()
     optional = set().union(*(names for extra, names in extras.items() if extra != "dev"))
     used = third_party_imports([path for package in PACKAGES for path in source_files(package)])
-    missing = {name: where for name, where in used.items() if name not in always | optional | DETECTED}
+    missing = {name: where for name, where in used.items() if name not in always | optional}
     assert not missing, f"imported but not in setup.py: {missing}"
 
 

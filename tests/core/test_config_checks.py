@@ -285,6 +285,46 @@ def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> 
     ]
 
 
+def fake_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *cards: str, apps: str = "") -> None:
+    """An nvidia-smi that shows these."""
+    script = folder / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    shown = "; ".join(f"echo '{card}'" for card in cards)
+    script.write_text(f"#!/bin/sh\ncase $1 in *query-gpu*) {shown};; *) echo '{apps}';; esac\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpus(
+        tmp_path,
+        monkeypatch,
+        "0, GPU-aa, H, 4, 141000",
+        "1, GPU-bb, H, 91000, 141000",
+        apps="GPU-bb, 77, python, 90990",
+    )
+    path = write_run(tmp_path)
+    apart = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2"]
+    (message,) = problems(path, *apart)
+    assert "allocation_mode: GPU 1: 91000 of its 141000 MiB are in use by others: process 77 (python)" in message
+    assert problems(path, "allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1") == []
+    (message,) = problems(path, "allocation_mode=sglang.d1m1p1+d1m2p1", "n_gpus_per_node=3")
+    assert "allocation_mode asks for GPU 2, and this machine has 2 (0 to 1)" in message
+    assert problems(path, *apart, "actor.sglang.device=cpu") == []
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = [f"model.path={tmp_path / 'model'}", f"dataset.train_path={tmp_path / 'pairs.jsonl'}", "n_gpus_per_node=2"]
+    words += ["allocation_mode=d2m1p1", f"external_configs.cluster_config.fileroot={tmp_path / 'out'}"]
+    words += ["experiment_name=x", "trial_name=y"]
+    command = [sys.executable, "-m", "core.quickstart", "sft", "--config", "empty.yaml", "--dry-run", *words]
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    answer = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert answer.returncode and "allocation_mode: GPU 1: 91000 of its" in answer.stdout + answer.stderr
+
+
 def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     path = write_run(tmp_path)

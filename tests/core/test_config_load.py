@@ -349,6 +349,10 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "n_gpus_per_node=4 allocation_mode=sglang.d1m1p2+d2m1p1 actor.moe_routing_replay=true",
             "actor.moe_routing_replay: moe_routing_replay=true needs p1 on the generator's side, got d1m1p2",
         ),
+        (
+            "actor.sglang.tp-size=2 actor.sglang.disable_radix_cache=true",
+            "actor.sglang: tp-size cannot be set: allocation_mode says the layout; leave it out",
+        ),
         ("actor.fp8=true", "actor.fp8: fp8=true needs GPUs, this run trains on the CPU; write false"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true needs GPUs"),
         (

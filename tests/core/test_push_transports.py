@@ -19,7 +19,15 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from allocation import parse
-from core.push_buckets import Buckets, Deadline, PushError, SenderSettings, SendReport, in_background
+from core.push_buckets import (
+    Buckets,
+    Deadline,
+    PushError,
+    SenderSettings,
+    SendReport,
+    compare_checksums,
+    in_background,
+)
 from core.push_colocated import ColocatedPush
 from core.push_config import choose_transport
 from core.push_disk import DiskSender
@@ -180,6 +188,16 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
     next(buckets)
     assert made == [0, 1, 2]
     assert len(list(buckets)) == NUM_BUCKETS - 1 and made == list(range(NUM_BUCKETS))
+
+
+def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell() -> None:
+    nothing: Iterator[Mapping[str, Tensor]] = iter(())
+    stages = ServerAddress(name="generator-1", url="http://127.0.0.1:9", tp=1, pp=2)
+    for tps, found in (
+        (set(), ""), ({1}, "no checksums compared: generator-1 with pipeline stages cannot tell them")
+    ):  # fmt: skip
+        buckets = Buckets(nothing, settings_alone(), torch.device("cpu"), verify_tp=tps)
+        assert compare_checksums([stages], buckets, Deadline(5)) == found
 
 
 def test_the_deadline_names_who_did_not_answer() -> None:

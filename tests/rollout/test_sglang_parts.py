@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import pickle
+import resource
 import signal
 import stat
 import subprocess
@@ -183,6 +184,9 @@ def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) ->
         ServerStartError, match=r"(?s)generator-0: .* died at start \(exit code 1\).*ModuleNotFoundError"
     ):
         asyncio.run(SGLangServer(dying).start())
+    dying.log_file.write_text("".join(f"line {i}\n" for i in range(30)))
+    _, *last = SGLangServer(dying).last_lines().splitlines()
+    assert last == [f"line {i}" for i in range(10, 30)]
 
 
 def test_a_server_that_cannot_be_used_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +394,52 @@ def test_a_server_that_is_not_there_is_named() -> None:
     nobody = ServerAddress(name="generator-4", url="http://127.0.0.1:9", tp=1)
     with pytest.raises(ServerGone, match="generator-4 .* is gone"):
         post(nobody, ("/x", {}), timeout_seconds=5)
+
+
+MANY_POSTS = """
+import asyncio, resource, sys
+from rollout.sglang_client import SGLangClient
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+async def main():
+    client = SGLangClient("generator-0", sys.argv[1])
+    answers = await asyncio.gather(*(client.post(("/x", {})) for _ in range(600)))
+    await client.close()
+    print(len(answers))
+asyncio.run(main())
+"""
+
+
+def test_more_requests_than_a_process_may_have_open_files_at_first_are_in_flight_at_once() -> None:
+    async def main() -> bytes:
+        waiting, all_there = 0, asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal waiting
+            await reader.readuntil(b"{}")
+            waiting += 1
+            if waiting == 600:
+                all_there.set()
+            await all_there.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+            await writer.drain()
+            writer.close()
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=1000)
+        try:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            command = [sys.executable, "-c", MANY_POSTS, url]
+            root = Path(__file__).resolve().parents[2]
+            child = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=subprocess.PIPE)
+            out, _ = await asyncio.wait_for(child.communicate(), 60)
+        finally:
+            server.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return out
+
+    assert asyncio.run(main()) == b"600\n"
 
 
 def test_a_submitted_request_that_fails_comes_out_of_drain_beside_the_others() -> None:
