@@ -80,7 +80,10 @@ GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[Figure]]] = {
     "convert": bench_gpu_models.convert,
     "eval": bench_gpu_models.evaluation,
 }
-"""How many GPUs each takes is in its docstring."""
+NUM_GPUS = {"async": 2, "overlap": 2, "push_tp": 4}
+"""That a measurement needs, where one is not enough."""
+DATA = "SLIPSTREAM_DATA"
+"""Environment variable of the folder with the data sets that `eval` needs."""
 
 
 def main() -> None:
@@ -97,6 +100,9 @@ def main() -> None:
     unknown = set(given.only or ()) - measurements.keys()
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: not measured on {given.device}")
+    for name in given.only or ():
+        if given.device == "gpu" and (why := lacking(name)):
+            parser.error(f"--only {name}: {why}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     packages = PACKAGES + (GPU_PACKAGES if given.device == "gpu" else ())
     versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
@@ -111,6 +117,9 @@ def main() -> None:
                 folder=Path(folder), shape=given.shape, sglang_python=given.sglang_python, first_gpu=given.first_gpu
             )
         for name in given.only or measurements:
+            if given.device == "gpu" and (why := lacking(name)):
+                print(f"{name} is left out: {why}", flush=True)
+                continue
             command = f"python -m tools.bench {given.device} --only {name}"
             for figure in measurements[name](scene):
                 ratio = figure.value / figure.baseline if figure.baseline else None
@@ -120,6 +129,16 @@ def main() -> None:
     print("\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
     for row in rows:
         print(line(row))
+
+
+def lacking(name: str) -> str | None:
+    """What this host lacks for a measurement of GPU, or None. Without any GPU they run small, to be tried."""
+    found, needed = len(query_gpus()), NUM_GPUS.get(name, 1)
+    if 0 < found < needed:
+        return f"it needs {needed} GPUs, and this host shows {found}"
+    if name == "eval" and DATA not in os.environ:
+        return f"it needs the data sets; set {DATA} to a folder that has gsm8k, math_500, aime24 and amc23"
+    return None
 
 
 def installed(name: str) -> str:

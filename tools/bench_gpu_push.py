@@ -99,7 +99,8 @@ async def push_once(
 
 
 async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int | None]) -> AsyncIterator[Figure]:
-    """For bucket sizes, into one server and into two at once."""
+    """For bucket sizes, into one server and into two at once, as many times slower."""
+    into_one: dict[int, float] = {}
     async with AsyncExitStack() as stack:
         started = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
         served = await asyncio.gather(*started)
@@ -117,6 +118,12 @@ async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int
             to = f"{mib}mib" if count == 1 else f"{mib}mib_to_{count}_servers"
             for figure in push_figures(f"push.{scene.shape}_{to}", pushes, gaps, "<= 60"):
                 yield figure
+            longest = 1e3 * max(gaps)
+            if count == 1:
+                into_one[mib] = longest
+            else:
+                name = f"push.{scene.shape}_{to}_longest_gap_against_one"
+                yield Figure(name=name, value=longest, unit="ms", baseline=into_one[mib], target="<= 1.3x")
 
 
 async def pushes_into_streams(
@@ -211,7 +218,9 @@ def push_figures(name: str, pushes: list[Pushed], gaps: list[float] | None, targ
         value = 1e3 * float(np.median(values))
         return Figure(name=f"{name}_{what}", value=value, unit="ms", baseline=baseline, target=target)
 
+    rate = float(np.median([p.gigabytes / p.send for p in pushes]))
     figures = [
+        Figure(name=f"{name}_rate", value=rate, unit="GB/s", baseline=NVLINK_BYTES_PER_SECOND / 1e9, target=""),
         figure("send", [p.send for p in pushes], floor),
         figure("gather", [p.gather for p in pushes], None),
         figure("pause", [p.pause + p.send + p.resume for p in pushes], floor, "" if gaps else target),

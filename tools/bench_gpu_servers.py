@@ -77,7 +77,8 @@ def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
 
 
 def rollout(scene: Scene) -> Iterator[Figure]:
-    """Producer, router and SGLangGenerator against the bare server, the same prompts in turn. One GPU."""
+    """Producer, router and SGLangGenerator against the server asked plainly, in turn; prompts of the same length, which
+    are not the same: these the server would have in its cache. One GPU."""
     start = time.perf_counter()
     server = server_settings(scene, scene.first_gpu if query_gpus() else None)
     starting, rates = asyncio.run(_compare(scene, server, start))
