@@ -136,6 +136,19 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
     return flags | dict(settings.flags)
 
 
+def server_environment(settings: ServerSettings) -> dict[str, str]:
+    """Environment of the server's processes."""
+    env = os.environ | settings.env
+    # This project's packages have names (core, tools) that the server's libraries may look for.
+    root = Path(__file__).resolve().parents[1]
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != root]
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    if settings.gpus:
+        # Both ends of a weight push must agree on this; the server's own default is 0.
+        env |= {"CUDA_VISIBLE_DEVICES": device_names(settings.gpus), "NCCL_CUMEM_ENABLE": "0"}
+    return env
+
+
 def decode_graph_sizes(max_running: int) -> list[int]:
     """Batch sizes to capture: powers of two while small, then about ten even steps up to `max_running`; a batch runs in
     the next larger one."""
@@ -201,14 +214,6 @@ class SGLangServer:
 
     def _launch(self, flags: Mapping[str, Any]) -> None:
         settings = self.settings
-        env = os.environ | settings.env
-        # This project's packages have names (core, tools) that the server's libraries may look for.
-        root = Path(__file__).resolve().parents[1]
-        paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != root]
-        env["PYTHONPATH"] = os.pathsep.join(paths)
-        if settings.gpus:
-            # Both ends of a weight push must agree on this; the server's own default is 0.
-            env |= {"CUDA_VISIBLE_DEVICES": device_names(settings.gpus), "NCCL_CUMEM_ENABLE": "0"}
         settings.log_file.parent.mkdir(parents=True, exist_ok=True)
         if settings.log_file.exists():  # of a server that this one takes the place of
             settings.log_file.replace(settings.log_file.with_suffix(".previous.log"))
@@ -216,7 +221,8 @@ class SGLangServer:
             # -P: this folder must not be where the server's processes import `types` and the like from.
             self._process = subprocess.Popen(
                 [settings.python, "-P", str(Path(__file__).with_name("sglang_inside.py"))],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=server_environment(settings),
+                start_new_session=True,
             )  # fmt: skip
         assert self._process.stdin is not None, "stdin is a pipe"
         with suppress(BrokenPipeError), self._process.stdin as stdin:  # a process that died is found by start()

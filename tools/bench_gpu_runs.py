@@ -24,8 +24,7 @@ _RUNNING_PER_TRAINER = 192
 
 
 def asynchronous(scene: Scene) -> Iterator[Figure]:
-    """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. One generator; the other GPUs are the
-    trainer's."""
+    """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. Half of the GPUs are generators."""
     rates: dict[int, float] = {}
     base = _config(scene)
     for staleness, steps in ((4, 13), (0, 6)):
@@ -38,7 +37,7 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
             rows = run(scene, f"staleness-{staleness}", config)
         rates[staleness] = _tokens_per_second(rows)
         if staleness and shares:
-            busy = float(np.mean(shares[0]))
+            busy = float(np.mean(np.concatenate([shares[gpu] for gpu in range(_num_generators())])))
             yield Figure(name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 90")
         for name, value, unit in _facts(rows[WARM_UP_STEPS:], staleness):
             yield Figure(name=name, value=value, unit=unit, baseline=None, target="")
@@ -66,16 +65,20 @@ def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, 
         yield f"async.staleness_{staleness}_prompts_ready_{label}", row["rollout/num_ready"], "prompts"
 
 
+def _num_generators() -> int:
+    return max(1, len(query_gpus()) // 2)
+
+
 def _config(scene: Scene) -> dict[str, Any]:
-    """60 prompts x 8 answers a step; the generator on the first GPU, the trainer on the others."""
-    num_gpus = max(2, len(query_gpus()))
-    num_trainers, small = num_gpus - 1, not query_gpus()
+    """60 prompts x 8 answers a step; generators on the first half of the GPUs, the trainer on the others."""
+    num_gpus, num_generators = max(2, len(query_gpus())), _num_generators()
+    num_trainers, small = num_gpus - num_generators, not query_gpus()
     path = scene.folder / "prompts.jsonl"
     sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
     write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
     config: dict[str, Any] = {
         "experiment_name": "bench",
-        "allocation_mode": f"sglang.d1m1p1+d{num_trainers}m1p1",
+        "allocation_mode": f"sglang.d{num_generators}m1p1+d{num_trainers}m1p1",
         "n_gpus_per_node": num_gpus,
         "external_configs.cluster_config.fileroot": scene.folder / "runs",
         "actor.path": scene.model,
@@ -91,7 +94,7 @@ def _config(scene: Scene) -> dict[str, Any]:
         "ppo.ppo_n_minibatches": 1,
         "ppo.kl_ctl": 0.0,
         "ppo.disable_value": True,
-        "generator.max_running": 32 if small else min(512, _RUNNING_PER_TRAINER * num_trainers),
+        "generator.max_running": 32 if small else _RUNNING_PER_TRAINER * num_trainers // num_generators,
         "generator.interrupt": "in_place",
         "workflow.type": "tools.bench_workflow:LognormalLengths",
         "reward.function": "tools.bench_reward:coin_reward",

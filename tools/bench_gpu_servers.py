@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +25,7 @@ import orjson
 
 from rollout.sglang_generator import Interrupt, SGLangGenerator
 from rollout.sglang_gpus import query_gpus
-from rollout.sglang_server import ServerSettings
+from rollout.sglang_server import ServerSettings, free_ports, read_model_config, server_environment, server_flags
 from rollout.types import Prompt, SamplingParams
 from tools.bench_figure import Figure
 from tools.bench_gpu import Scene
@@ -77,16 +80,15 @@ def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
 
 
 def rollout(scene: Scene) -> Iterator[Figure]:
-    """Producer, router and SGLangGenerator against the server asked plainly, in turn; prompts of the same length, which
-    are not the same: these the server would have in its cache. One GPU."""
+    """Producer, router and SGLangGenerator against SGLang as it comes: the same prompts, the same server arguments. And
+    the server of a run asked plainly, with other prompts, as it has those in its cache. One GPU."""
     start = time.perf_counter()
     server = server_settings(scene, scene.first_gpu if query_gpus() else None)
-    starting, rates = asyncio.run(_compare(scene, server, start))
-    ours, bare = np.median(rates, axis=0)
-    yield Figure(
-        name=f"rollout.{scene.shape}_tokens_per_second", value=float(ours), unit="tokens/s", baseline=float(bare),
-        target=">= 0.97x",
-    )  # fmt: skip
+    starting, ours, plainly = asyncio.run(_sample(scene, server, start))
+    bare = asyncio.run(_sample_bare(scene, server))
+    for name, value, target in (("tokens", ours, ">= 0.97x"), ("plainly_asked_tokens", plainly, "")):
+        label = f"rollout.{scene.shape}_{name}_per_second"
+        yield Figure(name=label, value=value, unit="tokens/s", baseline=bare, target=target)
     again = asyncio.run(_seconds_to_start(server))
     yield Figure(name="rollout.server_start", value=starting, unit="s", baseline=None, target="")
     yield Figure(name="rollout.server_start_again", value=again, unit="s", baseline=starting, target="< 45")
@@ -98,19 +100,65 @@ async def _seconds_to_start(server: ServerSettings) -> float:
         return time.perf_counter() - start
 
 
-async def _compare(scene: Scene, server: ServerSettings, start: float) -> tuple[float, list[tuple[float, float]]]:
+SEEDS, OTHER_SEEDS = (1, 2), (3, 4)
+"""Of the prompts of each round."""
+
+
+async def _sample(scene: Scene, server: ServerSettings, start: float) -> tuple[float, float, float]:
+    """(seconds from `start` until the server was ready, tokens/s of the stack, tokens/s of its server asked plainly)"""
     async with generator(server) as served:
         starting = time.perf_counter() - start
-        await _bare(scene, served.address.url, 0, new_tokens=16)
-        rates = []
-        for round_ in range(2):
-            ours = await _stack(scene, served, 2 * round_ + 1)
-            rates.append((ours, await _bare(scene, served.address.url, 2 * round_ + 2)))
-            logger.info("tokens/s of the stack and of the bare server: %s", rates[-1])
-        return starting, rates
+        url = served.address.url
+        await _plainly(scene, url, 0, new_tokens=16)
+        ours = [await _stack(scene, served, seed) for seed in SEEDS]
+        plainly = [await _plainly(scene, url, seed) for seed in OTHER_SEEDS]
+        logger.info("tokens/s of the stack: %s; of its server asked plainly: %s", ours, plainly)
+        return starting, float(np.median(ours)), float(np.median(plainly))
 
 
-async def _bare(scene: Scene, url: str, seed: int, new_tokens: int | None = None) -> float:
+async def _sample_bare(scene: Scene, server: ServerSettings) -> float:
+    async with bare_server(server) as url:
+        await _plainly(scene, url, 0, new_tokens=16)
+        rates = [await _plainly(scene, url, seed) for seed in SEEDS]
+        logger.info("tokens/s of SGLang as it comes: %s", rates)
+        return float(np.median(rates))
+
+
+@asynccontextmanager
+async def bare_server(settings: ServerSettings) -> AsyncIterator[str]:
+    """SGLang's own launch_server with the arguments of a run's server; its URL."""
+    port, nccl_port = free_ports(2)
+    flags = server_flags(settings, read_model_config(settings.model_path), port=port, nccl_port=nccl_port)
+    words = [str(settings.python), "-P", "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        words += [f"--{name.replace('_', '-')}", *map(str, values)] if value is not False else []
+    log, url = settings.log_file.with_suffix(".bare.log"), f"http://{settings.host}:{port}"
+    with log.open("wb") as file:
+        env = server_environment(settings)
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        async with aiohttp.ClientSession(url) as session:
+            while not await _is_up(session):
+                if process.poll() is not None:
+                    raise RuntimeError(f"SGLang ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+                await asyncio.sleep(0.5)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def _is_up(session: aiohttp.ClientSession) -> bool:
+    try:
+        async with session.get("/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def _plainly(scene: Scene, url: str, seed: int, new_tokens: int | None = None) -> float:
     """tokens/s of plain requests, twice as many as run at once."""
     new_tokens = new_tokens or load().new_tokens
     sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
