@@ -35,7 +35,14 @@ from mcore_adapter.router import Balance, finish_update, forget_counts
 from mcore_adapter.safetensors_folder import SafetensorsFolder
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from mcore_adapter.shared_prompts import prompt_units
-from mcore_adapter.weights import init_from_scratch, iter_hf_weights, load_hf_weights, save_hf
+from mcore_adapter.weights import (
+    ExportPlan,
+    init_from_scratch,
+    load_hf_weights,
+    plan_export,
+    run_export,
+    save_hf,
+)
 
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask") -> (loss, metrics), all of them sums over the trained tokens."""
@@ -78,6 +85,7 @@ class MegatronEngine:
                 _require_value_head(settings.hf_path)
             load_hf_weights(self._model, settings.hf_path, parallel=parallel, seed=settings.seed)
         self._chunks: Sequence[Any] = self._model
+        self._plans: dict[int, ExportPlan] = {}  # by the size of buckets
         self._optimizer: TrainOptimizer | None = None
         overlap = optimizer is not None and device.overlaps_communication and parallel.dp_cp_group.size() > 1
         self._memory = MemoryGuard(parallel, device, overlap=overlap)
@@ -184,7 +192,9 @@ class MegatronEngine:
     def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
         self._settle()
-        return iter_hf_weights(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes)
+        if bucket_bytes not in self._plans:
+            self._plans[bucket_bytes] = plan_export(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes)
+        return run_export(self._plans[bucket_bytes], parallel=self._parallel)
 
     def save_hf(self, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
         """Write a Hugging Face folder."""

@@ -91,28 +91,56 @@ def init_from_scratch(chunks: Sequence[nn.Module], *, parallel: ParallelState, s
         _fill(models, shapes, parallel, lambda _: next(readers))
 
 
+@dataclass(frozen=True)
+class ExportPlan:
+    """Whose shards make up which bucket: the same for every export of a model."""
+
+    shapes: Shapes
+    held: Mapping[Conversion, Tensor]
+    """This rank's parameters."""
+    buckets: Sequence[tuple[torch.dtype, Sequence[tuple[Conversion, list[int]]]]]
+    """dtype, and parameters with the global ranks that hold their shards, in this order."""
+
+
+def plan_export(chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int) -> ExportPlan:
+    """Made from shapes and layout alone: no rank asks another. A bucket holds at most `bucket_bytes`, or one parameter
+    that is larger."""
+    models = unwrap(chunks)
+    shapes, dtype, moe = _shapes(models), models[0].config.params_dtype, models[0].model_config.moe
+    num_experts = moe.num_experts if moe else 0
+    return ExportPlan(
+        shapes=shapes,
+        held={conversion: param for param, conversion in named_conversions(models)},
+        buckets=[
+            (
+                torch.float32 if bucket[0].is_float32 else dtype,
+                [(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
+            )
+            for bucket in _buckets(_owners(models[0], parallel), shapes, bucket_bytes // dtype.itemsize)
+        ],
+    )
+
+
 def iter_hf_weights(
     chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Iterator[dict[str, Tensor]]:
+    """run_export() of a plan of its own."""
+    return run_export(plan_export(chunks, parallel=parallel, bucket_bytes=bucket_bytes), parallel=parallel)
+
+
+def run_export(plan: ExportPlan, *, parallel: ParallelState) -> Iterator[dict[str, Tensor]]:
     """The whole model as buckets of full tensors under Hugging Face names, in the order of the network; collective.
 
     Every rank iterates to the end; global rank 0 gets the tensors (its own copies, on its device, in the parameters'
-    dtype), the others empty dicts. A bucket holds at most bucket_bytes, or one parameter that is larger.
+    dtype), the others empty dicts.
     """
-    models = unwrap(chunks)
-    shapes = _shapes(models)
-    held = {conversion: param for param, conversion in named_conversions(models)}
-    dtype = models[0].config.params_dtype
-    device = next(models[0].parameters()).device
-    moe = models[0].model_config.moe
-    num_experts = moe.num_experts if moe else 0
-    for bucket in _buckets(_owners(models[0], parallel), shapes, bucket_bytes // dtype.itemsize):
-        held_by = [(item.conversion, item.holders(parallel, num_experts)) for item in bucket]
+    device = next(iter(plan.held.values())).device
+    for dtype, held_by in plan.buckets:
         if parallel.rank == 0:
-            like = torch.empty(0, dtype=torch.float32 if bucket[0].is_float32 else dtype, device=device)
-            yield _receive(held_by, shapes, held, parallel.layout.tp, like=like)
+            like = torch.empty(0, dtype=dtype, device=device)
+            yield _receive(held_by, plan.shapes, plan.held, parallel.layout.tp, like=like)
         else:
-            _send(held_by, held, parallel.rank)
+            _send(held_by, plan.held, parallel.rank)
             yield {}
 
 
