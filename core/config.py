@@ -150,6 +150,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         "max_head_offpolicyness": "staleness.max_staleness",
         "ppo.use_decoupled_loss": "algorithm.decoupled",
         "ppo.behav_imp_weight_cap": "algorithm.behave_imp_weight_cap",
+        "actor.sglang.max_running_requests": "generator.max_running",
     }
     IGNORED = {
         **CommonExperimentConfig.IGNORED,

@@ -96,7 +96,7 @@ actor:
   type: {_class: qwen2}
   path: /storage/models/DeepSeek-R1-Distill-Qwen-1.5B
   optimizer: {type: adam, lr: 1.0e-05, initial_loss_scale: 262144.0, loss_scale_window: 5.0, hysteresis: 2}
-  sglang: {disable_radix_cache: true, context_length: 18432, max_running_requests: 128}
+  sglang: {disable_radix_cache: true, context_length: 18432, max_running_requests: 96}
 ref:
   type: {_class: qwen2}
   path: /storage/models/DeepSeek-R1-Distill-Qwen-1.5B

@@ -120,7 +120,10 @@ def test_no_ignored_keys_no_warning(tmp_path: Path) -> None:
 
 
 def test_other_spellings_of_a_key_mean_the_same(tmp_path: Path) -> None:
-    assert load(tmp_path, PPO_1_5B_8_GPUS).config.ppo.mask_no_eos_with_zero
+    config = load(tmp_path, PPO_1_5B_8_GPUS).config
+    assert config.ppo.mask_no_eos_with_zero
+    assert config.generator.max_running == 96
+    assert config.actor.sglang == {"disable_radix_cache": True, "context_length": 18432}
     config = load(tmp_path, ASYNC_PPO_EVERY_KEY).config
     assert config.staleness.max_staleness == 4
     assert config.algorithm.decoupled is True
