@@ -15,15 +15,24 @@ import orjson
 from rollout.sglang_weights import Call, ServerGone, check_answer
 
 
+_OPEN_FILES = 65_536
+"""As many as one process ever needs, and no more: programs exist that go through all that are allowed, one by one."""
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class SGLangClient:
     """POSTs to one server. Make it inside the event loop that uses it."""
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
         # A request is one connection, and one open file, for as long as it samples: no limits on either.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        _allow_open_files()
         self._session = aiohttp.ClientSession(
             url,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
