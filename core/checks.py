@@ -268,13 +268,7 @@ def _existing(folder: Path) -> Path:
 def _ray(config: ExperimentConfig) -> Iterator[Problem]:
     """Ray that the run starts is this machine alone, and each node's GPUs are asked of a machine of its own; processes
     without GPUs are packed wherever there is room."""
-    if config.n_nodes == 1 or _joins_a_cluster(config):
-        return
-    try:
-        allocation = resolve_allocation(config)
-    except AllocationError:
-        return  # reported with the configuration
-    if uses_gpus(allocation, config.actor.sglang if isinstance(config, PPOMATHConfig) else {}):
+    if config.n_nodes > 1 and _gpus_of_own_ray(config):
         message = (
             f"needed with n_nodes={config.n_nodes}, or Ray is started on this machine alone; run `ray start --head` on "
             "one node, `ray start --address=HOST:PORT` on the others, and set this, or RAY_ADDRESS, to HOST:PORT"
@@ -282,9 +276,17 @@ def _ray(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem(key="launch.ray_address", message=message)
 
 
-def _joins_a_cluster(config: ExperimentConfig) -> bool:
-    given = (config.launch.ray_address, os.environ.get("RAY_ADDRESS"), config.external_configs.envs.get("RAY_ADDRESS"))
-    return any(given)
+def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
+    """Numbers, on their nodes, of the GPUs that a run takes which starts Ray itself; none where it joins a cluster."""
+    if any((config.launch.ray_address, os.environ.get("RAY_ADDRESS"), config.external_configs.envs.get("RAY_ADDRESS"))):
+        return []
+    try:
+        allocation = resolve_allocation(config)
+    except AllocationError:
+        return []  # reported with the configuration
+    if not uses_gpus(allocation, config.actor.sglang if isinstance(config, PPOMATHConfig) else {}):
+        return []
+    return sorted({slot.gpu for role in allocation.roles.values() for slot in role.slots})
 
 
 def _port(config: ExperimentConfig) -> Iterator[Problem]:
@@ -302,13 +304,9 @@ def _port(config: ExperimentConfig) -> Iterator[Problem]:
 
 def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
     """A run on this machine alone needs its GPUs here, and free; a joined cluster has them elsewhere."""
-    if _joins_a_cluster(config) or config.n_nodes > 1:
+    if config.n_nodes > 1 or not (indices := _gpus_of_own_ray(config)):
         return
     try:
-        allocation = resolve_allocation(config)
-        if uses_gpus(allocation, config.actor.sglang if isinstance(config, PPOMATHConfig) else {}):
-            check_gpus(sorted({slot.gpu for role in allocation.roles.values() for slot in role.slots}))
-    except AllocationError:
-        return  # reported with the configuration
+        check_gpus(indices)
     except ValueError as error:
         yield Problem(key="allocation_mode", message=str(error))

@@ -75,9 +75,12 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
     answer. Of one that writes nothing its file says what the kernel knows. Raises OSError where the files cannot be
     written."""
     states = {}
-    named = {process.pid for _, _, process in _processes(log_folder, None) if process is not None}
+    known = list(_processes(log_folder))
+    named = {process.pid for _, _, process in known if process is not None}
     asked: list[tuple[Path, int, psutil.Process]] = []
-    for name, file, process in _processes(log_folder, names):
+    for name, file, process in known:
+        if names is not None and name not in names:
+            continue
         states[name] = "gone"
         if process is None:
             continue
@@ -177,17 +180,15 @@ def _has_closed(pid: int, file: Path) -> bool:
 
 def kill_process(log_folder: Path, name: str) -> None:
     """End this process, if it is on this machine and still there."""
-    for _, _, process in _processes(log_folder, [name]):
-        if process is not None:
+    for found, _, process in _processes(log_folder):
+        if found == name and process is not None:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
-def _processes(log_folder: Path, names: Collection[str] | None) -> Iterator[tuple[str, Path, psutil.Process | None]]:
+def _processes(log_folder: Path) -> Iterator[tuple[str, Path, psutil.Process | None]]:
     """(name, file, the process or None when it has ended) of the others on this machine."""
     for file in sorted((log_folder / FOLDER).glob("*.txt")):
-        if names is not None and file.stem not in names:
-            continue
         with suppress(OSError, ValueError, KeyError):
             with open(file) as f:
                 said = json.loads(f.readline())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,12 @@ from torch import Tensor
 
 from allocation import ParallelLayout
 
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.timeout(600),
+]
+"""Marks of a file of such tests."""
 VOCAB = 96  # of tiny_models
 MAX_TOKENS = 128
 STEPS = 3
@@ -66,15 +72,29 @@ def make_engine(parallel: Any, device: Any, folder: str, *, train: bool = True, 
     )
 
 
+def one_by_one(model: Any) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Each sequence of random_batch() on its own through a Hugging Face model, at temperature 0.8: (sequence,
+    log-probabilities [t, V], those of the tokens of its loss_mask [t], 0 elsewhere), on the CPU."""
+    batch = random_batch()
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        logp = (model(one.token_ids[None].to(model.device)).logits[0] / 0.8).log_softmax(-1).cpu()
+        chosen = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0])) * one.loss_mask
+        yield one, logp, chosen
+
+
+@torch.no_grad()
+def transformers_logprobs(model: Any) -> Tensor:
+    """[T] of random_batch()."""
+    return torch.cat([chosen for _, _, chosen in one_by_one(model)])
+
+
 def transformers_step(model: Any) -> tuple[float, float, Tensor]:
     """The first step on random_batch() at temperature 0.8, each sequence on its own through a Hugging Face model: loss
     of policy_loss, gradient norm, log-probabilities [T]."""
     batch = random_batch()
     loss, logprobs = torch.zeros(()), []
-    for i in range(batch.num_sequences):
-        one = batch.select([i])
-        logp = (model(one.token_ids[None]).logits[0] / 0.8).log_softmax(-1)
-        chosen = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0])) * one.loss_mask
+    for one, logp, chosen in one_by_one(model):
         entropy = torch.cat((torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1])) * one.loss_mask
         loss = loss - (one.fields["advantages"] * chosen).sum() - 0.1 * entropy.sum()
         logprobs.append(chosen.detach())

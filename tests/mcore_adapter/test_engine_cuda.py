@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import VOCAB, make_engine, per_token, policy_loss, random_batch
+from engine_cases import ON_A_GPU, VOCAB, make_engine, per_token, policy_loss, random_batch, transformers_logprobs
 from mcore_ranks import RankPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.timeout(600),
-]
+pytestmark = ON_A_GPU
 
 MAX_TOKENS = 128
 BF16_NATS = 0.02
@@ -92,15 +88,7 @@ def test_logprobs_are_those_of_transformers(folder: Path, gpu: Any) -> None:
 
     engine = make_engine(*gpu, str(folder), train=False, dtype="bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    batch, ours = random_batch(), logprobs_of(engine)
-    expected = []
-    for i in range(batch.num_sequences):
-        one = batch.select([i])
-        with torch.no_grad():
-            logp = (model(one.token_ids[None].cuda()).logits[0] / 0.8).log_softmax(-1).cpu()
-        chosen = torch.cat((torch.zeros(1), logp[:-1].gather(1, one.token_ids[1:, None])[:, 0]))
-        expected.append(chosen * one.loss_mask)
-    assert (ours - torch.cat(expected)).abs().mean() < BF16_NATS
+    assert (logprobs_of(engine) - transformers_logprobs(model)).abs().mean() < BF16_NATS
 
 
 def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(
