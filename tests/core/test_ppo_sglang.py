@@ -220,13 +220,54 @@ def wide_heads(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_on_gpus_trains_and_recovers(
     assets: Any, run_command: Any, wide_heads: Path, allocation: str, num_gpus: int
 ) -> None:
+    _trains_and_recovers(assets, run_command, allocation, num_gpus, {"path": str(wide_heads)})
+
+
+@pytest.fixture(scope="module")
+def experts(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `assets` with experts, of sizes that GPU kernels have."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    shutil.copytree(assets.model, folder)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=16, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=128, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("allocation", "num_gpus", "replay"),
+    [
+        ("d1m1p1", 1, False),
+        ("sglang.d1m1p1+d1m1p1", 2, True),
+        ("sglang.d1m2p1+(attn:d2m1p1|ffn:d1m1p1e2)", 4, True),
+    ],
+)
+def test_experts_on_gpus_train_and_recover(
+    assets: Any, run_command: Any, experts: Path, allocation: str, num_gpus: int, replay: bool
+) -> None:
+    # FlashInfer compiles its fused all-reduce for minutes where it is installed without kernels.
+    flags = {"enforce_disable_flashinfer_allreduce_fusion": True}
+    actor = {"path": str(experts), "moe_routing_replay": replay, "sglang": flags}
+    _trains_and_recovers(assets, run_command, allocation, num_gpus, actor)
+
+
+def _trains_and_recovers(assets: Any, run_command: Any, allocation: str, num_gpus: int, actor: dict[str, Any]) -> None:
     if len(query_gpus()) < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
     config = ppo(
         assets,
         allocation_mode=allocation,
         n_gpus_per_node=num_gpus,
-        actor={"path": str(wide_heads), "optimizer": {"lr": 1e-4}},
+        actor={**actor, "optimizer": {"lr": 1e-4}},
         generator={"max_running": 32},
         exp_ctrl={"total_train_steps": 2, "ckpt_freq_steps": 2},
         push={"verify": "always"},

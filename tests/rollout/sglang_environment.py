@@ -86,20 +86,24 @@ class Models:
             num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, max_position_embeddings=2048,
             tie_word_embeddings=True, eos_token_id=END, bos_token_id=None,
         )  # fmt: skip
-        self._models: dict[int, Any] = {}
+        self._models: dict[tuple[int, torch.dtype], Any] = {}
         self[0].save_pretrained(folder)
 
     def __getitem__(self, version: int) -> Any:
+        return self.model(version, torch.float32)
+
+    def model(self, version: int, dtype: torch.dtype) -> Any:
+        """The same numbers in every format."""
         from transformers import Qwen2ForCausalLM
 
-        if version not in self._models:
+        if (version, dtype) not in self._models:
             torch.manual_seed(version)
             model = Qwen2ForCausalLM(self._config).float().eval()
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.15)
-                parameter.data = parameter.data.bfloat16().float()  # the same numbers in both formats
-            self._models[version] = model
-        return self._models[version]
+                parameter.data = parameter.data.bfloat16().to(dtype)
+            self._models[version, dtype] = model
+        return self._models[version, dtype]
 
     def weights(self, version: int) -> dict[str, Tensor]:
         """Hugging Face names to tensors, tied ones once."""
@@ -111,20 +115,34 @@ class Models:
             yield dict(items[i : i + tensors_per_bucket])
 
     @torch.no_grad()
-    def logits(self, version: int, prompt: list[int], tokens: np.ndarray) -> Tensor:
-        """[len(tokens), vocabulary] before each token, everything computed by one version."""
+    def logits(
+        self, version: int, prompt: list[int], tokens: np.ndarray, *, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """float32[len(tokens), vocabulary] before each token, everything computed by one version in `dtype`."""
         ids = torch.tensor([[*prompt, *tokens.tolist()]])
-        return self[version](ids).logits[0, len(prompt) - 1 : -1]
+        return self.model(version, dtype)(ids).logits[0, len(prompt) - 1 : -1].float()
 
     def logprobs(
-        self, version: int, prompt: list[int], tokens: np.ndarray, *, forbidden: tuple[int, ...] = ()
+        self,
+        version: int,
+        prompt: list[int],
+        tokens: np.ndarray,
+        *,
+        forbidden: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> np.ndarray:
-        """Log-probability of each token, everything computed by one version."""
-        return chosen(self.logits(version, prompt, tokens), tokens, forbidden)
+        """Log-probability of each token, everything computed by one version in `dtype`."""
+        return chosen(self.logits(version, prompt, tokens, dtype=dtype), tokens, forbidden)
 
     @torch.no_grad()
     def logprobs_on_old_cache(
-        self, versions: np.ndarray, prompt: list[int], tokens: np.ndarray, *, forbidden: tuple[int, ...] = ()
+        self,
+        versions: np.ndarray,
+        prompt: list[int],
+        tokens: np.ndarray,
+        *,
+        forbidden: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> np.ndarray:
         """The same when token i comes from a forward pass of versions[i], over the keys and values that the passes
         before it left in the cache."""
@@ -132,8 +150,8 @@ class Models:
 
         cache, fed, rows = DynamicCache(), prompt, []
         for version, token in zip(versions.tolist(), tokens.tolist(), strict=True):
-            logits = self[version](torch.tensor([fed]), past_key_values=cache, use_cache=True).logits
-            rows.append(logits[0, -1])
+            model = self.model(version, dtype)
+            rows.append(model(torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[0, -1].float())
             fed = [token]
         return chosen(torch.stack(rows), tokens, forbidden)
 

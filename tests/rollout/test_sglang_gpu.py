@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,6 @@ from core.push_nccl import NcclSender  # noqa: E402
 from rollout.sglang_generator import SGLangGenerator  # noqa: E402
 
 PROMPT = list(range(40))
-MEAN_TOLERANCE = 0.05  # nats; bfloat16 there, float32 here. Weights of another version differ by whole nats.
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def settings_on(gpu: int, models: Models, folder: Path, **changes: Any) -> Any:
+    """A server with a cache of 2 GiB, at 1 KiB a token."""
     return settings_for(
         models.folder, folder / "generator-0.log", gpus=(gpu,), dtype="bfloat16", env={},
-        startup_timeout_seconds=400.0, flags={"mem_fraction_static": 0.3}, **changes,
+        startup_timeout_seconds=400.0, flags={"max_total_tokens": 2 << 20}, **changes,
     )  # fmt: skip
 
 
@@ -74,9 +76,16 @@ async def sample(generator: SGLangGenerator, name: str, length: int) -> Completi
 def assert_reproduced(models: Models, completion: Completion, versions: set[int]) -> None:
     assert set(completion.versions.tolist()) == versions
     for version in versions:
-        mine = completion.versions == version
-        expected = models.logprobs(version, PROMPT, completion.token_ids, forbidden=(END,))
-        assert np.abs(completion.logprobs[mine] - expected[mine]).mean() < MEAN_TOLERANCE
+        computed = partial(models.logprobs, version, PROMPT, completion.token_ids, forbidden=(END,))
+        assert_as_close_as_bfloat16(completion.logprobs, computed, completion.versions == version)
+
+
+def assert_as_close_as_bfloat16(
+    given: np.ndarray, computed: Callable[..., np.ndarray], which: Any = slice(None)
+) -> None:
+    """To float32, about as transformers in bfloat16 is: 0.06 nats on average; another version is 2.8 away."""
+    exact, rounded = computed(dtype=torch.float32)[which], computed(dtype=torch.bfloat16)[which]
+    assert np.abs(given[which] - exact).mean() < 1.25 * np.abs(rounded - exact).mean()
 
 
 def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its_own_back(
@@ -137,9 +146,9 @@ def test_nccl_reaches_a_server_on_another_gpu_while_requests_run(
         assert_reproduced(models, completion, {1, 2, 3})
     else:
         versions = completion.versions
-        expected = models.logprobs_on_old_cache(versions, PROMPT, completion.token_ids, forbidden=(END,))
         assert set(versions.tolist()) == {1, 2, 3}
-        assert np.abs(completion.logprobs - expected).mean() < MEAN_TOLERANCE
+        computed = partial(models.logprobs_on_old_cache, versions, PROMPT, completion.token_ids, forbidden=(END,))
+        assert_as_close_as_bfloat16(completion.logprobs, computed)
 
 
 def test_the_environment_in_which_a_broadcast_would_hang_is_refused(models: Models) -> None:
