@@ -26,7 +26,7 @@ from core.errors import LaunchError, first_line
 from core.launch_actors import RolloutActor, TrainerRank
 from core.launch_guard import start_guard
 from core.launch_signals import Interrupts
-from core.launch_wait import Waiter
+from core.launch_wait import Waiter, awaited_teller
 from core.processes import ask_for_stacks
 from core.push_config import SHARED_MEMORY_NAMES
 from core.wire import batch_to_wire
@@ -167,9 +167,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         return states
 
     def gather_started(self, refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float) -> list[Any]:
-        """Results of the calls that make workers ready."""
-        key = "launch.startup_timeout_seconds"
-        return self.waiter.gather(refs, names=names, phase="initialisation", timeout_seconds=timeout_seconds, key=key)
+        """Results of the calls that make workers ready. The log says whom a long start waits for."""
+        limit: dict[str, Any] = {"timeout_seconds": timeout_seconds, "key": "launch.startup_timeout_seconds"}
+        tell = awaited_teller(refs, names, self.log_folder, **limit)
+        return self.waiter.gather(refs, names=names, phase="initialisation", meanwhile=tell, **limit)
 
     def start_actor(
         self, actor_class: Any, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}

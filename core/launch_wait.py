@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_SECONDS = 1.0  # for a signal, while workers are waited for
 _OTHERS_SECONDS = 5.0  # for the news of a worker's death to arrive after what it did to another one
+_TELL_AFTER_SECONDS = 10.0  # that a start takes, and whenever it has taken twice as long
+_NAMES_TOLD = 3
 
 
 class Waiter:
@@ -127,6 +129,27 @@ class Waiter:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         return states | (self._ask_nodes(why) if self._ask_nodes is not None else {})
+
+
+def awaited_teller(
+    refs: Sequence[Any], names: Sequence[str], log_folder: Path, *, timeout_seconds: float, key: str
+) -> Callable[[], None]:
+    """What to call meanwhile, so that the log says whom a long start waits for."""
+    begin, next_after = time.monotonic(), _TELL_AFTER_SECONDS
+
+    def tell() -> None:
+        nonlocal next_after
+        waited = time.monotonic() - begin
+        if waited < next_after:
+            return
+        next_after = 2 * waited
+        _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        late = [name for ref, name in zip(refs, names, strict=True) if ref in pending]
+        said = ", ".join(late[:_NAMES_TOLD]) + (f" and {len(late) - _NAMES_TOLD} more" if late[_NAMES_TOLD:] else "")
+        if late:
+            logger.info("Waiting for %s for %.0f s (%s=%g); logs: %s", said, waited, key, timeout_seconds, log_folder)
+
+    return tell
 
 
 def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:

@@ -174,14 +174,18 @@ def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
 def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
     assets: Any, run_command: Any, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho 'no such kernel on this machine'\nexit 3\n")
+    broken, enough = tmp_path / "python", tmp_path / "enough"
+    broken.write_text(
+        f"#!/bin/sh\nuntil [ -e {enough} ]; do sleep 0.1; done\necho 'no such kernel on this machine'\nexit 3\n"
+    )
     broken.chmod(0o755)
     actor = {"path": str(assets.model), "sglang": {"device": "cpu"}}
     generator = {"sglang_python": str(broken)}
     command = run_command(
         "ppo-math", ppo(assets, allocation_mode="sglang.d1m1p1+d1m1p1", actor=actor, generator=generator)
     )
+    command.wait_for("Waiting for generator-0 for ")
+    enough.touch()
     assert command.finish() == 1
     last = command.output()[-1500:]
     assert "generator-0: the SGLang server died at start (exit code 3)" in last
