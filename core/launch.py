@@ -26,7 +26,7 @@ from core.errors import LaunchError, first_line
 from core.launch_actors import RolloutActor, TrainerRank
 from core.launch_guard import start_guard
 from core.launch_signals import Interrupts
-from core.launch_wait import Waiter, awaited_teller
+from core.launch_wait import Waiter
 from core.processes import ask_for_stacks
 from core.push_config import SHARED_MEMORY_NAMES
 from core.wire import batch_to_wire
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _NODES_SECONDS = 10.0
 """For other machines to have the stacks of their processes written."""
 
+_CALLS_OF_A_START = ("build", "load")
+"""Those that take long where a model is large, and nothing else tells that they go on."""
 
 PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """PYTORCH_CUDA_ALLOC_CONF of trainer ranks: several threads take the host memory of checkpoints."""
@@ -167,10 +169,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         return states
 
     def gather_started(self, refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float) -> list[Any]:
-        """Results of the calls that make workers ready. The log says whom a long start waits for."""
-        limit: dict[str, Any] = {"timeout_seconds": timeout_seconds, "key": "launch.startup_timeout_seconds"}
-        tell = awaited_teller(refs, names, self.log_folder, **limit)
-        return self.waiter.gather(refs, names=names, phase="initialisation", meanwhile=tell, **limit)
+        """Results of the calls that make workers ready."""
+        key = "launch.startup_timeout_seconds"
+        return self.waiter.gather(
+            refs, names=names, phase="initialisation", timeout_seconds=timeout_seconds, key=key, tells=True
+        )
 
     def start_actor(
         self, actor_class: Any, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
@@ -235,6 +238,7 @@ class TrainerGroup:
             phase=f"{method} of {args[0]}" if args and isinstance(args[0], str) else method,
             timeout_seconds=timeout_seconds or self._cluster.deadlines.call_seconds,
             key="push.timeout_seconds" if timeout_seconds else "deadlines.call_seconds",
+            tells=method in _CALLS_OF_A_START,
         )
 
     def raise_if_dead(self) -> None:

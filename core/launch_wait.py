@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_SECONDS = 1.0  # for a signal, while workers are waited for
 _OTHERS_SECONDS = 5.0  # for the news of a worker's death to arrive after what it did to another one
-_TELL_AFTER_SECONDS = 10.0  # that a start takes, and whenever it has taken twice as long
+_TELL_AFTER_SECONDS = 10.0  # and whenever the wait has become twice as long
 _NAMES_TOLD = 3
 
 
@@ -65,15 +66,18 @@ class Waiter:
         timeout_seconds: float,
         key: str,
         meanwhile: Callable[[], None] = lambda: None,
+        tells: bool = False,
     ) -> list[Any]:
         """Results of `refs` in order; the first failure ends the wait. `names` are the workers', `key` the one of the
-        configuration that says the timeout; `meanwhile` is called about once a second.
+        configuration that says the timeout; `meanwhile` is called about once a second. `tells`: the log says for whom
+        it waits when that takes long.
 
         Raises LaunchError when a worker, or a server of its, died or did not answer in time; otherwise the worker's
         own exception, with a note that names the worker and holds its traceback."""
         by_ref = dict(zip(refs, names, strict=True))
         pending = list(refs)
-        deadline = time.monotonic() + timeout_seconds
+        begin, tell_after = time.monotonic(), _TELL_AFTER_SECONDS if tells else math.inf
+        deadline = begin + timeout_seconds
         results: dict[Any, Any] = {}
         while pending:
             raise_if_interrupted()
@@ -91,6 +95,10 @@ class Waiter:
                 late = self._late([by_ref[r] for r in pending], f"no answer in {phase}")
                 raise LaunchError(f"{phase}: no answer within {key}={timeout_seconds:g} from {late}")
             meanwhile()
+            if (waited := time.monotonic() - begin) >= tell_after:
+                tell_after = 2 * waited
+                late = _listed([by_ref[r] for r in pending])
+                logger.info("%s: waiting for %s, %.0f s so far; logs: %s", phase, late, waited, self._log_folder)
         return [results[r] for r in refs]
 
     def _failure(self, error: RayError, worker: str, phase: str, others: dict[Any, str]) -> Exception:
@@ -131,25 +139,8 @@ class Waiter:
         return states | (self._ask_nodes(why) if self._ask_nodes is not None else {})
 
 
-def awaited_teller(
-    refs: Sequence[Any], names: Sequence[str], log_folder: Path, *, timeout_seconds: float, key: str
-) -> Callable[[], None]:
-    """What to call meanwhile, so that the log says whom a long start waits for."""
-    begin, next_after = time.monotonic(), _TELL_AFTER_SECONDS
-
-    def tell() -> None:
-        nonlocal next_after
-        waited = time.monotonic() - begin
-        if waited < next_after:
-            return
-        next_after = 2 * waited
-        _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        late = [name for ref, name in zip(refs, names, strict=True) if ref in pending]
-        said = ", ".join(late[:_NAMES_TOLD]) + (f" and {len(late) - _NAMES_TOLD} more" if late[_NAMES_TOLD:] else "")
-        if late:
-            logger.info("Waiting for %s for %.0f s (%s=%g); logs: %s", said, waited, key, timeout_seconds, log_folder)
-
-    return tell
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_TOLD]) + (f" and {len(names) - _NAMES_TOLD} more" if names[_NAMES_TOLD:] else "")
 
 
 def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:

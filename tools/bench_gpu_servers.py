@@ -25,7 +25,14 @@ import orjson
 
 from rollout.sglang_generator import Interrupt, SGLangGenerator
 from rollout.sglang_gpus import query_gpus
-from rollout.sglang_server import ServerSettings, free_ports, read_model_config, server_environment, server_flags
+from rollout.sglang_server import (
+    BATCHED_PREFILLS,
+    ServerSettings,
+    free_ports,
+    read_model_config,
+    server_environment,
+    server_flags,
+)
 from rollout.types import Prompt, SamplingParams
 from tools.bench_figure import Figure
 from tools.bench_gpu import Scene
@@ -126,11 +133,12 @@ async def _sample_bare(scene: Scene, server: ServerSettings) -> float:
 
 @asynccontextmanager
 async def bare_server(settings: ServerSettings) -> AsyncIterator[str]:
-    """SGLang's own launch_server with the arguments of a run's server; its URL."""
+    """SGLang's own launch_server with the arguments of a run's server, save those that go with a hook of ours; its
+    URL."""
     port, nccl_port = free_ports(2)
     flags = server_flags(settings, read_model_config(settings.model_path), port=port, nccl_port=nccl_port)
     words = [str(settings.python), "-P", "-m", "sglang.launch_server"]
-    for name, value in flags.items():
+    for name, value in ((name, value) for name, value in flags.items() if name not in BATCHED_PREFILLS):
         values = value if isinstance(value, list) else [] if value is True else [value]
         words += [f"--{name.replace('_', '-')}", *map(str, values)] if value is not False else []
     log, url = settings.log_file.with_suffix(".bare.log"), f"http://{settings.host}:{port}"

@@ -76,9 +76,13 @@ def test_experts_on_one_gpu_compute_what_transformers_does_and_come_back_exactly
 def test_experts_on_two_gpus_compute_what_one_does(
     folder: Path, pool: RankPool, one_gpu: Any, sizes: dict[str, int]
 ) -> None:
-    alone, _, expected = one_gpu
-    weights, _, steps = pool.run(run, 2, str(folder), sizes)[0]
+    alone, logprobs, expected = one_gpu
+    ranks = pool.run(run, 2, str(folder), sizes)
+    weights, _, steps = ranks[0]
     assert weights.keys() == alone.keys() and all(torch.equal(weights[name], alone[name]) for name in alone)
+    batch = random_batch()
+    spread = torch.stack([per_token(batch, shard) for _, shard, _ in ranks if shard is not None]).nanmean(0)
+    assert (spread - per_token(batch, logprobs)).abs().mean() < 0.05  # wrong experts: 0.3
     for step, one in zip(steps, expected, strict=True):
         assert step["nll"] == pytest.approx(one["nll"], rel=0.02)
         assert step["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1)

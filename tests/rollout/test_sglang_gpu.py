@@ -85,7 +85,7 @@ def assert_as_close_as_bfloat16(
 ) -> None:
     """To float32, about as transformers in bfloat16 is: 0.06 nats on average; another version is 2.8 away."""
     exact, rounded = computed(dtype=torch.float32)[which], computed(dtype=torch.bfloat16)[which]
-    assert np.abs(given[which] - exact).mean() < 1.25 * np.abs(rounded - exact).mean()
+    assert np.abs(given[which] - exact).mean() < 1.5 * np.abs(rounded - exact).mean()
 
 
 def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its_own_back(
