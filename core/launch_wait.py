@@ -82,6 +82,10 @@ class Waiter:
         while pending:
             raise_if_interrupted()
             self._do_chores()
+            if (waited := time.monotonic() - begin) >= tell_after:
+                tell_after = 2 * waited
+                late = _listed([by_ref[r] for r in pending])
+                logger.info("%s: waiting for %s, %.0f s so far; logs: %s", phase, late, waited, self._log_folder)
             left = max(0.0, deadline - time.monotonic())
             ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, _LOOK_EVERY_SECONDS))
             if ready:
@@ -95,10 +99,6 @@ class Waiter:
                 late = self._late([by_ref[r] for r in pending], f"no answer in {phase}")
                 raise LaunchError(f"{phase}: no answer within {key}={timeout_seconds:g} from {late}")
             meanwhile()
-            if (waited := time.monotonic() - begin) >= tell_after:
-                tell_after = 2 * waited
-                late = _listed([by_ref[r] for r in pending])
-                logger.info("%s: waiting for %s, %.0f s so far; logs: %s", phase, late, waited, self._log_folder)
         return [results[r] for r in refs]
 
     def _failure(self, error: RayError, worker: str, phase: str, others: dict[Any, str]) -> Exception:

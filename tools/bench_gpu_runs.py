@@ -41,7 +41,8 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
             yield Figure(name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 90")
         for name, value, unit in _facts(rows[WARM_UP_STEPS:], staleness):
             yield Figure(name=name, value=value, unit=unit, baseline=None, target="")
-    yield Figure(name="async.generator_gpus", value=_num_generators(), unit="GPUs", baseline=None, target="")
+    if query_gpus():
+        yield Figure(name="async.generator_gpus", value=_num_generators(), unit="GPUs", baseline=None, target="")
     running = float(base["generator.max_running"])
     yield Figure(name="async.max_running", value=running, unit="requests", baseline=None, target="")
     yield Figure(

@@ -87,8 +87,8 @@ def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
 
 
 def rollout(scene: Scene) -> Iterator[Figure]:
-    """Producer, router and SGLangGenerator against SGLang as it comes: the same prompts, the same server arguments. And
-    the server of a run asked plainly, with other prompts, as it has those in its cache. One GPU."""
+    """Producer, router and SGLangGenerator against SGLang's launch_server, with the same prompts (see bare_server for
+    its arguments). And the server of a run asked plainly, with others, as it has those in its cache. One GPU."""
     start = time.perf_counter()
     server = server_settings(scene, scene.first_gpu if query_gpus() else None)
     starting, ours, plainly = asyncio.run(_sample(scene, server, start))
@@ -127,7 +127,7 @@ async def _sample_bare(scene: Scene, server: ServerSettings) -> float:
     async with bare_server(server) as url:
         await _plainly(scene, url, 0, new_tokens=16)
         rates = [await _plainly(scene, url, seed) for seed in SEEDS]
-        logger.info("tokens/s of SGLang as it comes: %s", rates)
+        logger.info("tokens/s of SGLang's launch_server: %s", rates)
         return float(np.median(rates))
 
 

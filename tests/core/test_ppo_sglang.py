@@ -176,7 +176,7 @@ def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
 ) -> None:
     broken, enough = tmp_path / "python", tmp_path / "enough"
     broken.write_text(
-        f"#!/bin/sh\nfor i in $(seq 600); do [ -e {enough} ] && break; sleep 0.1; done\n"
+        f"#!/bin/sh\nfor i in $(seq 1200); do [ -e {enough} ] && break; sleep 0.1; done\n"
         "echo 'no such kernel on this machine'\nexit 3\n"
     )
     broken.chmod(0o755)
@@ -260,7 +260,7 @@ def experts(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_experts_on_gpus_train_and_recover(
     assets: Any, run_command: Any, experts: Path, allocation: str, num_gpus: int, replay: bool
 ) -> None:
-    # FlashInfer compiles this kernel for minutes at the first start on a host.
+    # FlashInfer compiles this kernel for minutes at the first start on a host (docs/models.md).
     flags = {"enforce_disable_flashinfer_allreduce_fusion": True}
     actor = {"path": str(experts), "moe_routing_replay": replay, "sglang": flags}
     _trains_and_recovers(assets, run_command, allocation, num_gpus, actor)

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import ON_A_GPU, VOCAB, make_engine, per_token, policy_loss, random_batch, transformers_logprobs
+from engine_cases import (
+    ON_A_GPU,
+    VOCAB,
+    make_engine,
+    per_token,
+    policy_loss,
+    random_batch,
+    transformers_logprobs,
+    whole,
+)
 from mcore_ranks import RankPool
 
 pytestmark = ON_A_GPU
@@ -80,9 +89,8 @@ def test_experts_on_two_gpus_compute_what_one_does(
     ranks = pool.run(run, 2, str(folder), sizes)
     weights, _, steps = ranks[0]
     assert weights.keys() == alone.keys() and all(torch.equal(weights[name], alone[name]) for name in alone)
-    batch = random_batch()
-    spread = torch.stack([per_token(batch, shard) for _, shard, _ in ranks if shard is not None]).nanmean(0)
-    assert (spread - per_token(batch, logprobs)).abs().mean() < 0.05  # wrong experts: 0.3
+    spread = whole([{"shard": shard} for _, shard, _ in ranks])
+    assert (spread - per_token(random_batch(), logprobs)).abs().mean() < 0.03  # wrong experts: 0.3
     for step, one in zip(steps, expected, strict=True):
         assert step["nll"] == pytest.approx(one["nll"], rel=0.02)
         assert step["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1)
