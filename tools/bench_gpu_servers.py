@@ -138,9 +138,10 @@ async def bare_server(settings: ServerSettings) -> AsyncIterator[str]:
     port, nccl_port = free_ports(2)
     flags = server_flags(settings, read_model_config(settings.model_path), port=port, nccl_port=nccl_port)
     words = [str(settings.python), "-P", "-m", "sglang.launch_server"]
-    for name, value in ((name, value) for name, value in flags.items() if name not in BATCHED_PREFILLS):
-        values = value if isinstance(value, list) else [] if value is True else [value]
-        words += [f"--{name.replace('_', '-')}", *map(str, values)] if value is not False else []
+    for name, value in flags.items():
+        if name not in BATCHED_PREFILLS and value is not False:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
     log, url = settings.log_file.with_suffix(".bare.log"), f"http://{settings.host}:{port}"
     with log.open("wb") as file:
         env = server_environment(settings)

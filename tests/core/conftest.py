@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +25,16 @@ class Assets:
     model: Path
     prompts: Path
     pairs: Path
+
+    def with_model(self, config: Any, folder: Path) -> Path:
+        """A new folder with the tokenizer of `model`, and random weights as `config` says."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        shutil.copytree(self.model, folder)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,7 @@ TOKENS = 512
 @pytest.fixture(scope="module")
 def models(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """ "small" for servers, with heads that their kernels have; "wide": 28 layers of 1536, to be made from scratch."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
     root = tmp_path_factory.mktemp("models")
     shapes = {
@@ -39,14 +38,13 @@ def models(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     found = {}
     for name, shape in shapes.items():
         folder = root / name
-        shutil.copytree(assets.model, folder)
         config = Qwen2Config(
             vocab_size=16, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, **shape
         )
         if name == "small":
-            torch.manual_seed(0)
-            Qwen2ForCausalLM(config).save_pretrained(folder)
+            assets.with_model(config, folder)
         else:
+            shutil.copytree(assets.model, folder)
             config.save_pretrained(folder)
         found[name] = folder
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -99,17 +98,14 @@ def test_training_goes_through_the_experts_that_the_servers_tell(
     assets: Any, run_command: Any, interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With other experts put into the trajectories, trainer and servers disagree."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig
 
-    model = shutil.copytree(assets.model, tmp_path / "model")
-    torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=16, hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128, num_experts=8,
         num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.3,
     )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(model)
+    model = assets.with_model(config, tmp_path / "model")
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "other_experts.py").write_text(OTHER_EXPERTS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "plugins"), os.environ.get("PYTHONPATH", "")]))
@@ -196,18 +192,13 @@ def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
 @pytest.fixture(scope="module")
 def wide_heads(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `assets` with heads that GPU kernels have."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
-    folder = tmp_path_factory.mktemp("wide") / "model"
-    shutil.copytree(assets.model, folder)
-    torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=16, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return assets.with_model(config, tmp_path_factory.mktemp("wide") / "model")
 
 
 @pytest.mark.gpu
@@ -231,20 +222,15 @@ def test_a_run_on_gpus_trains_and_recovers(
 @pytest.fixture(scope="module")
 def experts(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `assets` with experts, of sizes that GPU kernels have."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig
 
-    folder = tmp_path_factory.mktemp("experts") / "model"
-    shutil.copytree(assets.model, folder)
-    torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=16, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=128, num_experts=8,
         num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=False,
         initializer_range=0.1,  # wrong experts: log-probabilities 1 nat away on average
     )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
+    return assets.with_model(config, tmp_path_factory.mktemp("experts") / "model")
 
 
 @pytest.mark.gpu

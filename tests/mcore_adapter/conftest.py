@@ -22,6 +22,14 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def gpu_ranks() -> Iterator[RankPool]:
+    """As ranks, but they leave the GPUs when the file is through."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """name of tiny_models.MODELS -> (its Hugging Face folder, the transformers model)"""

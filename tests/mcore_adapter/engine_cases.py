@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ ON_A_GPU = [
 """Marks of a file of such tests."""
 VOCAB = 96  # of tiny_models
 MAX_TOKENS = 128
+BF16_NATS = 0.02
+"""Mean difference between two bfloat16 computations of the same log-probabilities, at the most."""
 STEPS = 3
 
 
@@ -72,6 +75,16 @@ def make_engine(parallel: Any, device: Any, folder: str, *, train: bool = True, 
     )
 
 
+def write_bfloat16(config: Any, folder: Path) -> Path:
+    """A Hugging Face folder with random weights as `config` says."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
 def one_by_one(model: Any) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """Each sequence of random_batch() on its own through a Hugging Face model, at temperature 0.8: (sequence,
     log-probabilities [t, V], those of the tokens of its loss_mask [t], 0 elsewhere), on the CPU."""
@@ -108,8 +121,25 @@ def transformers_step(model: Any) -> tuple[float, float, Tensor]:
 def per_token(batch: Any, shard: Any) -> Tensor:
     """A shard's values at their places in the batch, NaN elsewhere."""
     out = torch.full((batch.num_tokens,), torch.nan)
-    out[batch.token_index(shard.sequences)] = shard.values
+    out[batch.token_index(shard.sequences)] = shard.values.cpu()
     return out
+
+
+def logprobs_of(engine: Any) -> Tensor:
+    """[T] of random_batch() at temperature 0.8; NaN, on ranks that have none, or have others."""
+    batch = random_batch()
+    shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
+    return torch.full((batch.num_tokens,), torch.nan) if shard is None else per_token(batch, shard)
+
+
+def steps_of(engine: Any) -> list[dict[str, float]]:
+    """Steps on one random batch after the other."""
+    return [
+        engine.train_step(
+            random_batch(seed=i), policy_loss, max_tokens_per_mb=MAX_TOKENS, temperature=0.8, with_entropy=True
+        )
+        for i in range(STEPS)
+    ]
 
 
 def actor_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -> dict[str, Any]:
@@ -128,9 +158,14 @@ def actor_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -
 def whole(results: list[dict[str, Any]]) -> torch.Tensor:
     """The per-token result of all shards together; every token must come from exactly one."""
     batch = random_batch()
-    shards = torch.stack([per_token(batch, r["shard"]) for r in results if r["shard"] is not None])
-    assert torch.equal((~shards.isnan()).sum(0), torch.ones(batch.num_tokens, dtype=torch.int64))
-    return shards.nan_to_num().sum(0)
+    return together([per_token(batch, r["shard"]) for r in results if r["shard"] is not None])
+
+
+def together(parts: list[Tensor]) -> Tensor:
+    """[T] of parts [T] that are NaN where they have no value; every token must come from exactly one."""
+    stacked = torch.stack(parts)
+    assert torch.equal((~stacked.isnan()).sum(0), torch.ones(stacked.shape[1], dtype=torch.int64))
+    return stacked.nan_to_num().sum(0)
 
 
 def assert_same_steps(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

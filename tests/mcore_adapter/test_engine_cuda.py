@@ -8,30 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import ON_A_GPU, VOCAB, make_engine, per_token, policy_loss, random_batch, transformers_logprobs
+from engine_cases import (
+    BF16_NATS,
+    ON_A_GPU,
+    VOCAB,
+    logprobs_of,
+    make_engine,
+    steps_of,
+    transformers_logprobs,
+    write_bfloat16,
+)
 from mcore_ranks import RankPool
 
 pytestmark = ON_A_GPU
-
-MAX_TOKENS = 128
-BF16_NATS = 0.02
-"""Mean difference between two bfloat16 computations of the same log-probabilities, at the most."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose heads are as wide as GPU kernels want them."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
-    torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.05, tie_word_embeddings=True,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("gpu") / "model"
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(path)
-    (path / "tokenizer_config.json").write_text("{}")
-    return path
+    return write_bfloat16(config, tmp_path_factory.mktemp("gpu") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +67,6 @@ def cpu_run(rank: Any, folder: str, dtype: str, load: str | None, save: str | No
         if save:
             engine.save(save)
         return {"logprobs": before, "steps": steps, "after": logprobs_of(engine), "updates": updates}
-
-
-def steps_of(engine: Any) -> list[dict[str, float]]:
-    return [
-        engine.train_step(
-            random_batch(seed=i), policy_loss, max_tokens_per_mb=MAX_TOKENS, temperature=0.8, with_entropy=True
-        )
-        for i in range(3)
-    ]
-
-
-def logprobs_of(engine: Any) -> torch.Tensor:
-    batch = random_batch()
-    shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
-    return per_token(batch, type(shard)(sequences=shard.sequences, values=shard.values.cpu()))
 
 
 def test_logprobs_are_those_of_transformers(folder: Path, gpu: Any) -> None:
@@ -171,11 +157,11 @@ def test_8_bit_products_train_nearly_as_bfloat16_does(folder: Path, gpu: Any) ->
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_compute_what_one_does(
-    folder: Path, two_gpus: RankPool, one_gpu: Any, layout: str, options: dict[str, Any]
+    folder: Path, gpu_ranks: RankPool, one_gpu: Any, layout: str, options: dict[str, Any]
 ) -> None:
     if options and layout != "dp2":
         pytest.skip("reduction and padding are those of dp2")
-    ours, *_ = two_gpus.run(gpu_run, 2, str(folder), layout, options)
+    ours, *_ = gpu_ranks.run(gpu_run, 2, str(folder), layout, options)
     for step, expected in zip(ours, one_gpu, strict=True):
         assert step["nll"] == pytest.approx(expected["nll"], rel=0.02)
         assert step["entropy"] == pytest.approx(expected["entropy"], rel=0.02)
@@ -183,15 +169,8 @@ def test_two_gpus_compute_what_one_does(
 
 
 @pytest.fixture(scope="module")
-def two_gpus() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def one_gpu(folder: Path, two_gpus: RankPool) -> Any:
-    return two_gpus.run(gpu_run, 1, str(folder), None, {})[0]
+def one_gpu(folder: Path, gpu_ranks: RankPool) -> Any:
+    return gpu_ranks.run(gpu_run, 1, str(folder), None, {})[0]
 
 
 def gpu_run(rank: Any, folder: str, layout: str | None, options: dict[str, Any]) -> list[dict[str, float]]:
