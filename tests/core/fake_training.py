@@ -1,0 +1,487 @@
+"""Run the PPO loop on hand-made batches and model outputs, without processes, and record what it trains on.
+
+This module alone constructs the trainer and imitates what it drives: trainer ranks, rollout client, weight push. The
+loss functions that the loop passes to the ranks are evaluated here on the given outputs, with autograd. Tests use
+`Answer`, `Step`, `train` and the `Run` that it returns; values are one list for each answer, one number for each of its
+sampled tokens.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from core.batch import RolloutBatch, pack_trajectories
+from core.config import PPOMATHConfig
+from core.config_ppo import AlgorithmConfig, GenerationHyperparameters, PPOHyperparameters, StalenessConfig
+from core.config_runtime import ExperimentSaveEvalControl
+from core.housekeeping import Actions, Housekeeping
+from core.memory import MemoryLimits
+from core.monitor import Monitor, StepTimer
+from core.push import PushReport
+from core.recover import RecoverStore, RunIdentity, RunState
+from core.schedule import Schedule
+from core.trainer import EngineRef, PPOTrainer, settings_from_config
+from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.out_of_memory import StepOutOfMemory
+from rollout.types import PROMPT_VERSION, Trajectory
+
+PerAnswer = Sequence[Sequence[float]]
+
+PLAIN: Mapping[str, Any] = {
+    "adv_norm": False,
+    "behave_imp_weight_cap": None,
+    "decoupled": False,
+    "disable_value": True,
+    "discount": 1.0,
+    "entropy_coeff": 0.0,
+    "eps_clip": 0.2,
+    "gae_lambda": 1.0,
+    "group_adv_norm": False,
+    "kl_ctl": 0.0,
+    "kl_estimator": None,
+    "kl_in": "reward",
+    "mask_no_eos_with_zero": False,
+    "ppo_n_minibatches": 1,
+    "reward_output_bias": 0.0,
+    "reward_output_scaling": 1.0,
+    "temperature": 1.0,
+    "value_eps_clip": 0.2,
+    "value_norm": False,
+}
+"""Every setting of the algorithm, switched off where possible: the advantage of a token is the reward of its answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One trajectory: `prompt_tokens` tokens of a prompt, then one sampled token for each log-probability."""
+
+    sampled: Sequence[float]
+    """Log-probabilities that the generator reports."""
+    reward: float
+    cut_off: bool = False
+    prompt_tokens: int = 2
+    versions: Sequence[int] | None = None
+    """Weight version of each sampled token; None: 0."""
+    untrained: frozenset[int] = frozenset()
+    """Sampled tokens that the loss mask leaves out."""
+    experts: int | None = None
+    """The expert that every token used; None: the generator does not report experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The batch of one step and the outputs of the models for it."""
+
+    groups: Sequence[Sequence[Answer]]
+    old: PerAnswer | None = None
+    """The actor's log-probabilities before the update; None: those of the generator."""
+    current: PerAnswer | None = None
+    """The actor's log-probabilities during the update; None: `old`."""
+    reference: PerAnswer | None = None
+    entropy: PerAnswer | None = None
+    values: PerAnswer | None = None
+    """The critic's output before the update."""
+    current_values: PerAnswer | None = None
+    """The critic's output during the update; None: `values`."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that come with the batch."""
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for group in self.groups for answer in group]
+
+    @property
+    def sampled(self) -> PerAnswer:
+        return [answer.sampled for answer in self.answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One request for per-token outputs of a model."""
+
+    step: int
+    engine: str
+    method: str
+    temperature: float
+    fields: frozenset[str]
+    max_tokens_per_mb: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One optimizer update; per-token values by sequence of the batch."""
+
+    step: int
+    engine: str
+    sequences: tuple[int, ...]
+    temperature: float
+    with_entropy: bool
+    max_tokens_per_mb: int
+    loss: float
+    fields: Mapping[str, Mapping[int, list[float]]]
+    gradient: Mapping[int, list[float]]
+    """With respect to the log-probabilities of the actor, or to the values of the critic."""
+    entropy_gradient: Mapping[int, list[float]]
+    routed_experts: Mapping[int, list[int]]
+
+
+@dataclass
+class Run:
+    """What the loop did."""
+
+    passes: list[Pass] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By step, counted from 1 as users see it."""
+    consumed: dict[int, list[int]] = field(default_factory=dict)
+    state: dict[str, object] = field(default_factory=dict)
+
+    def of(self, engine: str, step: int = 0) -> list[Update]:
+        return [u for u in self.updates if u.engine == engine and u.step == step]
+
+    def trained_on(self, name: str, *, engine: str = "actor", step: int = 0) -> list[list[float]]:
+        """A field that an engine trained on, by answer, over its trained tokens."""
+        return self._by_answer(engine, step, lambda update: update.fields[name])
+
+    def field_names(self, *, engine: str = "actor", step: int = 0) -> set[str]:
+        """Names of the fields that an engine trained on."""
+        return {name for update in self.of(engine, step) for name in update.fields}
+
+    def gradient(self, *, engine: str = "actor", step: int = 0) -> list[list[float]]:
+        return self._by_answer(engine, step, lambda update: update.gradient)
+
+    def entropy_gradient(self) -> list[list[float]]:
+        return self._by_answer("actor", 0, lambda update: update.entropy_gradient)
+
+    def _by_answer(
+        self, engine: str, step: int, pick: Callable[[Update], Mapping[int, list[float]]]
+    ) -> list[list[float]]:
+        merged: dict[int, list[float]] = {}
+        for update in self.of(engine, step):
+            merged |= pick(update)
+        return [merged[i] for i in sorted(merged)]
+
+
+def train(
+    *steps: Step,
+    start: RunState | None = None,
+    checkpoints: RecoverStore | None = None,
+    tokens_per_mb: int = 16384,
+    fits: Mapping[str, int] | None = None,
+    **settings: Any,
+) -> Run:
+    """Run the loop over `steps`; `settings` replace those of PLAIN under the names of the configuration.
+
+    `checkpoints`: where a recover checkpoint is saved after every step but the first. `fits`: most tokens a microbatch
+    of "logprobs actor", "train actor" ... that do not run out of memory."""
+    start = start or RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+    config, run = _config({**PLAIN, **settings}), Run()
+    schedule = Schedule(num_prompts=start.step + len(steps), batch_size=1, total_epochs=1)
+    ranks = _Ranks(run, steps, start.step, fits or {})
+
+    def engine(name: str) -> EngineRef:
+        return EngineRef(
+            group=ranks, name=name, train_role=f"{name}_train", inference_role=f"{name}_inf",
+            train_tokens_per_mb=tokens_per_mb, inference_tokens_per_mb=tokens_per_mb,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    with ExitStack() as stack:
+        monitor = stack.enter_context(
+            Monitor(
+                console=Console(file=io.StringIO()),
+                sinks=[_Sink(run)],
+                consumed=_Consumed(run),  # type: ignore[arg-type]
+                total_steps=schedule.total_steps,
+                done_steps=start.step,
+                elapsed=start.elapsed_seconds,
+            )  # fmt: skip
+        )
+        trainer = PPOTrainer(
+            actor=engine("actor"),
+            critic=engine("critic") if config.uses_critic else None,
+            reference=engine("ref") if config.uses_reference else None,
+            rollout=_Rollout(run, steps, start.step),  # type: ignore[arg-type]
+            weights=_Push(run),
+            memory=MemoryLimits(),
+            settings=settings_from_config(config),
+            schedule=schedule,
+            monitor=monitor,
+            timer=StepTimer(run.phases.append),
+            mean_batch_tokens=96.0,
+        )
+        housekeeping: Any = _Housekeeping(run)
+        if checkpoints is not None:
+            housekeeping = _saving(schedule, checkpoints, start, lambda: (monitor.elapsed_seconds, trainer.state))
+            stack.enter_context(checkpoints)
+        trainer.run(start, housekeeping)
+        run.state = trainer.state
+    return run
+
+
+def recover_store(folder: Path) -> RecoverStore:
+    """An empty store of recover checkpoints."""
+    return RecoverStore(folder, RunIdentity(train_bs_n_seqs=1, group_size=1, n_nodes=1))
+
+
+def newest_state(store: RecoverStore) -> RunState:
+    """The state from which a run continues."""
+    newest = store.newest()
+    assert newest is not None, "the run has saved no recover checkpoint"
+    return store.load(newest).state
+
+
+def _saving(
+    schedule: Schedule, store: RecoverStore, start: RunState, driver_state: Callable[[], tuple[float, dict]]
+) -> Housekeeping:
+    def begin_save(folder: Path) -> Callable[..., None]:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "weights").write_bytes(b"weights")
+        return lambda stop: None
+
+    return Housekeeping(
+        schedule=schedule,
+        control=ExperimentSaveEvalControl(ckpt_freq_steps=1),
+        actions=Actions(
+            tell_step=lambda step: None, evaluate=None, save_model=lambda name: None, begin_save=begin_save,
+            rollout_state=lambda: None, driver_state=driver_state,
+        ),
+        recover=store,
+        start=start,
+    )  # fmt: skip
+
+
+def _config(settings: Mapping[str, Any]) -> PPOMATHConfig:
+    """A configuration with each setting in the section that has a key of this name."""
+    tree: dict[str, Any] = {
+        "experiment_name": "fake", "trial_name": "fake", "actor": {"path": "none"}, "dataset": {"path": "none"},
+        "ppo": {"gen": {}}, "algorithm": {}, "staleness": {},
+    }  # fmt: skip
+    sections = [
+        (PPOHyperparameters, tree["ppo"]),
+        (GenerationHyperparameters, tree["ppo"]["gen"]),
+        (AlgorithmConfig, tree["algorithm"]),
+        (StalenessConfig, tree["staleness"]),
+        (PPOMATHConfig, tree),
+    ]
+    for name, value in settings.items():
+        place = next(values for section, values in sections if name in section.model_fields)
+        place[name] = value
+    return PPOMATHConfig(**tree)
+
+
+def _batch(step: Step, index: int) -> RolloutBatch:
+    """The rollout batch of a step; the prompt of group i has position 100 * index + i in the stream."""
+    positions = [100 * index + i for i in range(len(step.groups))]
+    return pack_trajectories([[_trajectory(answer) for answer in group] for group in step.groups], positions)
+
+
+def _trajectory(answer: Answer) -> Trajectory:
+    prompt, sampled = answer.prompt_tokens, len(answer.sampled)
+    experts = None
+    if answer.experts is not None:
+        experts = np.full((prompt + sampled, 1, 1), answer.experts, np.int16)
+    return Trajectory(
+        query_id="q",
+        token_ids=np.arange(1, prompt + sampled + 1, dtype=np.int32),
+        loss_mask=np.array([False] * prompt + [i not in answer.untrained for i in range(sampled)]),
+        rollout_logprobs=np.array([0.0] * prompt + list(answer.sampled), np.float32),
+        versions=np.array([PROMPT_VERSION] * prompt + list(answer.versions or [0] * sampled), np.int32),
+        reward=answer.reward,
+        finish_reason="length" if answer.cut_off else "stop",
+        routed_experts=experts,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """As mcore_adapter's ModelOutput, which needs Megatron to import."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+class _Ranks:
+    """In place of the group of trainer ranks."""
+
+    def __init__(self, run: Run, steps: Sequence[Step], first: int, fits: Mapping[str, int]) -> None:
+        self._run, self._steps, self._first, self._fits = run, steps, first, fits
+
+    @property
+    def _index(self) -> int:
+        """The current step, as an index of `steps`."""
+        return sum(event.startswith("take") for event in self._run.events) - 1
+
+    def put(self, batch: PackedBatch) -> PackedBatch:
+        """A copy, so that what is changed later does not reach the ranks."""
+        return PackedBatch(
+            token_ids=batch.token_ids.clone(),
+            cu_seqlens=batch.cu_seqlens.clone(),
+            loss_mask=batch.loss_mask.clone(),
+            fields={name: value.clone() for name, value in batch.fields.items()},
+        )
+
+    def per_token(
+        self, method: str, engine: str, batch: PackedBatch, handle: PackedBatch, *,
+        max_tokens_per_mb: int, max_sequence_tokens: int, temperature: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        assert method == ("values" if engine == "critic" else "logprobs"), f"the {engine} has no {method}"
+        self._raise_if_too_large(f"{method} {engine}", handle, max_tokens_per_mb)
+        self._run.events.append(f"{method} {engine}")
+        self._run.passes.append(
+            Pass(
+                step=self._first + self._index, engine=engine, method=method, temperature=temperature,
+                fields=frozenset(handle.fields), max_tokens_per_mb=max_tokens_per_mb,
+            )
+        )  # fmt: skip
+        step = self._steps[self._index]
+        outputs = {"actor": step.old or step.sampled, "ref": step.reference, "critic": step.values}
+        return self._spread(outputs[engine], handle)
+
+    def train_step(
+        self, engine: str, batch: PackedBatch, sequences: Sequence[int], loss_fn: Callable[..., Any], *,
+        max_tokens_per_mb: int, max_sequence_tokens: int, temperature: float = 1.0, with_entropy: bool = False,
+    ) -> dict[str, float]:  # fmt: skip
+        """As MegatronEngine.train_step: the sums of the loss are divided by the number of trained tokens."""
+        self._raise_if_too_large(f"train {engine}", batch, max_tokens_per_mb)
+        self._run.events.append(f"train {engine}")
+        step, chosen = self._steps[self._index], batch.select(sequences)
+        index = batch.token_index(sequences)
+        if engine == "critic":
+            leaf = self._spread(step.current_values or step.values, batch)[index].requires_grad_()
+            output, entropy = _Output(values=leaf), None
+        else:
+            leaf = self._spread(step.current or step.old or step.sampled, batch)[index].requires_grad_()
+            entropy = self._spread(step.entropy, batch)[index].requires_grad_() if with_entropy else None
+            output = _Output(logprobs=leaf, entropy=entropy)
+        fields = {name: value for name, value in chosen.fields.items() if name != ROUTED_EXPERTS}
+        loss, metrics = loss_fn(output, {**fields, "loss_mask": chosen.loss_mask})
+        num_trained = int(chosen.loss_mask.sum())
+        (loss / num_trained).backward()
+
+        def split(values: Tensor | None) -> dict[int, list]:
+            flat = torch.zeros_like(leaf) if values is None else values
+            parts = torch.split(flat, chosen.seq_lens.tolist())
+            masks = torch.split(chosen.loss_mask, chosen.seq_lens.tolist())
+            return {i: part[mask].tolist() for i, part, mask in zip(sequences, parts, masks, strict=True)}
+
+        experts = chosen.fields.get(ROUTED_EXPERTS)
+        self._run.updates.append(
+            Update(
+                step=self._first + self._index, engine=engine, sequences=tuple(sequences), temperature=temperature,
+                with_entropy=with_entropy, max_tokens_per_mb=max_tokens_per_mb, loss=loss.item() / num_trained,
+                fields={name: split(value) for name, value in fields.items()}, gradient=split(leaf.grad),
+                entropy_gradient=split(None if entropy is None else entropy.grad),
+                routed_experts={} if experts is None else split(experts.flatten()),
+            )
+        )  # fmt: skip
+        return {
+            "loss": loss.item() / num_trained,
+            **{name: float(value) / num_trained for name, value in metrics.items()},
+            "grad_norm": 1.5,
+            "lr": 0.001 * len(self._run.updates),
+        }
+
+    def _spread(self, per_answer: PerAnswer | None, batch: PackedBatch) -> Tensor:
+        """[T], 0 outside the loss mask, as the ranks return it."""
+        assert per_answer is not None, "this model was given no outputs"
+        out = torch.zeros(batch.num_tokens)
+        answers = self._steps[self._index].answers
+        for i, (answer, values) in enumerate(zip(answers, per_answer, strict=True)):
+            begin, end = int(batch.cu_seqlens[i]) + answer.prompt_tokens, int(batch.cu_seqlens[i + 1])
+            out[begin:end] = torch.tensor(values)
+        return out * batch.loss_mask
+
+    def _raise_if_too_large(self, what: str, batch: PackedBatch, max_tokens_per_mb: int) -> None:
+        if max_tokens_per_mb > self._fits.get(what, max_tokens_per_mb):
+            longest = int(batch.seq_lens.max())
+            raise StepOutOfMemory(f"{what}: out of memory", max_tokens_per_mb, longest, repeatable=True)
+
+
+class _Rollout:
+    """In place of the rollout service's client."""
+
+    def __init__(self, run: Run, steps: Sequence[Step], first: int) -> None:
+        self._run, self._steps, self._first = run, steps, first
+        self._taken = 0
+
+    def take(self, version: int, meanwhile: Callable[[], None]) -> tuple[RolloutBatch, dict[str, float]]:
+        self._run.events.append(f"take {version}")
+        meanwhile()
+        index = self._taken
+        self._taken += 1
+        return _batch(self._steps[index], self._first + index), dict(self._steps[index].figures)
+
+    def set_version(self, version: int) -> None:
+        self._run.events.append(f"set_version {version}")
+
+
+class _Push:
+    """In place of the weight push."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def catch_up(self) -> None:
+        self._run.events.append("catch_up")
+
+    def make_room(self) -> None:
+        self._run.events.append("make_room")
+
+    def push(self, version: int) -> PushReport:
+        self._run.events.append(f"push {version}")
+        return PushReport(
+            seconds=4.0, longest_pause_seconds=3.0, gather_seconds=2.0, send_seconds=1.0, num_bytes=5 * 10**9
+        )
+
+
+class _Housekeeping:
+    """In place of the actions after a step, of which none is due."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def after_step(self, step: int, timer: StepTimer) -> None:
+        self._run.events.append(f"after_step {step}")
+
+    def after_report(self, step: int, timer: StepTimer) -> None:
+        self._run.events.append(f"after_report {step}")
+
+
+class _Sink:
+    """Keeps what the monitor writes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.events.append(f"report {step}")
+        self._run.metrics[step] = dict(metrics)
+
+    def close(self) -> None:
+        pass
+
+
+class _Consumed:
+    """Keeps which prompts each step trained on."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        self._run.consumed[step] = row["prompts"]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,559 @@
+"""The PPO loop on hand-made batches and model outputs: what it trains on, in numbers.
+
+Arithmetic stands beside the expected numbers. `A` is the finished answer of two tokens and `B` the cut-off answer of
+three tokens of `pair()`; "/ 5" is the division by their trained tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_training import Answer, PerAnswer, Run, Step, newest_state, recover_store, train
+
+LN2, LN8 = math.log(2.0), math.log(8.0)
+SAMPLED = [[-1.0, -2.0], [-1.0, -1.0, -3.0]]
+REFERENCE = [[-2.0, -1.5], [-1.5, -1.0, -1.0]]
+"""SAMPLED - REFERENCE is [1, -0.5], [0.5, 0, -2]."""
+
+
+def pair(reward_a: float, reward_b: float, **outputs: Any) -> Step:
+    """One group: A finished, B cut off."""
+    answers = [Answer(sampled=SAMPLED[0], reward=reward_a), Answer(sampled=SAMPLED[1], reward=reward_b, cut_off=True)]
+    return Step(groups=[answers], **outputs)
+
+
+def two_by_two(reward_a: float, reward_b: float, **outputs: Any) -> Step:
+    """As pair(), with two tokens in each answer."""
+    answers = [
+        Answer(sampled=[-1.0, -2.0], reward=reward_a),
+        Answer(sampled=[-1.0, -2.0], reward=reward_b, cut_off=True),
+    ]
+    return Step(groups=[answers], **outputs)
+
+
+def shifted(values: PerAnswer, by: PerAnswer) -> list[list[float]]:
+    return [[x + d for x, d in zip(row, shift, strict=True)] for row, shift in zip(values, by, strict=True)]
+
+
+def scaled(values: PerAnswer, factor: float) -> list[list[float]]:
+    return [[x * factor for x in row] for row in values]
+
+
+def assert_close(actual: PerAnswer, expected: PerAnswer) -> None:
+    assert [len(row) for row in actual] == [len(row) for row in expected]
+    assert [x for row in actual for x in row] == pytest.approx([x for row in expected for x in row], rel=1e-5, abs=1e-6)
+
+
+def assert_metrics(run: Run, expected: dict[str, float], *, step: int = 1) -> None:
+    assert {name: run.metrics[step][name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+# ---- rewards and advantages
+
+
+def test_without_a_critic_every_token_of_an_answer_has_the_reward_of_the_answer_as_its_advantage() -> None:
+    run = train(pair(1.0, -3.0))
+    assert_close(run.trained_on("advantages"), [[1.0, 1.0], [-3.0, -3.0, -3.0]])
+    assert_close(run.gradient(), [[-1 / 5, -1 / 5], [3 / 5, 3 / 5, 3 / 5]])
+    # task_reward (1 - 3) / 2, advantage (2 * 1 - 3 * 3) / 5, sequences of 2 + 2 and 2 + 3 tokens.
+    assert_metrics(
+        run,
+        {
+            "task_reward": -1.0, "kl_reward": 0.0, "final_reward": -1.0, "advantage": -7 / 5, "actor_loss": 7 / 5,
+            "loss": 7 / 5, "avg_seq_len": 4.5, "avg_prompt_len": 2.0, "n_tokens": 5, "n_valid_tokens": 5, "n_seqs": 2,
+            "no_eos_ratio": 0.5, "disable_value": 1.0, "mask_no_eos_with_zero": 0.0, "grad_norm": 1.5,
+        },
+    )  # fmt: skip
+
+
+def test_without_a_critic_nothing_of_one_is_computed_or_trained() -> None:
+    run = train(pair(1.0, 0.0), value_norm=True)
+    assert run.passes == [] and run.of("critic") == []
+    assert run.field_names() == {"advantages", "old_logprobs", "rollout_logprobs"}
+    assert not [name for name in run.metrics[1] if name.startswith("critic_")]
+
+
+def test_the_bias_is_subtracted_from_rewards_before_they_are_scaled() -> None:
+    # (1 - 0.5) * 4 = 2 and (0.25 - 0.5) * 4 = -1
+    run = train(pair(1.0, 0.25), reward_output_bias=0.5, reward_output_scaling=4.0)
+    assert_close(run.trained_on("advantages"), [[2.0, 2.0], [-1.0, -1.0, -1.0]])
+    assert_metrics(run, {"task_reward": 0.5, "final_reward": 0.5, "mask_no_eos_with_zero": 0.0})
+
+
+def test_a_cut_off_answer_scores_zero_after_bias_and_scaling_with_mask_no_eos_with_zero() -> None:
+    settings = {"reward_output_bias": 0.5, "reward_output_scaling": 4.0, "mask_no_eos_with_zero": True}
+    run = train(pair(1.0, 0.25), **settings)
+    assert_close(run.trained_on("advantages"), [[2.0, 2.0], [0.0, 0.0, 0.0]])
+    assert_metrics(run, {"task_reward": 1.0, "no_eos_ratio": 0.5, "mask_no_eos_with_zero": 1.0})
+    # The zero takes part in the normalisation of its group: mean 1, standard deviation 1.
+    run = train(pair(1.0, 0.25), **settings, group_adv_norm=True)
+    assert_close(run.trained_on("advantages"), [[1.0, 1.0], [-1.0, -1.0, -1.0]])
+
+
+def test_group_adv_norm_normalises_rewards_over_the_answers_of_each_group() -> None:
+    def group(*rewards: float) -> list[Answer]:
+        return [Answer(sampled=[-1.0] * (i + 1), reward=reward) for i, reward in enumerate(rewards)]
+
+    # Mean and standard deviation over answers, not tokens: (0.5, 0.5), (4, 0), (4, 2 * sqrt(2 / 3)).
+    step = Step(groups=[group(1.0, 0.0), group(4.0, 4.0), group(2.0, 4.0, 6.0)])
+    high = 2 / (2 * math.sqrt(2 / 3))
+    expected = [[1.0], [-1.0, -1.0], [0.0], [0.0, 0.0], [-high], [0.0, 0.0], [high, high, high]]
+    run = train(step, group_adv_norm=True)
+    assert_close(run.trained_on("advantages"), expected)
+    assert_metrics(run, {"task_reward": (1 + 0 + 4 + 4 + 2 + 4 + 6) / 7})
+    plain = train(step, group_adv_norm=False)
+    assert plain.trained_on("advantages")[4:] == [[2.0], [4.0, 4.0], [6.0, 6.0, 6.0]]
+
+
+def test_adv_norm_whitens_advantages_over_the_trained_tokens() -> None:
+    # Advantages 5, 0, 0, 0, 0: mean 1, variance (16 + 4 * 1) / 5 = 4.
+    step = Step(groups=[[Answer(sampled=[-1.0], reward=5.0), Answer(sampled=[-1.0] * 4, reward=0.0)]])
+    run = train(step, adv_norm=True)
+    assert_close(run.trained_on("advantages"), [[2.0], [-0.5] * 4])
+    assert_close(run.gradient(), [[-2 / 5], [0.5 / 5] * 4])
+    assert_metrics(run, {"advantage": 1.0})
+    assert_close(train(step, adv_norm=False).trained_on("advantages"), [[5.0], [0.0] * 4])
+
+
+def test_tokens_outside_the_loss_mask_are_neither_trained_nor_counted() -> None:
+    answers = [
+        Answer(sampled=[-1.0, -2.0, -1.0], reward=1.0, untrained=frozenset({1}), prompt_tokens=3),
+        Answer(sampled=[-3.0, -3.0], reward=-2.0, prompt_tokens=1),
+    ]
+    run = train(Step(groups=[answers]), adv_norm=True)
+    # Advantages 1, 1, -2, -2: mean -0.5, standard deviation 1.5.
+    assert_close(run.trained_on("advantages"), [[1.0, 1.0], [-1.0, -1.0]])
+    assert_close(run.gradient(), [[-1 / 4, -1 / 4], [1 / 4, 1 / 4]])
+    assert_metrics(
+        run, {"n_tokens": 5, "n_valid_tokens": 4, "avg_prompt_len": 2.0, "avg_seq_len": 4.5, "no_eos_ratio": 0.0}
+    )
+
+
+# ---- critic
+
+
+def test_only_a_cut_off_answer_is_bootstrapped_from_the_value_of_its_last_token() -> None:
+    # discount 0.5, discount * lambda 0.25
+    # A: delta = 0.5 * 0.25 - 0.5 = -0.375, 1 - 0.25 = 0.75;   advantage -0.375 + 0.25 * 0.75, 0.75
+    # B: delta = 0.5 * 0.5 - 1 = -0.75, 0.5 * 4 - 0.5 = 1.5, -1 + 0.5 * 4 - 4 = -3;
+    #    advantage -0.75 + 0.25 * 0.75, 1.5 + 0.25 * -3, -3
+    values = [[0.5, 0.25], [1.0, 0.5, 4.0]]
+    advantages = [[-0.1875, 0.75], [-0.5625, 0.75, -3.0]]
+    run = train(pair(1.0, -1.0, values=values), disable_value=False, discount=0.5, gae_lambda=0.5)
+    assert_close(run.trained_on("advantages"), advantages)
+    assert_close(run.gradient(), scaled(advantages, -1 / 5))
+    assert_close(run.trained_on("old_values", engine="critic"), values)
+    assert_close(run.trained_on("returns", engine="critic"), shifted(values, advantages))
+    # The gradient of 0.5 * (value - return)^2 is value - return = -advantage.
+    assert_close(run.gradient(engine="critic"), scaled(advantages, -1 / 5))
+    # 0.5 * (0.1875^2 + 0.75^2 + 0.5625^2 + 0.75^2 + 3^2) / 5, and (0.5 + 0.25 + 1 + 0.5 + 4) / 5
+    assert_metrics(
+        run,
+        {
+            "critic_value_loss": 1.04765625, "critic_loss": 1.04765625, "critic_values": 1.25,
+            "critic_value_clip_ratio": 0.0, "critic_grad_norm": 1.5, "disable_value": 0.0,
+            "advantage": -2.25 / 5, "actor_loss": 2.25 / 5,
+        },
+    )  # fmt: skip
+
+
+def test_the_change_of_the_critic_is_clipped_to_value_eps_clip() -> None:
+    # Returns 1, old values 0, clipped to 0.25, 0.1, -0.25, 0.25. Larger squared error: clipped 0.75^2, both 0.9^2,
+    # unclipped 1.5^2, clipped 0.75^2; a clipped value has no gradient.
+    step = Step(
+        groups=[[Answer(sampled=[-1.0] * 4, reward=1.0)]], values=[[0.0] * 4], current_values=[[0.5, 0.1, -0.5, 1.5]]
+    )
+    run = train(step, disable_value=False, value_eps_clip=0.25)
+    assert_close(run.trained_on("returns", engine="critic"), [[1.0] * 4])
+    assert_close(run.gradient(engine="critic"), [[0.0, -0.9 / 4, -1.5 / 4, 0.0]])
+    assert_metrics(
+        run, {"critic_value_loss": 0.5 * (0.5625 + 0.81 + 2.25 + 0.5625) / 4, "critic_value_clip_ratio": 0.5}
+    )
+
+
+def test_adv_norm_leaves_the_returns_of_the_critic_as_they_are() -> None:
+    step = Step(
+        groups=[[Answer(sampled=[-1.0], reward=6.0), Answer(sampled=[-1.0] * 4, reward=1.0)]],
+        values=[[1.0], [1.0] * 4],
+    )
+    # Advantages 5, 0, 0, 0, 0 as above; returns are the rewards.
+    run = train(step, disable_value=False, adv_norm=True)
+    assert_close(run.trained_on("advantages"), [[2.0], [-0.5] * 4])
+    assert_close(run.trained_on("returns", engine="critic"), [[6.0], [1.0] * 4])
+
+
+FIRST = two_by_two(8.0, -2.0, values=[[2.0, 4.0], [1.0, 4.0]])
+"""Without statistics the values count as they are: returns 8, 8 and -2 + 4, 2; mean 5, mean square 34, deviation 3."""
+SECOND = two_by_two(7.0, 1.0, values=[[0.0, 1 / 3], [-1.0, 1.0]])
+"""Denormalised by 5 and 3, the values are 5, 6 and 2, 8: returns 7, 7 and 1 + 8, 9; mean 8, mean square 65."""
+THIRD = two_by_two(4.0, 1.0, values=[[0.0, 1.0], [-1.0, 2.0]])
+
+WITH_VALUE_NORM = {"disable_value": False, "value_norm": True}
+
+
+def mean_and_deviation(means: Sequence[float], mean_squares: Sequence[float]) -> tuple[float, float]:
+    """Moving averages with decay 0.99995 over batches, oldest first, weights normalised to 1."""
+    weights = [0.99995 ** (len(means) - 1 - i) for i in range(len(means))]
+    mean = sum(w * x for w, x in zip(weights, means, strict=True)) / sum(weights)
+    mean_square = sum(w * x for w, x in zip(weights, mean_squares, strict=True)) / sum(weights)
+    return mean, math.sqrt(mean_square - mean**2)
+
+
+def test_the_critic_predicts_returns_normalised_by_the_statistics_of_the_trained_tokens() -> None:
+    run = train(FIRST, **WITH_VALUE_NORM)
+    assert_close(run.trained_on("advantages"), [[6.0, 4.0], [1.0, -2.0]])
+    # (8 - 5) / 3 and (2 - 5) / 3
+    assert_close(run.trained_on("returns", engine="critic"), [[1.0, 1.0], [-1.0, -1.0]])
+    without = train(FIRST, disable_value=False, value_norm=False)
+    assert_close(without.trained_on("returns", engine="critic"), [[8.0, 8.0], [2.0, 2.0]])
+
+
+def test_values_are_denormalised_by_the_statistics_before_the_batch_and_returns_by_those_after_it() -> None:
+    run = train(FIRST, SECOND, **WITH_VALUE_NORM)
+    # 7 - 5, 7 - 6 and 9 - 2, 9 - 8
+    assert_close(run.trained_on("advantages", step=1), [[2.0, 1.0], [7.0, 1.0]])
+    assert_close(run.trained_on("old_values", engine="critic", step=1), [[0.0, 1 / 3], [-1.0, 1.0]])
+    mean, deviation = mean_and_deviation([5.0, 8.0], [34.0, 65.0])
+    expected = [[(7 - mean) / deviation] * 2, [(9 - mean) / deviation] * 2]
+    assert_close(run.trained_on("returns", engine="critic", step=1), expected)
+
+
+def test_a_recovered_run_continues_with_the_same_value_statistics_minibatches_and_versions(tmp_path: Path) -> None:
+    store = recover_store(tmp_path)
+    train(FIRST, SECOND, checkpoints=store, **WITH_VALUE_NORM)
+    start = newest_state(store)
+    run = train(THIRD, start=start, **WITH_VALUE_NORM)
+    mean, deviation = mean_and_deviation([5.0, 8.0], [34.0, 65.0])
+    # B: return 1 + V_last
+    values = [[mean, deviation + mean], [-deviation + mean, 2 * deviation + mean]]
+    returns = [[4.0, 4.0], [1 + values[1][1]] * 2]
+    assert_close(run.trained_on("advantages", step=2), shifted(returns, scaled(values, -1)))
+    batch_mean = (2 * returns[0][0] + 2 * returns[1][0]) / 4
+    batch_mean_square = (2 * returns[0][0] ** 2 + 2 * returns[1][0] ** 2) / 4
+    mean, deviation = mean_and_deviation([5.0, 8.0, batch_mean], [34.0, 65.0, batch_mean_square])
+    expected = [[(x - mean) / deviation for x in row] for row in returns]
+    assert_close(run.trained_on("returns", engine="critic", step=2), expected)
+    assert "take 2" in run.events and "push 3" in run.events and list(run.metrics) == [3]
+
+
+def test_a_run_without_saved_statistics_starts_with_none() -> None:
+    run = train(SECOND, **WITH_VALUE_NORM)
+    # Values as they are: 7 - 0, 7 - 1/3; B: return 1 + 1, minus -1, 1
+    assert_close(run.trained_on("advantages"), [[7.0, 20 / 3], [3.0, 1.0]])
+
+
+# ---- KL divergence from the reference
+
+
+def test_kl_in_reward_is_subtracted_from_the_rewards_of_tokens_and_is_no_part_of_the_loss() -> None:
+    run = train(pair(1.0, 2.0, reference=REFERENCE), kl_ctl=0.5, kl_in="reward")
+    # k1 is [1, -0.5], [0.5, 0, -2]. Rewards: -0.5, 1 + 0.25 and -0.25, 0, 2 + 1; advantages are sums from the right.
+    advantages = [[0.75, 1.25], [2.75, 3.0, 3.0]]
+    assert_close(run.trained_on("advantages"), advantages)
+    assert_close(run.gradient(), scaled(advantages, -1 / 5))
+    # Penalties of the two answers: 0.5 - 0.25 and 0.25 - 1; mean -0.25.
+    assert_metrics(run, {"task_reward": 1.5, "kl_reward": 0.25, "final_reward": 1.75, "advantage": 10.75 / 5})
+    assert "ref_kl" not in run.metrics[1]
+
+
+def test_kl_in_reward_is_not_normalised_with_the_group() -> None:
+    # Rewards 3 and 1 become 1 and -1; then the penalties as above.
+    run = train(pair(3.0, 1.0, reference=REFERENCE), kl_ctl=0.5, group_adv_norm=True)
+    assert_close(run.trained_on("advantages"), [[0.75, 1.25], [-0.25, 0.0, 0.0]])
+    assert_metrics(run, {"task_reward": 2.0, "final_reward": 2.25})
+
+
+@pytest.mark.parametrize(
+    ("estimator", "advantages"),
+    [
+        # Penalties 0.5 * x^2 / 2: [0.25, 0.0625], [0.0625, 0, 1]
+        ("k2", [[1 - 0.3125, 1 - 0.0625], [2 - 1.0625, 1.0, 1.0]]),
+        # Penalties 0.5 * (e^-x - 1 + x)
+        (
+            "k3",
+            [
+                [1 - 0.5 * (math.exp(-1) + math.exp(0.5) - 1.5), 1 - 0.5 * (math.exp(0.5) - 1.5)],
+                [2 - 0.5 * (math.exp(-0.5) - 0.5 + math.exp(2) - 3)] + [2 - 0.5 * (math.exp(2) - 3)] * 2,
+            ],
+        ),
+    ],
+)
+def test_the_penalty_of_kl_in_reward_uses_the_chosen_estimator(estimator: str, advantages: PerAnswer) -> None:
+    run = train(pair(1.0, 2.0, reference=REFERENCE), kl_ctl=0.5, kl_estimator=estimator)
+    assert_close(run.trained_on("advantages"), advantages)
+
+
+FAR_REFERENCE = shifted(SAMPLED, [[-LN2, LN2], [0.0, -2 * LN2, 2 * LN2]])
+"""log-ratios x to it: ln 2, -ln 2 and 0, ln 4, -ln 4."""
+
+
+def test_kl_in_loss_is_k3_with_its_coefficient_and_changes_no_reward() -> None:
+    run = train(pair(1.0, 2.0, reference=FAR_REFERENCE), kl_ctl=0.5, kl_in="loss")
+    assert_close(run.trained_on("advantages"), [[1.0, 1.0], [2.0, 2.0, 2.0]])
+    # d k3 / d logprob = 1 - e^-x: 0.5, -1 and 0, 0.75, -3
+    expected = [[-1 + 0.25, -1 - 0.5], [-2.0, -2 + 0.375, -2 - 1.5]]
+    assert_close(run.gradient(), scaled(expected, 1 / 5))
+    # The sum of x is 0; the sum of e^-x - 1 is -0.5 + 1 + 0 - 0.75 + 3 = 2.75.
+    assert_metrics(
+        run,
+        {
+            "ref_kl": 2.75 / 5, "actor_loss": -8 / 5, "loss": -8 / 5 + 0.5 * 2.75 / 5, "kl_reward": 0.0,
+            "final_reward": 1.5, "advantage": 8 / 5,
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"),
+    [("k1", [[1.0, 1.0], [1.0, 1.0, 1.0]]), ("k2", [[LN2, -LN2], [0.0, 2 * LN2, -2 * LN2]])],
+)
+def test_kl_in_loss_uses_the_chosen_estimator(estimator: str, slope: PerAnswer) -> None:
+    step = pair(1.0, 2.0, reference=FAR_REFERENCE)
+    run = train(step, kl_ctl=0.5, kl_in="loss", kl_estimator=estimator)
+    assert_close(run.gradient(), scaled(shifted([[-1.0] * 2, [-2.0] * 3], scaled(slope, 0.5)), 1 / 5))
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_the_reference_computes_only_when_kl_ctl_is_not_zero(kl_in: str) -> None:
+    step = pair(1.0, 2.0, reference=REFERENCE)
+    assert [p.engine for p in train(step, kl_ctl=0.5, kl_in=kl_in).passes] == ["ref"]
+    without = train(step, kl_ctl=0.0, kl_in=kl_in)
+    assert without.passes == [] and "ref_logprobs" not in without.field_names()
+
+
+# ---- policies of other versions
+
+OLD = shifted(SAMPLED, [[LN2, -LN2], [0.0, LN8, 0.0]])
+"""Weights of old over sampled: 2, 0.5 and 1, 8, 1."""
+RATIOS = [[math.log(1.5), 0.0], [math.log(1.1), 0.0, math.log(0.5)]]
+"""Logarithms of current over old. With advantages 1 for A and -1 for B and clipping to 0.75 .. 1.25, the losses are
+-1.25, -1 and 1.1, 1, 0.75; those at a bound have no gradient."""
+
+
+@pytest.mark.parametrize(("cap", "weight"), [(5.0, 0.0), (8.5, 8.0), (None, 8.0)])
+def test_the_decoupled_loss_clips_around_the_old_policy_and_weighs_by_old_over_sampled(
+    cap: float | None, weight: float
+) -> None:
+    step = pair(1.0, -1.0, old=OLD, current=shifted(OLD, RATIOS))
+    run = train(step, decoupled=True, ppo_n_minibatches=2, eps_clip=0.25, behave_imp_weight_cap=cap)
+    assert_close(run.trained_on("old_logprobs"), OLD)
+    assert_close(run.trained_on("rollout_logprobs"), SAMPLED)
+    # Each minibatch is one answer. Above the cap a token is dropped, but still counted in the division.
+    assert_close(run.gradient(), [[0.0, -0.5 / 2], [1.1 / 3, weight / 3, 0.0]])
+    assert_metrics(
+        run,
+        {
+            "actor_loss": ((-1.25 * 2 - 0.5) / 2 + (1.1 + weight + 0.75) / 3) / 2,
+            "behave_capped_ratio": (0 / 2 + (weight == 0) / 3) / 2,
+            "behave_imp_weight": (2.5 / 2 + 10 / 3) / 2,
+            "behave_approx_kl": (0 / 2 + LN8 / 3) / 2,
+            "importance_weight": (2.5 / 2 + 2.6 / 3) / 2,
+            "ppo_approx_kl": (math.log(1.5) / 2 + math.log(0.55) / 3) / 2,
+            "actor_clip_ratio": (1 / 2 + 1 / 3) / 2,
+        },
+    )
+
+
+def test_without_the_decoupled_loss_the_ratio_is_to_the_sampled_log_probabilities_and_no_cap_applies() -> None:
+    step = pair(1.0, -1.0, old=OLD, current=shifted(SAMPLED, RATIOS))
+    run = train(step, decoupled=False, ppo_n_minibatches=2, eps_clip=0.25, behave_imp_weight_cap=0.5)
+    assert run.passes == []
+    assert_close(run.trained_on("old_logprobs"), SAMPLED)
+    assert_close(run.gradient(), [[0.0, -1 / 2], [1.1 / 3, 1 / 3, 0.0]])
+    assert_metrics(
+        run,
+        {
+            "actor_loss": ((-1.25 - 1) / 2 + (1.1 + 1 + 0.75) / 3) / 2, "behave_imp_weight": 1.0,
+            "behave_approx_kl": 0.0, "behave_capped_ratio": 0.0,
+        },
+    )  # fmt: skip
+
+
+def test_with_one_minibatch_the_decoupled_loss_takes_the_old_policy_from_the_update_itself() -> None:
+    run = train(pair(1.0, -1.0, current=OLD), decoupled=True, behave_imp_weight_cap=5.0)
+    assert run.passes == [] and "old_logprobs" not in run.field_names()
+    assert_close(run.gradient(), [[-2 / 5, -0.5 / 5], [1 / 5, 0.0, 1 / 5]])
+    assert_metrics(run, {"importance_weight": 1.0, "ppo_approx_kl": 0.0, "behave_approx_kl": LN8 / 5})
+
+
+def test_kl_in_reward_of_the_decoupled_loss_is_that_of_the_old_policy() -> None:
+    # old - reference is [1, -0.5], [0.5, 0, -2] as above, old - sampled [0.5, -0.5], [0.5, -0.5, 0].
+    old, reference = [[-0.5, -2.5], [-0.5, -1.5, -3.0]], [[-1.5, -2.0], [-1.0, -1.5, -1.0]]
+    run = train(pair(1.0, 2.0, old=old, reference=reference), decoupled=True, kl_ctl=0.5, kl_in="reward")
+    assert {p.engine for p in run.passes} == {"actor", "ref"}
+    assert_close(run.trained_on("advantages"), [[0.75, 1.25], [2.75, 3.0, 3.0]])
+    up, down = math.exp(0.5), math.exp(-0.5)
+    expected = [[0.75 * up, 1.25 * down], [2.75 * up, 3.0 * down, 3.0]]
+    assert_close(run.gradient(), scaled(expected, -1 / 5))
+
+
+def test_kl_in_reward_without_the_decoupled_loss_is_that_of_the_sampled_log_probabilities() -> None:
+    run = train(pair(1.0, 2.0, old=OLD, current=SAMPLED, reference=REFERENCE), kl_ctl=0.5, kl_in="reward")
+    assert {p.engine for p in run.passes} == {"ref"}
+    assert_close(run.trained_on("advantages"), [[0.75, 1.25], [2.75, 3.0, 3.0]])
+
+
+@pytest.mark.parametrize(("max_staleness", "weight"), [(0, 1.0), (1, 2.0)])
+def test_the_loss_is_decoupled_by_default_when_answers_may_be_stale(max_staleness: int, weight: float) -> None:
+    step = Step(groups=[[Answer(sampled=[-1.0], reward=1.0)]], old=[[-1.0 + LN2]], current=[[-1.0 + LN2]])
+    run = train(step, decoupled=None, max_staleness=max_staleness)
+    # Not decoupled, the ratio 2 is clipped: no gradient.
+    assert_close(run.gradient(), [[-weight if max_staleness else 0.0]])
+    assert_metrics(run, {"behave_imp_weight": weight})
+
+
+# ---- temperature and entropy
+
+
+def test_every_log_probability_is_computed_at_the_temperature_of_sampling() -> None:
+    step = pair(1.0, 2.0, reference=REFERENCE, values=[[0.0] * 2, [0.0] * 3])
+    run = train(step, temperature=0.7, decoupled=True, kl_ctl=0.5, disable_value=False, ppo_n_minibatches=2)
+    temperatures = {(p.engine, p.method): p.temperature for p in run.passes}
+    assert temperatures == {("actor", "logprobs"): 0.7, ("ref", "logprobs"): 0.7, ("critic", "values"): 1.0}
+    assert [update.temperature for update in run.of("actor")] == [0.7, 0.7]
+
+
+def test_the_entropy_is_raised_with_its_coefficient_and_computed_only_then() -> None:
+    step = pair(1.0, 2.0, entropy=[[0.5, 1.5], [1.0, 1.0, 2.0]])
+    run = train(step, entropy_coeff=0.1)
+    assert_close(run.entropy_gradient(), [[-0.1 / 5] * 2, [-0.1 / 5] * 3])
+    assert_close(run.gradient(), [[-1 / 5] * 2, [-2 / 5] * 3])
+    assert_metrics(run, {"entropy": 6 / 5, "actor_loss": -8 / 5, "loss": -8 / 5 - 0.1 * 6 / 5})
+    without = train(step, entropy_coeff=0.0)
+    assert not without.of("actor")[0].with_entropy and "entropy" not in without.metrics[1]
+
+
+# ---- minibatches
+
+LENGTHS, REWARDS = [1, 2, 3, 1, 2, 3, 4], [0.0, 1.0, -2.0, 3.0, 5.0, -4.0, 7.0]
+
+
+def seven() -> Step:
+    answers = [Answer(sampled=[-1.0 - i] * n, reward=r) for i, (n, r) in enumerate(zip(LENGTHS, REWARDS, strict=True))]
+    return Step(groups=[[answer] for answer in answers], values=[[0.125 * i] * n for i, n in enumerate(LENGTHS)])
+
+
+def test_each_step_deals_every_sequence_once_into_minibatches_of_another_partition() -> None:
+    run = train(seven(), seven(), seven(), seven(), ppo_n_minibatches=3)
+    partitions = []
+    for step in range(4):
+        parts = [update.sequences for update in run.of("actor", step)]
+        assert sorted(map(len, parts)) == [2, 2, 3]
+        assert sorted(i for part in parts for i in part) == list(range(7))
+        partitions.append(frozenset(map(frozenset, parts)))
+    assert len(set(partitions)) == 4
+
+
+def test_a_repeated_step_has_the_same_minibatches(tmp_path: Path) -> None:
+    store = recover_store(tmp_path)
+    train(seven(), seven(), checkpoints=store, ppo_n_minibatches=3)
+    continued = train(seven(), start=newest_state(store), ppo_n_minibatches=3)
+    whole = train(seven(), seven(), seven(), ppo_n_minibatches=3)
+    assert [u.sequences for u in continued.of("actor", 2)] == [u.sequences for u in whole.of("actor", 2)]
+
+
+def test_every_sequence_takes_its_own_fields_into_its_minibatch() -> None:
+    run = train(seven(), ppo_n_minibatches=3, disable_value=False)
+    values = [0.125 * i for i in range(7)]
+    expected = [[r - v] * n for r, v, n in zip(REWARDS, values, LENGTHS, strict=True)]
+    assert_close(run.trained_on("advantages"), expected)
+    assert_close(run.trained_on("old_logprobs"), [[-1.0 - i] * n for i, n in enumerate(LENGTHS)])
+    assert len(run.of("critic")) == 3 and sorted(i for u in run.of("critic") for i in u.sequences) == list(range(7))
+    assert_close(run.trained_on("returns", engine="critic"), [[r] * n for r, n in zip(REWARDS, LENGTHS, strict=True)])
+    assert_close(run.trained_on("old_values", engine="critic"), [[v] * n for v, n in zip(values, LENGTHS, strict=True)])
+    for update in run.of("actor"):
+        num_trained = sum(LENGTHS[i] for i in update.sequences)
+        for i in update.sequences:
+            assert update.gradient[i] == pytest.approx([-(REWARDS[i] - values[i]) / num_trained] * LENGTHS[i])
+
+
+def test_metrics_are_means_over_the_minibatches() -> None:
+    run = train(seven(), ppo_n_minibatches=3)
+    losses = []
+    for update in run.of("actor"):
+        num_trained = sum(LENGTHS[i] for i in update.sequences)
+        losses.append(-sum(LENGTHS[i] * REWARDS[i] for i in update.sequences) / num_trained)
+    assert len(set(losses)) == 3
+    # The learning rates of the three updates are 0.001, 0.002, 0.003.
+    assert_metrics(run, {"actor_loss": sum(losses) / 3, "loss": sum(losses) / 3, "lr": 0.002})
+    assert [update.loss for update in run.of("actor")] == pytest.approx(losses)
+
+
+def test_more_minibatches_than_sequences_make_one_of_each_sequence() -> None:
+    run = train(pair(1.0, 2.0), ppo_n_minibatches=4)
+    assert sorted(update.sequences for update in run.of("actor")) == [(0,), (1,)]
+
+
+# ---- versions, order, reports
+
+
+def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
+    step = pair(1.0, 2.0, reference=REFERENCE, values=[[0.0] * 2, [0.0] * 3])
+    run = train(step, step, decoupled=True, kl_ctl=0.5, disable_value=False, ppo_n_minibatches=2)
+    scores = {"logprobs actor": "score", "logprobs ref": "score", "values critic": "score"}
+    events = [scores.get(event, event) for event in run.events]
+
+    def one_step(number: int) -> list[str]:
+        return [
+            f"take {number}", "catch_up", "make_room", "score", "score", "score", "train critic", "train critic",
+            "train actor", "train actor", f"push {number + 1}", f"set_version {number + 1}",
+            f"after_step {number + 1}", f"report {number + 1}", f"after_report {number + 1}",
+        ]  # fmt: skip
+
+    assert events == one_step(0) + one_step(1)
+    timed = {name for name in run.metrics[1] if name.startswith("time/")}
+    assert timed == {
+        "time/wait_for_rollout", "time/make_room", "time/old_log-probs", "time/ref_log-probs", "time/values",
+        "time/advantages", "time/critic_update", "time/update", "time/push", "time/step",
+    }  # fmt: skip
+
+
+def test_staleness_counts_from_the_oldest_trained_token_to_the_version_of_the_step(tmp_path: Path) -> None:
+    # At version 2 the oldest trained tokens have versions 2, 0, 1: ages 0, 2, 1.
+    answers = [
+        Answer(sampled=[-1.0, -1.0], reward=1.0, versions=[2, 2]),
+        Answer(sampled=[-1.0, -1.0, -1.0], reward=1.0, versions=[0, 1, 2]),
+        Answer(sampled=[-1.0, -1.0], reward=1.0, versions=[0, 1], untrained=frozenset({0})),
+    ]
+    store = recover_store(tmp_path)
+    train(pair(1.0, 1.0), pair(1.0, 1.0), checkpoints=store)
+    run = train(Step(groups=[answers]), start=newest_state(store))
+    assert_metrics(run, {"staleness/mean": 1.0, "staleness/max": 2.0, "n_tokens": 7, "n_valid_tokens": 6}, step=3)
+
+
+def test_the_report_holds_the_figures_of_rollout_and_push_and_the_prompts_consumed() -> None:
+    group = [Answer(sampled=[-1.0], reward=1.0)]
+    step = Step(groups=[group, group], figures={"rollout/in_flight": 3.0})
+    run = train(step, step)
+    assert_metrics(run, {"rollout/in_flight": 3.0, "push/seconds": 4.0, "push/gigabytes": 5.0}, step=2)
+    assert run.consumed == {1: [0, 1], 2: [100, 101]}
+
+
+# ---- passes
+
+
+def test_only_the_policy_replays_the_experts_of_the_generators() -> None:
+    answers = [Answer(sampled=SAMPLED[0], reward=1.0, experts=3), Answer(sampled=SAMPLED[1], reward=0.0, experts=5)]
+    step = Step(groups=[answers], reference=REFERENCE, values=[[0.0] * 2, [0.0] * 3])
+    run = train(step, decoupled=True, ppo_n_minibatches=2, kl_ctl=0.5, disable_value=False)
+    assert {p.engine: "routed_experts" in p.fields for p in run.passes} == {
+        "actor": True,
+        "ref": False,
+        "critic": False,
+    }
+    experts = {i: values for update in run.of("actor") for i, values in update.routed_experts.items()}
+    assert experts == {0: [3, 3], 1: [5, 5, 5]}
+    assert all(update.routed_experts == {} for update in run.of("critic"))
+
+
+def test_a_pass_that_ran_out_of_memory_is_repeated_in_smaller_microbatches_for_the_rest_of_the_run() -> None:
+    step = pair(1.0, 2.0, reference=REFERENCE, values=[[0.0] * 2, [0.0] * 3])
+    run = train(
+        step, step, kl_ctl=0.5, disable_value=False, tokens_per_mb=64, fits={"train actor": 10, "logprobs ref": 20}
+    )
+    assert {u.engine: u.max_tokens_per_mb for u in run.updates} == {"actor": 8, "critic": 64}
+    assert {p.engine: p.max_tokens_per_mb for p in run.passes} == {"ref": 16, "critic": 64}
+    assert [len(run.of("actor", step)) for step in (0, 1)] == [1, 1]
+    assert run.state["memory"] == {"actor_train": 8, "ref_inf": 16}
