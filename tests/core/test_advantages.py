@@ -77,3 +77,28 @@ def test_value_norm_is_the_identity_at_first_and_inverts_itself_later() -> None:
     norm.update(x, mask)
     assert norm.normalize(x).mean().item() == pytest.approx(0.0, abs=1e-5)
     torch.testing.assert_close(norm.denormalize(norm.normalize(x)), x)
+
+
+def test_value_norm_takes_in_the_masked_entries_of_a_batch_only() -> None:
+    norm = ValueNorm()
+    norm.update(torch.tensor([2.0, 100.0, 8.0, -50.0]), torch.tensor([True, False, True, False]))
+    # Mean 5, mean square 34, standard deviation 3.
+    assert norm.normalize(torch.tensor([2.0, 5.0, 11.0])).tolist() == pytest.approx([-1.0, 0.0, 2.0])
+    assert norm.denormalize(torch.tensor([-1.0, 0.0, 2.0])).tolist() == pytest.approx([2.0, 5.0, 11.0])
+    before = norm.normalize(torch.tensor([2.0]))
+    norm.update(torch.tensor([100.0]), torch.tensor([False]))
+    assert norm.normalize(torch.tensor([2.0])) == before
+
+
+def test_value_norm_gives_recent_batches_the_larger_weight() -> None:
+    norm = ValueNorm(beta=0.5)
+    for returns in ([0.0], [3.0]):
+        norm.update(torch.tensor(returns), torch.tensor([True]))
+    # Weights 1/3 and 2/3: mean 2, mean square 6, standard deviation sqrt(2).
+    assert norm.normalize(torch.tensor([2.0, 2.0 + 2**0.5])).tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_value_norm_scales_returns_that_are_all_equal_by_a_tenth_at_least() -> None:
+    norm = ValueNorm()
+    norm.update(torch.tensor([4.0, 4.0]), torch.tensor([True, True]))
+    assert norm.denormalize(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([4.0, 4.1])

@@ -48,6 +48,7 @@ def test_the_decoupled_loss_weighs_each_token_by_proximal_over_behaviour_and_dro
     assert loss.item() == pytest.approx(-2.5)
     assert metrics["behave_capped_ratio"].item() == 1
     assert metrics["behave_imp_weight"].item() == pytest.approx(10.5)
+    assert metrics["behave_approx_kl"].item() == pytest.approx(math.log(2.0) + math.log(0.5) + math.log(8.0))
 
 
 def test_masked_tokens_change_nothing_even_when_their_inputs_are_not_finite() -> None:
@@ -108,6 +109,37 @@ def test_kl_estimators_agree_with_the_divergence_of_two_close_distributions(esti
     exact = (p * (log_p - log_q)).sum().item()
     estimate = (p * kl_estimate(log_p, log_q, estimator)).sum().item()  # type: ignore[arg-type]
     assert estimate == pytest.approx(exact, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [1.0, -2.0]),
+        ("k2", [0.5, 2.0]),
+        # e^-x - 1 + x; with policy and reference exchanged it would be e^x - 1 - x: 0.718 and 1.135
+        ("k3", [math.exp(-1), math.exp(2) - 3]),
+    ],
+)
+def test_kl_estimators_of_tokens_have_the_sign_and_size_of_their_formulas(
+    estimator: str, expected: list[float]
+) -> None:
+    estimate = kl_estimate(tokens(-1.0, -3.0), tokens(-2.0, -1.0), estimator)  # type: ignore[arg-type]
+    assert estimate.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # KL(p || q) = 0.9 ln 9 - 0.1 ln 9, which k1 and k3 estimate without bias at any distance
+        ("k1", 0.8 * math.log(9)),
+        ("k2", 0.5 * math.log(9) ** 2),
+        ("k3", 0.8 * math.log(9)),
+    ],
+)
+def test_kl_estimators_have_their_expectation_for_two_distributions_far_apart(estimator: str, expected: float) -> None:
+    p, q = tokens(0.9, 0.1), tokens(0.1, 0.9)
+    estimate = (p * kl_estimate(p.log(), q.log(), estimator)).sum()  # type: ignore[arg-type]
+    assert estimate.item() == pytest.approx(expected)
 
 
 def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:

@@ -4,6 +4,7 @@ Arithmetic stands beside the expected numbers. `A` is the finished answer of two
 three tokens of `pair()`; "/ 5" is the division by their trained tokens.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,26 +136,26 @@ def test_tokens_outside_the_loss_mask_are_neither_trained_nor_counted() -> None:
 
 
 def test_only_a_cut_off_answer_is_bootstrapped_from_the_value_of_its_last_token() -> None:
-    # discount 0.5, discount * lambda 0.25
-    # A: delta = 0.5 * 0.25 - 0.5 = -0.375, 1 - 0.25 = 0.75;   advantage -0.375 + 0.25 * 0.75, 0.75
+    # discount 0.5, discount * lambda 0.125
+    # A: delta = 0.5 * 0.25 - 0.5 = -0.375, 1 - 0.25 = 0.75;   advantage -0.375 + 0.125 * 0.75, 0.75
     # B: delta = 0.5 * 0.5 - 1 = -0.75, 0.5 * 4 - 0.5 = 1.5, -1 + 0.5 * 4 - 4 = -3;
-    #    advantage -0.75 + 0.25 * 0.75, 1.5 + 0.25 * -3, -3
+    #    advantage -0.75 + 0.125 * 1.125, 1.5 + 0.125 * -3, -3
     values = [[0.5, 0.25], [1.0, 0.5, 4.0]]
-    advantages = [[-0.1875, 0.75], [-0.5625, 0.75, -3.0]]
-    run = train(pair(1.0, -1.0, values=values), disable_value=False, discount=0.5, gae_lambda=0.5)
+    advantages = [[-0.28125, 0.75], [-0.609375, 1.125, -3.0]]
+    run = train(pair(1.0, -1.0, values=values), disable_value=False, discount=0.5, gae_lambda=0.25)
     assert_close(run.trained_on("advantages"), advantages)
     assert_close(run.gradient(), scaled(advantages, -1 / 5))
     assert_close(run.trained_on("old_values", engine="critic"), values)
     assert_close(run.trained_on("returns", engine="critic"), shifted(values, advantages))
     # The gradient of 0.5 * (value - return)^2 is value - return = -advantage.
     assert_close(run.gradient(engine="critic"), scaled(advantages, -1 / 5))
-    # 0.5 * (0.1875^2 + 0.75^2 + 0.5625^2 + 0.75^2 + 3^2) / 5, and (0.5 + 0.25 + 1 + 0.5 + 4) / 5
+    # 0.5 * (0.28125^2 + 0.75^2 + 0.609375^2 + 1.125^2 + 3^2) / 5, and (0.5 + 0.25 + 1 + 0.5 + 4) / 5
     assert_metrics(
         run,
         {
-            "critic_value_loss": 1.04765625, "critic_loss": 1.04765625, "critic_values": 1.25,
+            "critic_value_loss": 1.1278564, "critic_loss": 1.1278564, "critic_values": 1.25,
             "critic_value_clip_ratio": 0.0, "critic_grad_norm": 1.5, "disable_value": 0.0,
-            "advantage": -2.25 / 5, "actor_loss": 2.25 / 5,
+            "advantage": -2.015625 / 5, "actor_loss": 2.015625 / 5,
         },
     )  # fmt: skip
 
@@ -529,6 +530,18 @@ def test_the_report_holds_the_figures_of_rollout_and_push_and_the_prompts_consum
     run = train(step, step)
     assert_metrics(run, {"rollout/in_flight": 3.0, "push/seconds": 4.0, "push/gigabytes": 5.0}, step=2)
     assert run.consumed == {1: [0, 1], 2: [100, 101]}
+
+
+def test_the_log_holds_the_lines_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    stale = Step(groups=[[Answer(sampled=[-1.0], reward=1.0, versions=[v]) for v in (1, 0, 1)]])
+    train(pair(1.0, 1.0), stale, pair(1.0, 1.0))
+    assert "Epoch 1/1 step 2/3 (global step 2) finishes. Average #tokens per batch is 96." in caplog.text
+    assert "Staleness of the batch (age in steps: trajectories): {0: 2, 1: 1}" in caplog.text
+    assert (
+        "RPC name actor_train returns {'ppo_approx_kl': 0.0, 'actor_loss': -1.0, 'actor_clip_ratio': 0.0,"
+        in caplog.text
+    )
 
 
 # ---- passes
