@@ -1,0 +1,293 @@
+"""The double itself: an HTTP server in a thread of its own, with the paths of a SGLang server that the product calls.
+
+    with SGLangDouble(tp=2) as double:
+        ... double.url ...
+
+Nothing of the product is imported. What it answers is compared with the recorded answers of a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import pickle
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sglang_double import model
+from sglang_double.answers import answer_of
+from sglang_double.faults import Drop, Faults, Hold, Refusal
+from sglang_double.groups import GlooRank
+from sglang_double.scheduler import Request, Scheduler
+from sglang_double.weights import Parameters
+
+Answer = dict[str, Any] | str
+UPDATES = tuple(f"/update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """A call as it reached the server."""
+
+    path: str
+    query: dict[str, str]
+    body: dict[str, Any]
+    paused: bool
+    num_requests: int
+    """How many requests the scheduler had."""
+
+
+class Refused(Exception):
+    """The call failed; the answer is {"success": false} with HTTP 400."""
+
+
+class SGLangDouble:
+    """One server of `tp` ranks. `samples`: steps follow each other by themselves; else each one is a step()."""
+
+    def __init__(self, *, tp: int = 1, samples: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        self.tp, self.faults = tp, Faults()
+        self.calls: list[Received] = []
+        """All of them, in order of arrival."""
+        self.parameters = Parameters(model.weights(0), tp=tp, dtype=dtype)
+        self.groups: dict[str, list[GlooRank]] = {}
+        self.ranks_backwards = False
+        """Ranks report their checksums in the opposite order."""
+        self.flips: list[dict[str, Any]] = []
+        """Arguments of Parameters.flip(), used up by the next update that is received."""
+        self._samples = samples
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._going_on = asyncio.Event()
+        self._going_on.set()
+
+    def __enter__(self) -> SGLangDouble:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def step(self, count: int = 1) -> None:
+        """Sample so many tokens for every request that has not ended."""
+        await self._inside(lambda: [self.scheduler.step() for _ in range(count)])
+
+    async def until(self, holds: Callable[[SGLangDouble], object]) -> None:
+        """Return when `holds` does."""
+        while not await self._inside(lambda: holds(self)):
+            await asyncio.sleep(0.001)
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        """Of the calls of one path so far."""
+        return [call.body for call in list(self.calls) if call.path == path]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    async def _inside(self, function: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            return function()
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
+
+    async def _start(self) -> None:
+        self.scheduler = Scheduler()
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._stepping = asyncio.ensure_future(self._step_on())
+
+    async def _stop(self) -> None:
+        self._stepping.cancel()
+        await self._runner.cleanup()
+
+    async def _step_on(self) -> None:
+        while self._samples:
+            await asyncio.sleep(0.001)
+            self.scheduler.step()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}")
+        fault = self.faults.next(request.path)
+        if isinstance(fault, Hold) and fault.where == "call":
+            await fault.here()
+        self.calls.append(
+            Received(
+                path=request.path, query=dict(request.query), body=body, paused=self.scheduler.paused,
+                num_requests=self.num_requests,
+            )
+        )  # fmt: skip
+        if isinstance(fault, Drop):
+            assert request.transport is not None, "its client is there"
+            request.transport.abort()
+            raise asyncio.CancelledError
+        if isinstance(fault, Refusal):
+            return web.json_response(fault.answer, status=fault.status)
+        status, answer = await self._answer(request.path, dict(request.query), body)
+        if isinstance(fault, Hold) and fault.where == "answer":
+            await fault.here()
+        return (
+            web.Response(text=answer, status=status)
+            if isinstance(answer, str)
+            else web.json_response(answer, status=status)
+        )
+
+    async def _answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> tuple[int, Answer]:
+        paths: dict[str, Callable[[dict[str, Any]], Awaitable[Answer]]] = {
+            "/generate": self._generate,
+            "/slipstream_alive": self._nothing,
+            "/model_info": self._nothing,
+            "/freeze_gc": self._nothing,
+            "/release_memory_occupation": self._nothing,
+            "/resume_memory_occupation": self._nothing,
+            "/slipstream_in_flight": self._in_flight,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._go_on,
+            "/abort_request": self._abort,
+            "/weights_checker": self._checksums,
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+        }
+        if path == "/flush_cache":
+            return await self._flush(float(query.get("timeout", 0)))
+        if path in UPDATES:
+            return await self._update(path, body)
+        if path not in paths:
+            return 404, {"detail": "Not Found"}
+        try:
+            return 200, await paths[path](body)
+        except Refused as e:
+            return 400, {"success": False, "message": str(e)}
+
+    async def _nothing(self, body: dict[str, Any]) -> Answer:
+        return ""
+
+    async def _generate(self, body: dict[str, Any]) -> Answer:
+        await self._going_on.wait()  # a paused server keeps new requests away from its scheduler
+        begin = time.time()
+        request = Request(body["rid"], body["input_ids"], body["sampling_params"], self._loop.create_future())
+        self.scheduler.add(request)
+        try:
+            reason = await request.answer
+        finally:
+            self.scheduler.abort(request)
+        return answer_of(request, reason, begin)
+
+    async def _in_flight(self, body: dict[str, Any]) -> Answer:
+        return {"answers": [self.scheduler.in_flight()]}
+
+    async def _pause(self, body: dict[str, Any]) -> Answer:
+        self._going_on.clear()
+        self.scheduler.pause(body["mode"])
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    async def _go_on(self, body: dict[str, Any]) -> Answer:
+        self.scheduler.go_on(int(body["rid"]))
+        self._going_on.set()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    async def _abort(self, body: dict[str, Any]) -> Answer:
+        assert body["abort_all"], "the product aborts single requests by closing their connections"
+        self.scheduler.abort_all()
+        return ""
+
+    async def _flush(self, timeout_seconds: float) -> tuple[int, str]:
+        try:
+            await asyncio.wait_for(self.scheduler.idle.wait(), timeout_seconds or 0.001)
+        except TimeoutError:
+            return 400, "Flush cache failed."
+        return 200, "Cache flushed."
+
+    async def _checksums(self, body: dict[str, Any]) -> Answer:
+        ranks = [
+            {
+                "checksums": (checksums := self.parameters.checksums(rank)),
+                "per_gpu_checksum": hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest(),
+                "parallelism_info": {
+                    "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": rank, "size": self.tp,
+                    "tp_rank": rank, "tp_size": self.tp,
+                },
+            }
+            for rank in range(self.tp)
+        ]  # fmt: skip
+        order = ranks[::-1] if self.ranks_backwards else ranks
+        return {"success": True, "message": "Success", "ranks": order, "per_engine_checksum": "of all ranks"}
+
+    async def _join(self, body: dict[str, Any]) -> Answer:
+        def rank(number: int) -> Awaitable[GlooRank]:
+            return asyncio.to_thread(
+                GlooRank, body["master_address"], body["master_port"], name=body["group_name"],
+                rank=body["rank_offset"] + number, world_size=body["world_size"],
+            )  # fmt: skip
+
+        try:
+            self.groups[body["group_name"]] = list(await asyncio.gather(*map(rank, range(self.tp))))
+        except RuntimeError as e:
+            raise Refused(f"Failed to initialize custom process group: {e}.") from e
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    async def _leave(self, body: dict[str, Any]) -> Answer:
+        if self.groups.pop(body["group_name"], None) is None:
+            raise Refused("The group to be destroyed does not exist.")
+        return {"success": True, "message": "Succeeded to destroy custom process group."}
+
+    async def _update(self, path: str, body: dict[str, Any]) -> tuple[int, Answer]:
+        if not self.scheduler.paused:  # then it waits for all requests to end
+            await self.scheduler.idle.wait()
+        receive = dict(zip(UPDATES, (self._from_tensors, self._by_broadcast, self._from_disk), strict=True))[path]
+        more = {"num_paused_requests": 0} if receive == self._from_disk else {}
+        try:
+            for rank, tensors in enumerate(await receive(body)):
+                self.parameters.load(tensors, rank)
+        except (ValueError, RuntimeError, OSError, KeyError) as e:
+            return 400, {"success": False, "message": f"Failed to update weights: {e}", **more}
+        while self.flips:
+            self.parameters.flip(**self.flips.pop())
+        return 200, {"success": True, "message": "Succeeded to update weights.", **more}
+
+    async def _from_tensors(self, body: dict[str, Any]) -> list[dict[str, Tensor]]:
+        payloads = body["serialized_named_tensors"]
+        if len(payloads) != self.tp:
+            raise ValueError(f"{len(payloads)} payloads for {self.tp} ranks")
+        received = []
+        for payload in payloads:
+            content = pickle.loads(base64.b64decode(payload))
+            flat, entries = content["flattened_tensor"], content["metadata"]
+            received.append({e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape) for e in entries})
+        return received
+
+    async def _by_broadcast(self, body: dict[str, Any]) -> list[dict[str, Tensor]]:
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        sizes = [
+            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(dtypes, body["shapes"], strict=True)
+        ]
+        ranks = self.groups[body["group_name"]]
+        received = []
+        for flat in await asyncio.gather(*(asyncio.to_thread(rank.receive, sum(sizes)) for rank in ranks)):
+            parts = zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True)
+            received.append({name: part.view(dtype).view(shape) for name, dtype, shape, part in parts})
+        return received
+
+    async def _from_disk(self, body: dict[str, Any]) -> list[dict[str, Tensor]]:
+        folder = Path(body["model_path"])
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        files = sorted(set(index["weight_map"].values()))
+        return [{name: tensor for file in files for name, tensor in load_file(folder / file).items()}] * self.tp
