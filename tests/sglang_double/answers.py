@@ -10,9 +10,11 @@ from sglang_double.scheduler import Request, logprob_of
 VERSIONS = "slipstream_version"
 
 
-def answer_of(request: Request, reason: dict[str, Any], begin: float) -> dict[str, Any]:
+def answer_of(request: Request, reason: dict[str, Any], begin: float, *, tells_versions: bool) -> dict[str, Any]:
     """Of a request that began at `begin`. One that was aborted in the queue has lost its tokens."""
     meta = _meta(request, reason, begin)
+    if request.tokens and tells_versions:
+        meta[VERSIONS] = request.versions
     if not request.was_dropped:
         return {"output_ids": request.tokens, "meta_info": meta}
     kept = (
@@ -44,4 +46,4 @@ def _meta(request: Request, reason: dict[str, Any], begin: float) -> dict[str, A
         "reasoning_tokens": 0,
         "response_sent_to_client_ts": time.time(),
         "weight_version": "default",
-    } | ({VERSIONS: request.versions} if request.tokens else {})
+    }

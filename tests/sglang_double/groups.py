@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=60)
 
 
 class GlooRank:

@@ -63,6 +63,8 @@ class SGLangDouble:
         self.groups: dict[str, list[GlooRank]] = {}
         self.ranks_backwards = False
         """Ranks report their checksums in the opposite order."""
+        self.tells_versions = True
+        """A server of several pipeline stages does not."""
         self.flips: list[dict[str, Any]] = []
         """Arguments of Parameters.flip(), used up by the next update that is received."""
         self._samples = samples
@@ -189,7 +191,7 @@ class SGLangDouble:
             reason = await request.answer
         finally:
             self.scheduler.abort(request)
-        return answer_of(request, reason, begin)
+        return answer_of(request, reason, begin, tells_versions=self.tells_versions)
 
     async def _in_flight(self, body: dict[str, Any]) -> Answer:
         return {"answers": [self.scheduler.in_flight()]}
