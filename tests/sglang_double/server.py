@@ -83,6 +83,10 @@ class SGLangDouble:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
+    async def kill(self) -> None:
+        """Close all connections and listen no more."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._stop(), self._loop))
+
     async def step(self, count: int = 1) -> None:
         """Sample so many tokens for every request that has not ended."""
         await self._inside(lambda: [self.scheduler.step() for _ in range(count)])
@@ -110,7 +114,7 @@ class SGLangDouble:
         self.scheduler = Scheduler()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -118,6 +122,7 @@ class SGLangDouble:
         self._stepping = asyncio.ensure_future(self._step_on())
 
     async def _stop(self) -> None:
+        """Safe to call twice."""
         self._stepping.cancel()
         await self._runner.cleanup()
 
