@@ -79,16 +79,22 @@ class DiskSender:
         if self._settings.rank != 0:
             return None
         target, buckets = written
-        start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
+        start = time.perf_counter()
+        try:
+            num_files, num_bytes, compared = self._read_by_servers(target, buckets)
+        finally:  # A server that starts again reads its original folder.
+            shutil.rmtree(target, ignore_errors=True)
+        seconds = time.perf_counter() - start
+        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=num_files, compared=compared)
+
+    def _read_by_servers(self, target: Path, buckets: Buckets) -> tuple[int, int, str]:
+        """Return (number of files, bytes, result of the comparison) once every server has loaded the folder."""
+        deadline = Deadline(self._settings.timeout_seconds)
         files = list(target.glob("*.safetensors"))
         num_bytes = sum(file.stat().st_size for file in files)
         calls = [(server, receive_folder(str(target))) for server in self._servers]
         deadline.wait(post_all(calls, deadline), f"reading {target}")
-        compared = compare_checksums(self._servers, buckets, deadline)
-        # A server that starts again reads its original folder; nobody needs this one any more.
-        shutil.rmtree(target, ignore_errors=True)
-        seconds = time.perf_counter() - start
-        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=len(files), compared=compared)
+        return len(files), num_bytes, compare_checksums(self._servers, buckets, deadline)
 
     def close(self) -> None:
         """Remove a folder that was written and not sent."""
