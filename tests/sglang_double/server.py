@@ -65,8 +65,8 @@ class SGLangDouble:
         """Ranks report their checksums in the opposite order."""
         self.tells_versions = True
         """A server of several pipeline stages does not."""
-        self.flips: list[dict[str, Any]] = []
-        """Arguments of Parameters.flip(), used up by the next update that is received."""
+        self._flips: dict[int, dict[str, Any]] = {}
+        self._num_updates = 0
         self._samples = samples
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -82,6 +82,10 @@ class SGLangDouble:
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def flip_after(self, num_updates: int, **flip: Any) -> None:
+        """Parameters.flip() when so many more updates have been received."""
+        self._flips[self._num_updates + num_updates] = flip
 
     async def kill(self) -> None:
         """Close all connections and listen no more."""
@@ -266,8 +270,9 @@ class SGLangDouble:
                 self.parameters.load(tensors, rank)
         except (ValueError, RuntimeError, OSError, KeyError) as e:
             return 400, {"success": False, "message": f"Failed to update weights: {e}", **more}
-        while self.flips:
-            self.parameters.flip(**self.flips.pop())
+        self._num_updates += 1
+        if flip := self._flips.pop(self._num_updates, None):
+            self.parameters.flip(**flip)
         return 200, {"success": True, "message": "Succeeded to update weights.", **more}
 
     async def _from_tensors(self, body: dict[str, Any]) -> list[dict[str, Tensor]]:

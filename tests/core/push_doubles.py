@@ -1,0 +1,75 @@
+"""Senders of one trainer rank, into test doubles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang_double import model
+from sglang_double.server import UPDATES, SGLangDouble
+from sglang_double.weights import Parameters
+from torch import Tensor
+
+from core.push_buckets import Sender, SenderSettings
+from core.push_disk import DiskSender
+from core.push_ipc import IpcSender
+from core.push_nccl import NcclSender
+from rollout.sglang_checksums import ModelShape
+from rollout.sglang_weights import ServerAddress, pause_generation, post
+
+KINDS = ("nccl", "ipc", "disk")
+UPDATE_OF = dict(zip(("ipc", "nccl", "disk"), UPDATES, strict=True))
+CPU = torch.device("cpu")
+
+
+def sender_of(kind: str, folder: Path, **changes: Any) -> Sender:
+    """`folder`: of the model; folders of pushes are made in it."""
+    values: dict[str, Any] = dict(
+        rank=0, world_size=1, dtype=torch.float32, shape=ModelShape.from_config(model.CONFIG), timeout_seconds=30.0,
+        bucket_bytes=1 << 20,
+    )  # fmt: skip
+    settings = SenderSettings(**values | changes)
+    if kind == "disk":
+        return DiskSender(settings, CPU, folder=folder, model_path=str(folder))
+    return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, CPU)
+
+
+def buckets(version: int) -> Iterator[Mapping[str, Tensor]]:
+    """Three of them, which cut through fused parameters."""
+    items = list(model.weights(version).items())
+    for part in range(3):
+        yield dict(items[part::3])
+
+
+def address(double: SGLangDouble, index: int = 0, **changes: Any) -> ServerAddress:
+    values: dict[str, Any] = {"tp": double.tp, "trainer_ranks": (0,) * double.tp}
+    return ServerAddress(name=f"generator-{index}", url=double.url, **values | changes)
+
+
+@contextmanager
+def paused(*tps: int, **options: Any) -> Iterator[tuple[list[SGLangDouble], list[ServerAddress]]]:
+    """A double for each tensor-parallel size, none of which samples."""
+    with ExitStack() as stack:
+        doubles = [stack.enter_context(SGLangDouble(tp=tp, **options)) for tp in tps]
+        addresses = [address(double, i) for i, double in enumerate(doubles)]
+        for server in addresses:
+            post(server, pause_generation("in_place"), timeout_seconds=30)
+        yield doubles, addresses
+
+
+def push(sender: Sender, version: int, *, verify: bool = True) -> Any:
+    """prepare() and send()."""
+    sender.prepare(buckets(version), verify=verify)
+    return sender.send()
+
+
+def holds(double: SGLangDouble, version: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether every rank has this version of the weights, bit for bit."""
+    expected = Parameters(model.weights(version), tp=double.tp, dtype=dtype)
+    return all(
+        mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        for mine, theirs in zip(double.parameters.ranks, expected.ranks, strict=True)
+    )
