@@ -283,6 +283,20 @@ def test_a_refused_update_is_an_error_that_names_server_path_and_message(folder:
     run(use, folder)
 
 
+def test_weights_are_not_changed_while_requests_may_be_sampled(folder: Path) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        for call in (
+            lambda: generator.load_folder("/weights"),
+            lambda: generator.update_weights(WeightBucket(tensors=model.weights(1))),
+            lambda: generator.release_memory(["weights"]),
+        ):
+            with pytest.raises(ValueError, match="needs pause"):
+                await call()
+
+    double = run(use, folder)
+    assert [call.path for call in double.calls] == ["/continue_generation"]
+
+
 def test_a_generator_that_could_not_go_on_keeps_its_version_and_its_requests(folder: Path) -> None:
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
         await generator.pause()

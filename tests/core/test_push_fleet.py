@@ -1,0 +1,150 @@
+"""A weight push over a fleet that changes: real senders into test doubles, actors that live or die as a test asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from push_doubles import UPDATE_OF, address, buckets, holds, sender_of
+from ray.exceptions import RayActorError
+from sglang_double import model
+from sglang_double.server import SGLangDouble
+from test_launch_generators import Actor, Cluster, Rollout, clock, make_pool
+
+from allocation import parse
+from core.errors import LaunchError
+from core.push_buckets import PushError
+from core.push_fleet import FleetPush
+from core.push_servers import ServerPush
+from rollout.sglang_weights import ServerError, ServerGone, continue_generation, pause_generation, post
+
+__all__ = ["clock"]  # a fixture
+
+ALLOCATION = parse("mock.d2m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=3, default_backend="mock")
+
+
+class Trainer:
+    """One rank with its sender; what it raises ends a phase, as in the ranks' actors."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._kind, self._folder = kind, folder
+        self.sender: Any = None
+        self.num_connects = self.num_sends = 0
+        self.version = 0
+
+    def connect(self, servers: list[Any]) -> None:
+        self.num_connects += 1
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = sender_of(self._kind, self._folder, timeout_seconds=20.0)
+        self.sender.connect(servers)
+
+    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
+        try:
+            if method == "push_prepare":
+                return [self.sender.prepare(buckets(self.version), verify=kwargs["verify"])]
+            self.num_sends += 1
+            assert self.num_sends < 10, "the push is repeated for ever"
+            return [self.sender.send()]
+        except (PushError, ServerError, ServerGone) as e:
+            raise LaunchError(str(e)) from e
+
+
+class ServerActor(Actor):
+    """The actor of one generator, whose server is a double. It pauses and resumes it when it is asked."""
+
+    def __init__(self, double: SGLangDouble, index: int) -> None:
+        self.server = address(double, index, trainer_ranks=())
+        self._calls = {"pause": pause_generation("in_place"), "resume": continue_generation(1)}
+        super().__init__(address=self.server, pause=None, resume=0.25)
+
+    def __getattr__(self, method: str) -> Any:
+        remote = super().__getattr__(method).remote
+
+        def call(*args: Any) -> Any:
+            if method in self._calls and not isinstance(self.answers[method], Exception):
+                post(self.server, self._calls[method], timeout_seconds=30)
+            return remote(*args)
+
+        return SimpleNamespace(remote=call)
+
+
+class Fleet:
+    """Two generators, a third server for one that comes back, and the push around them."""
+
+    def __init__(self, kind: str, folder: Path, doubles: list[SGLangDouble]) -> None:
+        self.doubles = doubles
+        self.actors = [ServerActor(double, min(i, 1)) for i, double in enumerate(doubles)]
+        self.rollout, self.trainer = Rollout(), Trainer(kind, folder)
+        self.pool = make_pool(Cluster(folder, list(self.actors)), 2)
+        self.trainer.connect(self.pool.addresses(ALLOCATION.trainer))
+        inner = ServerPush(self.trainer, self.pool, bucket_bytes=1, verify="always", timeout_seconds=20.0)
+        self._push = FleetPush(
+            inner,
+            self.pool,
+            self.rollout,  # type: ignore[arg-type]
+            reconnect=lambda: self.trainer.connect(self.pool.addresses(ALLOCATION.trainer)),
+            patience_seconds=60.0,
+        )
+
+    def push(self, version: int) -> None:
+        self.trainer.version = version
+        self._push.push(version)
+
+
+@pytest.fixture(params=["nccl", "disk"])
+def fleet(request: pytest.FixtureRequest, tmp_path: Path, clock: SimpleNamespace) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        doubles = [stack.enter_context(SGLangDouble()) for _ in range(3)]
+        fleet = Fleet(request.param, model.write(tmp_path / "model"), doubles)
+        yield fleet
+        fleet.trainer.sender.close()
+
+
+def update_path(fleet: Fleet) -> str:
+    return UPDATE_OF[fleet.trainer._kind]
+
+
+def test_the_senders_stay_connected_while_the_fleet_stays_the_same(fleet: Fleet) -> None:
+    for version in (1, 2, 3):
+        fleet.push(version)
+        assert [holds(double, version) for double in fleet.doubles] == [True, True, False]
+    assert fleet.trainer.num_connects == 1 and fleet.trainer.num_sends == 3
+
+
+def test_senders_join_the_server_that_came_back_and_the_next_push_reaches_it(fleet: Fleet) -> None:
+    fleet.push(1)
+    fleet.pool.lose(1, "killed")
+    fleet.pool.look()  # its successor has started
+    fleet.push(2)
+    assert [holds(double, 2) for double in fleet.doubles] == [True, False, True]
+    assert fleet.trainer.num_connects == 2 and fleet.rollout.replaced == [1]
+    fleet.push(3)
+    assert [holds(double, 3) for double in fleet.doubles] == [True, False, True]
+    assert fleet.trainer.num_connects == 2
+
+
+def test_a_push_that_fails_as_a_server_dies_is_repeated_with_those_that_live(fleet: Fleet) -> None:
+    fleet.push(1)
+    fleet.doubles[1].faults.drop(update_path(fleet))
+    fleet.actors[1].answers = dict.fromkeys(fleet.actors[1].answers, RayActorError(error_msg="killed"))
+    fleet.actors[1].answers |= {"pause": None}  # it dies between the pause and the update
+    fleet.push(2)
+    assert holds(fleet.doubles[0], 2) and not holds(fleet.doubles[1], 2)
+    assert fleet.trainer.num_connects == 2 and fleet.trainer.num_sends == 3
+    assert not fleet.doubles[0].scheduler.paused
+
+
+def test_a_push_that_fails_while_every_generator_lives_is_not_repeated_and_nothing_resumes(fleet: Fleet) -> None:
+    fleet.push(1)
+    resumed = [len(double.bodies("/continue_generation")) for double in fleet.doubles]
+    fleet.doubles[1].faults.refuse(update_path(fleet), "no such parameter", times=100)
+    with pytest.raises(LaunchError, match=rf"generator-1: {update_path(fleet)} failed .*: no such parameter"):
+        fleet.push(2)
+    assert fleet.trainer.num_sends == 2 and fleet.trainer.num_connects == 1
+    assert [double.scheduler.paused for double in fleet.doubles[:2]] == [True, True]
+    assert [len(double.bodies("/continue_generation")) for double in fleet.doubles] == resumed
