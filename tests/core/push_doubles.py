@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from sglang_double import model
-from sglang_double.server import UPDATES, SGLangDouble
+from sglang_double.server import SGLangDouble
+from sglang_double.updates import UPDATES
 from sglang_double.weights import Parameters
 from torch import Tensor
 

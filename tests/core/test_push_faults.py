@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
 from sglang_double import model
-from sglang_double.server import UPDATES
+from sglang_double.updates import UPDATES
 from torch import Tensor
 
 from core.push_buckets import PushError, SendReport

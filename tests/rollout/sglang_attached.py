@@ -1,17 +1,19 @@
-"""A SGLangGenerator on a test double."""
+"""A SGLangGenerator on a test double, one token a step."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from sglang_double.scheduler import logprob_of, token_at
 from sglang_double.server import SGLangDouble
 
 from rollout.sglang_generator import SGLangGenerator
 from rollout.sglang_server import ServerSettings, SGLangServer
-from rollout.types import GenerateRequest, SamplingParams
+from rollout.types import Completion, GenerateRequest, SamplingParams
 
 
 class AttachedServer(SGLangServer):
@@ -41,3 +43,32 @@ def request(name: str, *, prompt: int = 4, seed: int = 0, **sampling: Any) -> Ge
     return GenerateRequest(
         request_id=name, prompt_ids=list(range(prompt)), sampling=SamplingParams(**sampling), seed=seed
     )
+
+
+def run(use: Callable[[SGLangGenerator, SGLangDouble], Awaitable[None]], folder: Path, **settings: Any) -> SGLangDouble:
+    """`use` a generator whose weights are of version 0; the double afterwards."""
+
+    async def main() -> None:
+        async with generator_on(double, folder, **settings) as generator:
+            await generator.resume(0)
+            await use(generator, double)
+
+    with SGLangDouble(tp=settings.get("tp", 1), samples=False) as double:
+        asyncio.run(main())
+    return double
+
+
+def at_the_server(num_requests: int) -> Callable[[SGLangDouble], bool]:
+    return lambda double: double.num_requests == num_requests
+
+
+def check(completion: Completion, versions: list[int], *, prompt: int = 4) -> None:
+    """Every token is the one that its version samples at its place, with the log-probability of that token."""
+    assert completion.versions.tolist() == versions
+    expected = [token_at(prompt + i, version) for i, version in enumerate(versions)]
+    assert completion.token_ids.tolist() == expected
+    assert completion.logprobs.tolist() == [logprob_of(token) for token in expected]
+
+
+def sampling_of(double: SGLangDouble, key: str) -> list[Any]:
+    return [body["sampling_params"].get(key) for body in double.bodies("/generate")]

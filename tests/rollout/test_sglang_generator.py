@@ -4,58 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from sglang_attached import generator_on, request
+from sglang_attached import at_the_server, check, request, run, sampling_of
 from sglang_double import model
-from sglang_double.scheduler import TOKENS_PER_VERSION, logprob_of, token_at
+from sglang_double.scheduler import TOKENS_PER_VERSION, token_at
 from sglang_double.server import SGLangDouble
-from sglang_double.weights import Parameters
 
 from rollout.router import Router
 from rollout.sglang_generator import SGLangGenerator
 from rollout.sglang_weights import ServerError, ServerGone
-from rollout.types import Completion, WeightBucket
-
-INTERRUPTS = ["abort", "retract", "in_place"]
+from rollout.types import Completion
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model.write(tmp_path_factory.mktemp("model"))
-
-
-def run(use: Callable[[SGLangGenerator, SGLangDouble], Awaitable[None]], folder: Path, **settings: Any) -> SGLangDouble:
-    """`use` a generator whose weights are of version 0; the double afterwards."""
-
-    async def main() -> None:
-        async with generator_on(double, folder, **settings) as generator:
-            await generator.resume(0)
-            await use(generator, double)
-
-    with SGLangDouble(tp=settings.get("tp", 1), samples=False) as double:
-        asyncio.run(main())
-    return double
-
-
-def at_the_server(num_requests: int) -> Callable[[SGLangDouble], bool]:
-    return lambda double: double.num_requests == num_requests
-
-
-def check(completion: Completion, versions: list[int], *, prompt: int = 4) -> None:
-    """Every token is the one that its version samples at its place, with the log-probability of that token."""
-    assert completion.versions.tolist() == versions
-    expected = [token_at(prompt + i, version) for i, version in enumerate(versions)]
-    assert completion.token_ids.tolist() == expected
-    assert completion.logprobs.tolist() == [logprob_of(token) for token in expected]
-
-
-def sampling_of(double: SGLangDouble, key: str) -> list[Any]:
-    return [body["sampling_params"].get(key) for body in double.bodies("/generate")]
 
 
 def test_after_an_abort_only_the_remaining_tokens_are_requested(folder: Path) -> None:
@@ -68,13 +34,13 @@ def test_after_an_abort_only_the_remaining_tokens_are_requested(folder: Path) ->
             await router.pause()
             await router.resume(version)
         await double.until(at_the_server(1))
+        assert sampling_of(double, "max_new_tokens") == [10, 6, 5]
         await double.step(5)
         completion = await running
         check(completion, [0] * 4 + [1] + [2] * 5)
         assert completion.finish_reason == "length"
 
     double = run(use, folder)
-    assert sampling_of(double, "max_new_tokens") == [10, 6, 5]
     assert [body["input_ids"] for body in double.bodies("/generate")[:2]] == [
         [0, 1, 2, 3], [0, 1, 2, 3, *(token_at(i, 0) for i in range(4, 8))],
     ]  # fmt: skip
@@ -92,14 +58,16 @@ def test_after_an_abort_stop_tokens_stay_ruled_out_for_what_min_new_tokens_lacks
         await double.step(2)
         await router.pause()
         await router.resume(1)
-        for _ in range(2):
+        for lengths in ([6, 4], [6, 4, 4]):
+            while len(double.bodies("/generate")) < len(lengths):
+                await asyncio.sleep(0.001)
+            assert sampling_of(double, "max_new_tokens") == lengths
             await double.until(at_the_server(1))
             await double.step(4)
         completion = await running
         assert len(completion.token_ids) == 10 and stop not in completion.token_ids
 
     double = run(use, folder)
-    assert sampling_of(double, "max_new_tokens") == [6, 4, 4]
     assert sampling_of(double, "ignore_eos") == [True, True, None]
     assert sampling_of(double, "logit_bias") == [{str(stop): -1e9}] * 2 + [None]
     assert sampling_of(double, "stop_token_ids") == [[stop]] * 3
@@ -115,218 +83,6 @@ def test_a_deterministic_server_gets_63_bits_of_the_seed(folder: Path, seed: int
 
     double = run(use, folder, flags={"enable_deterministic_inference": True})
     assert sampling_of(double, "sampling_seed") == [seed % 2**63]
-
-
-@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-def test_tokens_of_a_request_that_runs_through_updates_carry_the_version_that_sampled_them(
-    folder: Path, interrupt: str
-) -> None:
-    """The last answer is held back until one more version has come."""
-
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        held = double.faults.hold_answer("/generate")
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=9)))
-        await double.until(at_the_server(1))
-        for version in (1, 2, 3):
-            await double.step(3)
-            await generator.pause()
-            await double.step(5)  # without effect
-            await generator.resume(version)
-        await held.reached()
-        held.release()
-        check(await running, [0] * 3 + [1] * 3 + [2] * 3)
-
-    double = run(use, folder, interrupt=interrupt)
-    assert len(double.bodies("/generate")) == 1
-    assert [body["mode"] for body in double.bodies("/pause_generation")] == [interrupt] * 3
-
-
-def test_where_the_server_reports_no_versions_they_are_those_at_the_start_of_sampling(folder: Path) -> None:
-    """Several pipeline stages. The request is made under version 0, and waits for version 1."""
-
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        double.tells_versions = False
-        router = Router([generator])
-        await generator.pause()
-        running = asyncio.create_task(router.generate(request("a", max_new_tokens=5)))
-        while not (await generator.health()).num_waiting:
-            await asyncio.sleep(0)
-        await generator.resume(1)
-        await double.until(at_the_server(1))
-        await double.step(2)
-        await router.pause()
-        await router.resume(2)
-        await double.until(at_the_server(1))
-        await double.step(3)
-        check(await running, [1] * 2 + [2] * 3)
-
-    run(use, folder, pp=2)
-
-
-def test_an_answer_without_versions_is_an_error_where_updates_may_have_come_in_between(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        double.tells_versions = False
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
-        await double.until(at_the_server(1))
-        await double.step()
-        with pytest.raises(ServerError, match="generator-0: the server does not tell the versions"):
-            await running
-
-    run(use, folder, interrupt="retract")
-
-
-@pytest.mark.parametrize("interrupt", INTERRUPTS)
-def test_a_request_made_while_the_server_is_being_paused_waits_for_the_next_version(
-    folder: Path, interrupt: str
-) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        held = double.faults.hold_answer("/pause_generation")
-        pausing = asyncio.create_task(generator.pause())
-        await held.reached()
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=2)))
-        health = await generator.health()
-        while not health.num_waiting + health.num_running:
-            health = await generator.health()
-        assert (health.num_waiting, health.num_running) == (1, 0)
-        held.release()
-        await pausing
-        assert double.bodies("/generate") == []
-        await generator.resume(5)
-        await double.until(at_the_server(1))
-        await double.step(2)
-        check(await running, [5, 5])
-
-    run(use, folder, interrupt=interrupt)
-
-
-def test_an_abort_is_repeated_until_every_request_is_answered_and_pauses_only_then(folder: Path) -> None:
-    """One request runs; another was sent and reaches the server after the first abort."""
-
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        router = Router([generator])
-        first = asyncio.create_task(router.generate(request("first", max_new_tokens=5)))
-        await double.until(at_the_server(1))
-        await double.step(3)
-        late = double.faults.hold_call("/generate")
-        second = asyncio.create_task(router.generate(request("second", max_new_tokens=5)))
-        await late.reached()
-        pausing = asyncio.create_task(router.pause())
-        await double.until(lambda d: len(d.bodies("/abort_request")) > 1 or d.bodies("/pause_generation"))
-        assert not pausing.done() and not double.bodies("/pause_generation")
-        late.release()
-        await pausing
-        assert (await generator.health()).num_running == 0
-        await router.resume(1)
-        await double.until(at_the_server(2))
-        await double.step(5)
-        check(await first, [0] * 3 + [1] * 2)
-        check(await second, [1] * 5)
-
-    double = run(use, folder)
-    (pause,) = [call for call in double.calls if call.path == "/pause_generation"]
-    assert pause.num_requests == 0 and pause.body == {"mode": "in_place"}
-    assert all(body == {"abort_all": True} for body in double.bodies("/abort_request"))
-
-
-@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-def test_a_request_that_reaches_a_paused_server_samples_with_the_next_version_alone(
-    folder: Path, interrupt: str
-) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        late = double.faults.hold_call("/generate")
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=2)))
-        await late.reached()
-        await generator.pause()
-        late.release()
-        await double.until(lambda d: d.bodies("/generate"))
-        await double.step(5)
-        await generator.resume(1)
-        await double.until(at_the_server(1))
-        await double.step(2)
-        check(await running, [1, 1])
-
-    run(use, folder, interrupt=interrupt)
-
-
-def test_a_shared_gpu_s_server_is_flushed_when_it_is_idle_and_before_it_is_paused(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=5)))
-        await double.until(at_the_server(1))
-        await double.step(1)
-        await generator.pause()
-        check(await running, [0])
-        await generator.release_memory(["kv_cache", "weights"])
-        await generator.resume_memory(["weights"])
-
-    double = run(use, folder, colocated=True)
-    paths = [call.path for call in double.calls if call.path not in ("/abort_request", "/generate")]
-    assert paths == [
-        "/continue_generation", "/flush_cache", "/pause_generation", "/release_memory_occupation",
-        "/resume_memory_occupation",
-    ]  # fmt: skip
-    assert double.bodies("/release_memory_occupation") == [{"tags": ["kv_cache", "weights"]}]
-
-
-@pytest.mark.parametrize("status", [200, 400])
-def test_a_refused_update_is_an_error_that_names_server_path_and_message(folder: Path, status: int) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        await generator.pause()
-        for path, call in (
-            ("/update_weights_from_disk", lambda: generator.load_folder("/weights")),
-            ("/update_weights_from_tensor", lambda: generator.update_weights(WeightBucket(tensors=model.weights(1)))),
-            ("/weights_checker", generator.checksums),
-        ):
-            double.faults.refuse(path, "no room for it", status=status)
-            with pytest.raises(ServerError, match=rf"^generator-0: {path} failed \(HTTP {status}\): no room for it$"):
-                await call()
-
-    run(use, folder)
-
-
-def test_weights_are_not_changed_while_requests_may_be_sampled(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        for call in (
-            lambda: generator.load_folder("/weights"),
-            lambda: generator.update_weights(WeightBucket(tensors=model.weights(1))),
-            lambda: generator.release_memory(["weights"]),
-        ):
-            with pytest.raises(ValueError, match="needs pause"):
-                await call()
-
-    double = run(use, folder)
-    assert [call.path for call in double.calls] == ["/continue_generation"]
-
-
-def test_a_generator_that_could_not_go_on_keeps_its_version_and_its_requests(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        await generator.pause()
-        double.faults.refuse("/continue_generation", "still busy")
-        with pytest.raises(ServerError, match="still busy"):
-            await generator.resume(3)
-        assert (await generator.health()).version == 0
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
-        while not (await generator.health()).num_waiting:
-            await asyncio.sleep(0)
-        await generator.resume(4)
-        assert (await generator.health()).version == 4
-        await double.until(at_the_server(1))
-        await double.step()
-        check(await running, [4])
-
-    run(use, folder)
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-def test_checksums_are_in_the_order_of_tensor_parallel_ranks(folder: Path, backwards: bool) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        double.ranks_backwards = backwards
-        await generator.pause()
-        await generator.update_weights(WeightBucket(tensors=model.weights(1)))
-        expected = Parameters(model.weights(1), tp=2)
-        received = [{name: str(value) for name, value in rank.items()} for rank in await generator.checksums()]
-        assert received == [expected.checksums(0), expected.checksums(1)] and received[0] != received[1]
-
-    run(use, folder, tp=2)
 
 
 def test_the_last_token_allowed_may_be_a_stop_token(folder: Path) -> None:

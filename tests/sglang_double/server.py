@@ -9,20 +9,16 @@ Nothing of the product is imported. What it answers is compared with the recorde
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
-import pickle
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp import web
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sglang_double import model
@@ -30,10 +26,10 @@ from sglang_double.answers import answer_of
 from sglang_double.faults import Drop, Faults, Hold, Refusal
 from sglang_double.groups import GlooRank
 from sglang_double.scheduler import Request, Scheduler
+from sglang_double.updates import BROADCAST, DISK, UPDATES, from_broadcast, from_disk, from_tensors
 from sglang_double.weights import Parameters
 
 Answer = dict[str, Any] | str
-UPDATES = tuple(f"/update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,10 +259,9 @@ class SGLangDouble:
     async def _update(self, path: str, body: dict[str, Any]) -> tuple[int, Answer]:
         if not self.scheduler.paused:  # then it waits for all requests to end
             await self.scheduler.idle.wait()
-        receive = dict(zip(UPDATES, (self._from_tensors, self._by_broadcast, self._from_disk), strict=True))[path]
-        more = {"num_paused_requests": 0} if receive == self._from_disk else {}
+        more = {"num_paused_requests": 0} if path == DISK else {}
         try:
-            for rank, tensors in enumerate(await receive(body)):
+            for rank, tensors in enumerate(await self._received(path, body)):
                 self.parameters.load(tensors, rank)
         except (ValueError, RuntimeError, OSError, KeyError) as e:
             return 400, {"success": False, "message": f"Failed to update weights: {e}", **more}
@@ -275,31 +270,8 @@ class SGLangDouble:
             self.parameters.flip(**flip)
         return 200, {"success": True, "message": "Succeeded to update weights.", **more}
 
-    async def _from_tensors(self, body: dict[str, Any]) -> list[dict[str, Tensor]]:
-        payloads = body["serialized_named_tensors"]
-        if len(payloads) != self.tp:
-            raise ValueError(f"{len(payloads)} payloads for {self.tp} ranks")
-        received = []
-        for payload in payloads:
-            content = pickle.loads(base64.b64decode(payload))
-            flat, entries = content["flattened_tensor"], content["metadata"]
-            received.append({e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape) for e in entries})
-        return received
-
-    async def _by_broadcast(self, body: dict[str, Any]) -> list[dict[str, Tensor]]:
-        dtypes = [getattr(torch, name) for name in body["dtypes"]]
-        sizes = [
-            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(dtypes, body["shapes"], strict=True)
-        ]
-        ranks = self.groups[body["group_name"]]
-        received = []
-        for flat in await asyncio.gather(*(asyncio.to_thread(rank.receive, sum(sizes)) for rank in ranks)):
-            parts = zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True)
-            received.append({name: part.view(dtype).view(shape) for name, dtype, shape, part in parts})
-        return received
-
-    async def _from_disk(self, body: dict[str, Any]) -> list[dict[str, Tensor]]:
-        folder = Path(body["model_path"])
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
-        return [{name: tensor for file in files for name, tensor in load_file(folder / file).items()}] * self.tp
+    async def _received(self, path: str, body: dict[str, Any]) -> list[dict[str, Tensor]]:
+        """Full tensors for each rank."""
+        if path == BROADCAST:
+            return await from_broadcast(body, self.groups[body["group_name"]])
+        return from_disk(body, tp=self.tp) if path == DISK else from_tensors(body, tp=self.tp)

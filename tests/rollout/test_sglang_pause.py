@@ -1,0 +1,236 @@
+"""What SGLangGenerator does with requests and weights between pause() and resume(), against the test double."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from sglang_attached import at_the_server, check, request, run
+from sglang_double import model
+from sglang_double.server import SGLangDouble
+from sglang_double.weights import Parameters
+
+from rollout.router import Router
+from rollout.sglang_generator import SGLangGenerator
+from rollout.sglang_weights import ServerError
+from rollout.types import WeightBucket
+
+INTERRUPTS = ["abort", "retract", "in_place"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
+def test_tokens_of_a_request_that_runs_through_updates_carry_the_version_that_sampled_them(
+    folder: Path, interrupt: str
+) -> None:
+    """The last answer is held back until one more version has come."""
+
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        held = double.faults.hold_answer("/generate")
+        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=9)))
+        await double.until(at_the_server(1))
+        for version in (1, 2, 3):
+            await double.step(3)
+            await generator.pause()
+            await double.step(5)  # without effect
+            await generator.resume(version)
+        await held.reached()
+        held.release()
+        check(await running, [0] * 3 + [1] * 3 + [2] * 3)
+
+    double = run(use, folder, interrupt=interrupt)
+    assert len(double.bodies("/generate")) == 1
+    assert [body["mode"] for body in double.bodies("/pause_generation")] == [interrupt] * 3
+
+
+def test_where_the_server_reports_no_versions_they_are_those_at_the_start_of_sampling(folder: Path) -> None:
+    """Several pipeline stages. The request is made under version 0, and waits for version 1."""
+
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        double.tells_versions = False
+        router = Router([generator])
+        await generator.pause()
+        running = asyncio.create_task(router.generate(request("a", max_new_tokens=5)))
+        while not (await generator.health()).num_waiting:
+            await asyncio.sleep(0)
+        await generator.resume(1)
+        await double.until(at_the_server(1))
+        await double.step(2)
+        await router.pause()
+        await router.resume(2)
+        await double.until(at_the_server(1))
+        await double.step(3)
+        check(await running, [1] * 2 + [2] * 3)
+
+    run(use, folder, pp=2)
+
+
+def test_an_answer_without_versions_is_an_error_where_updates_may_have_come_in_between(folder: Path) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        double.tells_versions = False
+        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
+        await double.until(at_the_server(1))
+        await double.step()
+        with pytest.raises(ServerError, match="generator-0: the server does not tell the versions"):
+            await running
+
+    run(use, folder, interrupt="retract")
+
+
+@pytest.mark.parametrize("interrupt", INTERRUPTS)
+def test_a_request_made_while_the_server_is_being_paused_waits_for_the_next_version(
+    folder: Path, interrupt: str
+) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        held = double.faults.hold_answer("/pause_generation")
+        pausing = asyncio.create_task(generator.pause())
+        await held.reached()
+        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=2)))
+        health = await generator.health()
+        while not health.num_waiting + health.num_running:
+            health = await generator.health()
+        assert (health.num_waiting, health.num_running) == (1, 0)
+        held.release()
+        await pausing
+        assert double.bodies("/generate") == []
+        await generator.resume(5)
+        await double.until(at_the_server(1))
+        await double.step(2)
+        check(await running, [5, 5])
+
+    run(use, folder, interrupt=interrupt)
+
+
+def test_an_abort_is_repeated_until_every_request_is_answered_and_pauses_only_then(folder: Path) -> None:
+    """One request runs; another was sent and reaches the server after the first abort."""
+
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        router = Router([generator])
+        first = asyncio.create_task(router.generate(request("first", max_new_tokens=5)))
+        await double.until(at_the_server(1))
+        await double.step(3)
+        late = double.faults.hold_call("/generate")
+        second = asyncio.create_task(router.generate(request("second", max_new_tokens=5)))
+        await late.reached()
+        pausing = asyncio.create_task(router.pause())
+        await double.until(lambda d: len(d.bodies("/abort_request")) > 1 or d.bodies("/pause_generation"))
+        assert not pausing.done() and not double.bodies("/pause_generation")
+        late.release()
+        await pausing
+        assert (await generator.health()).num_running == 0
+        await router.resume(1)
+        await double.until(at_the_server(2))
+        await double.step(5)
+        check(await first, [0] * 3 + [1] * 2)
+        check(await second, [1] * 5)
+
+    double = run(use, folder)
+    (pause,) = [call for call in double.calls if call.path == "/pause_generation"]
+    assert pause.num_requests == 0 and pause.body == {"mode": "in_place"}
+    assert all(body == {"abort_all": True} for body in double.bodies("/abort_request"))
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
+def test_a_request_that_reaches_a_paused_server_samples_with_the_next_version_alone(
+    folder: Path, interrupt: str
+) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        late = double.faults.hold_call("/generate")
+        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=2)))
+        await late.reached()
+        await generator.pause()
+        late.release()
+        await double.until(lambda d: d.bodies("/generate"))
+        await double.step(5)
+        await generator.resume(1)
+        await double.until(at_the_server(1))
+        await double.step(2)
+        check(await running, [1, 1])
+
+    run(use, folder, interrupt=interrupt)
+
+
+def test_a_shared_gpu_s_server_is_flushed_when_it_is_idle_and_before_it_is_paused(folder: Path) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=5)))
+        await double.until(at_the_server(1))
+        await double.step(1)
+        await generator.pause()
+        check(await running, [0])
+        await generator.release_memory(["kv_cache", "weights"])
+        await generator.resume_memory(["weights"])
+
+    double = run(use, folder, colocated=True)
+    paths = [call.path for call in double.calls if call.path not in ("/abort_request", "/generate")]
+    assert paths == [
+        "/continue_generation", "/flush_cache", "/pause_generation", "/release_memory_occupation",
+        "/resume_memory_occupation",
+    ]  # fmt: skip
+    assert double.bodies("/release_memory_occupation") == [{"tags": ["kv_cache", "weights"]}]
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_refused_update_is_an_error_that_names_server_path_and_message(folder: Path, status: int) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        await generator.pause()
+        for path, call in (
+            ("/update_weights_from_disk", lambda: generator.load_folder("/weights")),
+            ("/update_weights_from_tensor", lambda: generator.update_weights(WeightBucket(tensors=model.weights(1)))),
+            ("/weights_checker", generator.checksums),
+        ):
+            double.faults.refuse(path, "no room for it", status=status)
+            with pytest.raises(ServerError, match=rf"^generator-0: {path} failed \(HTTP {status}\): no room for it$"):
+                await call()
+
+    run(use, folder)
+
+
+def test_weights_are_not_changed_while_requests_may_be_sampled(folder: Path) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        for call in (
+            lambda: generator.load_folder("/weights"),
+            lambda: generator.update_weights(WeightBucket(tensors=model.weights(1))),
+            lambda: generator.release_memory(["weights"]),
+        ):
+            with pytest.raises(ValueError, match="needs pause"):
+                await call()
+
+    double = run(use, folder)
+    assert [call.path for call in double.calls] == ["/continue_generation"]
+
+
+def test_a_generator_that_could_not_go_on_keeps_its_version_and_its_requests(folder: Path) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        await generator.pause()
+        double.faults.refuse("/continue_generation", "still busy")
+        with pytest.raises(ServerError, match="still busy"):
+            await generator.resume(3)
+        assert (await generator.health()).version == 0
+        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
+        while not (await generator.health()).num_waiting:
+            await asyncio.sleep(0)
+        await generator.resume(4)
+        assert (await generator.health()).version == 4
+        await double.until(at_the_server(1))
+        await double.step()
+        check(await running, [4])
+
+    run(use, folder)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_checksums_are_in_the_order_of_tensor_parallel_ranks(folder: Path, backwards: bool) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        double.ranks_backwards = backwards
+        await generator.pause()
+        await generator.update_weights(WeightBucket(tensors=model.weights(1)))
+        expected = Parameters(model.weights(1), tp=2)
+        received = [{name: str(value) for name, value in rank.items()} for rank in await generator.checksums()]
+        assert received == [expected.checksums(0), expected.checksums(1)] and received[0] != received[1]
+
+    run(use, folder, tp=2)
