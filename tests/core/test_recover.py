@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from core import manifest
 from core.errors import LaunchError
 from core.manifest import DamagedError, verify
 from core.recover import RecoverError, RecoverStore, RunIdentity, RunState
@@ -265,3 +267,63 @@ def test_no_single_bit_of_manifest_and_marker_can_change_unnoticed(tmp_path: Pat
                 verify(tmp_path / "globalstep2")
         path.write_bytes(content)
         verify(tmp_path / "globalstep2")
+
+
+@pytest.mark.parametrize("num_bytes", [16, 21, 23], ids=["whole blocks", "a part of a block", "a part of a read"])
+def test_no_byte_of_a_file_of_several_blocks_can_change_unnoticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr(manifest, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(manifest, "_READ_BYTES", 4)
+    content = bytes(range(num_bytes))
+    weights = tmp_path / "weights"
+    weights.write_bytes(content)
+    manifest.seal(tmp_path)
+    for i in range(num_bytes):
+        weights.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
+        with pytest.raises(DamagedError, match="weights is damaged: its checksum differs"):
+            verify(tmp_path)
+    weights.write_bytes(content)
+    verify(tmp_path)
+
+
+def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[str, bytes] = {}  # content of each file, b"" of each folder, when it was last brought to the disk
+    before_rename: dict[str, bytes] = {}
+    fsync, rename = os.fsync, os.rename
+
+    def record_sync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[path.relative_to(tmp_path).as_posix()] = path.read_bytes() if path.is_file() else b""
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        before_rename.update(synced)
+        synced.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    (tmp_path / "actor" / "shards").mkdir(parents=True)
+    files = {"run.json": b"{}", "actor/config.json": b"{ }", "actor/shards/0.distcp": b"w" * 100}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    manifest.seal(tmp_path)
+    sealed = {name: (tmp_path / name).read_bytes() for name in ("manifest.json", "COMMITTED")}
+    expected = {**files, "manifest.json": sealed["manifest.json"], ".COMMITTED": sealed["COMMITTED"]}
+    assert before_rename == {**expected, ".": b"", "actor": b"", "actor/shards": b""}
+    assert list(synced) == ["."], "the marker's new name is in the folder"
+
+
+def test_a_sealed_folder_that_was_renamed_has_its_new_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: (rename(a, b), events.append(f"rename to {b}")))
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(f"sync {os.readlink(f'/proc/self/fd/{fd}')}"))
+    (tmp_path / "writing").mkdir()
+    manifest.move_into_place(tmp_path / "writing", tmp_path / "done")
+    assert events == [f"rename to {tmp_path / 'done'}", f"sync {tmp_path}"]
