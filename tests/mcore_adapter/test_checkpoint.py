@@ -9,6 +9,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
+from mcore_adapter import host_copy
 from mcore_adapter.checkpoint import copied_sizes
+from mcore_adapter.checkpoint_files import CopiedCheckpoint
 from mcore_adapter.checkpoint_outcome import wait_for_outcome
 
 TP2 = ParallelLayout(tp=2)
@@ -128,14 +131,21 @@ def test_under_its_own_layout_a_run_continues_bit_for_bit_random_states_included
 
 
 def background_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dtype: str) -> dict[str, Any]:
-    """As save_run, but the run goes on while the checkpoint is written; a second one follows in the same memory."""
-    with rank.joined(layout) as (parallel, device):
+    """As save_run, but nothing is written before the run has gone on; a second checkpoint follows in the same memory.
+    State is gathered in several chunks, the last of them smaller."""
+    trained, write = threading.Event(), CopiedCheckpoint.write
+    with (
+        rank.joined(layout) as (parallel, device),
+        mock.patch.object(CopiedCheckpoint, "write", lambda copied: trained.wait(60) and write(copied)),
+        mock.patch.object(host_copy, "_CHUNK_ELEMENTS", 10_000),
+    ):
         engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
         train(engine, 3)
         random.seed(rank.rank)
         engine.begin_save(path)
         result = {"draws": draws(), "steps": train(engine, 2)}
         dist.barrier()
+        trained.set()
         if rank.rank == 0:
             wait_for_outcome(Path(path), threading.Event())
         dist.barrier()
@@ -224,8 +234,6 @@ def test_a_background_write_that_fails_on_one_rank_is_told_to_who_waits(ranks, f
     ],
 )
 def test_a_writer_that_fails_on_a_full_disk_makes_room_to_say_so(tmp_path, monkeypatch, failure, told):
-    from mcore_adapter.checkpoint_files import CopiedCheckpoint
-
     path = tmp_path / "actor"
     path.mkdir()
     shard, write_bytes = path / "__0_0.distcp", Path.write_bytes

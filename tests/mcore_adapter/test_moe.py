@@ -262,3 +262,30 @@ def test_a_shared_prompt_counts_for_each_of_its_completions(ranks: RankPool, mod
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     for key in ("loss", "grad_norm", "moe_aux_loss"):
         assert one[key] == pytest.approx(many[key], rel=1e-5), key
+
+
+def skipped_run(rank: Rank, model: str) -> tuple[dict[str, float], bool, bool]:
+    """(a step whose gradient is not finite, whether it left the weights and biases, whether the next one did)"""
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        engine = make_engine(parallel, device, model, **BALANCED)
+
+        def exported() -> dict[str, torch.Tensor]:
+            return {k: v.clone() for bucket in engine.iter_hf_weights(1 << 20) for k, v in bucket.items()}
+
+        def unchanged(before: dict[str, torch.Tensor]) -> bool:
+            return all(torch.equal(before[name], tensor) for name, tensor in exported().items())
+
+        before = exported()
+        assert any(name.endswith("e_score_correction_bias") for name in before)
+        skipped = engine.train_step(
+            random_batch(), lambda output, fields: (output.logprobs.sum() * torch.nan, {}), max_tokens_per_mb=MAX_TOKENS
+        )
+        kept = unchanged(before)
+        engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)
+        return skipped, kept, unchanged(before)
+
+
+def test_a_skipped_update_leaves_the_correction_biases_where_they_are(ranks: RankPool, model_folders: Any) -> None:
+    ((skipped, kept, kept_by_the_next),) = ranks.run(skipped_run, 1, str(model_folders["deepseek_v3"][0]))
+    assert skipped["update_skipped"] == 1.0
+    assert kept and not kept_by_the_next
