@@ -273,3 +273,26 @@ def test_a_restored_buffer_hands_out_what_the_first_one_would_have() -> None:
         assert one.versions.tolist() == [-1, -1, 0]
         assert buffer.next_step == 1
         assert buffer.in_flight() == [2]
+
+
+def test_the_count_of_masked_tokens_goes_on_after_a_restart_and_leaves_out_what_was_not_trained() -> None:
+    async def main() -> None:
+        first = StalenessBuffer(endless(1), max_staleness=0, over_age="mask")
+        (answer,) = group(0, 0, 0, 0)
+        answer.loss_mask[3] = False  # between two turns
+        first.start(0, 0)
+        first.start(1, 0)
+        first.start(2, 0)
+        await first.put(2, group(2, 0))
+        await first.take(0)
+        await first.put(0, [answer])
+        ((masked,),) = await first.take(1)
+        assert not masked.loss_mask.any()
+        assert first.stats()["rollout/num_masked_tokens"] == 2
+        restored = StalenessBuffer(endless(1), max_staleness=0, over_age="mask")
+        restored.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+        await restored.put(1, group(1, 0, 0, 0, 2))
+        await restored.take(2)
+        assert restored.stats()["rollout/num_masked_tokens"] == 5
+
+    run_virtual(main())

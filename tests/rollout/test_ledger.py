@@ -6,12 +6,12 @@ import asyncio
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from simulated_sampling import make_dataset
+from virtual_clock import run_virtual, settle
 
 from rollout.ledger import PromptLedger, from_plain, to_plain
 from rollout.mock import MockGenerator
@@ -21,6 +21,7 @@ from rollout.types import Completion, GenerateRequest, Generator, Prompt, Sampli
 from rollout.workflow import build_trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=60)
+GROUP_SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=20)
 
 
 @pytest.fixture
@@ -29,8 +30,10 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def request(name: str, seed: int = 1, output: Completion | None = None) -> GenerateRequest:
-    return GenerateRequest(request_id=name, prompt_ids=[1, 2], sampling=SAMPLING, seed=seed, output=output)
+def request(
+    name: str, seed: int = 1, output: Completion | None = None, sampling: SamplingParams = SAMPLING
+) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt_ids=[1, 2], sampling=sampling, seed=seed, output=output)
 
 
 class Counting:
@@ -39,9 +42,12 @@ class Counting:
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
         self.given: list[int] = []
+        self.given_tokens: dict[int, list[int]] = {}  # by seed
 
     async def generate(self, asked: GenerateRequest) -> Completion:
-        self.given.append(0 if asked.output is None else len(asked.output.token_ids))
+        tokens = [] if asked.output is None else asked.output.token_ids.tolist()
+        self.given.append(len(tokens))
+        self.given_tokens[asked.seed] = tokens
         return await self.inner.generate(asked)
 
     def __getattr__(self, name: str) -> object:
@@ -117,17 +123,64 @@ def test_finished_requests_are_answered_and_running_ones_go_on(model: str) -> No
     asyncio.run(main())
 
 
-class GroupOfThree:
-    """Three requests a prompt, one after the other: a workflow of several turns."""
+def test_requests_of_a_group_that_are_sent_at_once_get_their_own_tokens_back(model: str) -> None:
+    """They differ in their seeds alone, and end in another order than they began."""
+    sampling = SamplingParams(max_new_tokens=60)
+    requests = [request(f"sample {seed}", seed, sampling=sampling) for seed in range(8)]
 
-    def __init__(self) -> None:
-        self.restarts = 0
+    async def main() -> None:
+        whole = [await MockGenerator(model).generate(r) for r in requests]
+        lengths = [len(completion.token_ids) for completion in whole]
+        assert lengths != sorted(lengths) and min(lengths) < 30 < max(lengths)
+        ledger = PromptLedger(MockGenerator(model, seconds_per_token=1.0))
+        sampled = asyncio.gather(*(ledger.generate(r) for r in requests))
+        await asyncio.sleep(30.5)
+        entries = ledger.entries(await ledger.partial())
+        sampled.cancel()
+        counting = Counting(MockGenerator(model))
+        again = PromptLedger(counting, entries)
+        found = await asyncio.gather(*(again.generate(r) for r in requests))
+        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in whole]
+        assert counting.given_tokens == {
+            seed: c.token_ids[:30].tolist() for seed, c in enumerate(whole) if len(c.token_ids) > 30
+        }
+
+    run_virtual(main())
+
+
+def test_tokens_that_a_request_came_with_are_kept_while_its_generator_reports_none(model: str) -> None:
+    async def main() -> None:
+        slow = MockGenerator(model, seconds_per_token=1.0)
+        before = PromptLedger(slow)
+        running = asyncio.create_task(before.generate(request("a")))
+        await asyncio.sleep(10.5)
+        entries = before.entries(await slow.partial())
+        running.cancel()
+        ledger = PromptLedger(slow, entries)
+        running = asyncio.create_task(ledger.generate(request("b")))
+        await asyncio.sleep(5.5)
+        ((_, kept),) = ledger.entries({})
+        assert len(kept.token_ids) == 10
+        ((_, more),) = ledger.entries(await slow.partial())
+        assert len(more.token_ids) == 15
+        running.cancel()
+
+    run_virtual(main())
+
+
+class GroupOfThree:
+    """Three requests a prompt: at once, as samples of a group are, or one after the other, as turns are."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
 
     async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-        parts = [
-            await generator.generate(replace(request(f"{prompt.index}/{i}"), seed=100 * prompt.index + i))
-            for i in range(3)
-        ]
+        seeds = [100 * prompt.index + i for i in range(3)]
+        requests = [request(f"{prompt.index}/{seed}", seed, sampling=GROUP_SAMPLING) for seed in seeds]
+        if self._at_once:
+            parts = await asyncio.gather(*(generator.generate(r) for r in requests))
+        else:
+            parts = [await generator.generate(r) for r in requests]
         return [build_trajectory(prompt, part, 1.0) for part in parts]
 
 
@@ -141,27 +194,32 @@ async def consumed(producer: RolloutProducer, generator: Counting, steps: Sequen
     return rows
 
 
-@pytest.mark.parametrize("generators", [1, 2])
-def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(model: str, generators: int) -> None:
-    def make(num_generators: int) -> tuple[RolloutProducer, Counting]:
-        mocks = [MockGenerator(model, seconds_per_token=0.0005) for _ in range(num_generators)]
-        counting = Counting(Router(mocks))
-        producer = RolloutProducer(
-            make_dataset(12), GroupOfThree(), counting, batch_size=2, max_staleness=2, in_order=True
-        )
-        return producer, counting
+def make_producer(
+    model: str, *, at_once: bool, num_generators: int = 1, **settings: int
+) -> tuple[RolloutProducer, Counting]:
+    mocks = [MockGenerator(model, seconds_per_token=1.0) for _ in range(num_generators)]
+    counting = Counting(Router(mocks))
+    workflow = GroupOfThree(at_once=at_once)
+    settings = {"batch_size": 2, "max_staleness": 2, **settings}
+    return RolloutProducer(make_dataset(12), workflow, counting, in_order=True, **settings), counting
 
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
+@pytest.mark.parametrize("generators", [1, 2])
+def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(
+    model: str, generators: int, at_once: bool
+) -> None:
     async def main() -> None:
-        producer, counting = make(1)
+        producer, counting = make_producer(model, at_once=at_once)
         async with producer:
             undisturbed = await consumed(producer, counting, range(4))
-        producer, counting = make(1)
+        producer, counting = make_producer(model, at_once=at_once)
         async with producer:
             before = await consumed(producer, counting, range(2))
-            await asyncio.sleep(0.04)
+            await asyncio.sleep(30.5)
             state = pickle.loads(pickle.dumps(await producer.state_dict()))
         assert any(state["in_flight"].values()), "something had tokens"
-        producer, counting = make(generators)
+        producer, counting = make_producer(model, at_once=at_once, num_generators=generators)
         producer.load_state_dict(state)
         await counting.resume(2)
         async with producer:
@@ -169,4 +227,24 @@ def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(mode
         assert before + after == undisturbed
         assert max(counting.given) > 0, "prompts under way went on with their tokens"
 
-    asyncio.run(main())
+    run_virtual(main())
+
+
+def test_a_checkpoint_soon_after_a_restart_has_the_tokens_of_what_has_not_begun_again(model: str) -> None:
+    def tokens(state: dict) -> dict[int, dict[bytes, list[int]]]:
+        return {p: {e["key"]: e["token_ids"].tolist() for e in found} for p, found in state["in_flight"].items()}
+
+    async def main() -> None:
+        producer, _ = make_producer(model, at_once=True)
+        async with producer:
+            await asyncio.sleep(10.5)
+            state = await producer.state_dict()
+        assert len(state["in_flight"]) == 6 and all(len(found) == 3 for found in state["in_flight"].values())
+        producer, _ = make_producer(model, at_once=True, max_in_flight=1)
+        producer.load_state_dict(state)
+        async with producer:
+            await settle()
+            assert producer.stats()["rollout/num_in_flight"] == 1
+            assert tokens(await producer.state_dict()) == tokens(state)
+
+    run_virtual(main())

@@ -229,6 +229,39 @@ def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt() 
     run_virtual(main())
 
 
+def test_a_prompt_that_begins_again_is_due_as_late_as_one_that_begins_then() -> None:
+    """Otherwise step 1 would wait for it: it began at version 0, which that step alone may train on."""
+
+    class FailsLate:
+        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+            began = version
+            if f"{prompt.query_id}@{prompt.epoch}" == fourth:
+                await asyncio.sleep(3.0 if began == 0 else 100.0)
+                if began == 0:
+                    raise ConnectionError("try again")
+            return [trajectory(prompt, np.array([began]))]
+
+    version, dataset = 0, make_dataset(20)
+    (fourth,) = names(dataset, [3])
+
+    async def main() -> None:
+        nonlocal version
+        async with make_producer(FailsLate(), batch_size=2, max_staleness=1) as producer:
+            taken = []
+            for step in range(3):
+                taken.append([group[0].query_id for group in await producer.take(step)])
+                began = asyncio.get_running_loop().time()
+                await asyncio.sleep(1.0)
+                version = step + 1
+                producer.set_version(version)
+                if step == 0:
+                    await asyncio.sleep(5.0)
+        assert taken == [names(dataset, [0, 1]), names(dataset, [2, 4]), names(dataset, [3, 5])]
+        assert 100 < began < 110
+
+    run_virtual(main())
+
+
 def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None:
     def failing_reward_parser(prompt: Prompt, calls: int) -> None:
         if prompt.index == 7:

@@ -21,7 +21,8 @@ from rollout.types import Prompt
 REPOSITORY = Path(__file__).parents[2]
 
 EVIL = """
-import ctypes, os, sys
+import ctypes, os, subprocess, sys
+from pathlib import Path
 from rollout.math_reward import UnparsableAnswerError
 
 def score(prompt, text):
@@ -57,6 +58,10 @@ def score(prompt, text):
         raise UnparsableAnswerError
     if text == "pid":
         return os.getpid()
+    if text.startswith("child "):
+        _, file, then = text.split(" ", 2)
+        Path(file).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        return score(prompt, then)
     return len(text)
 
 not_callable = 3
@@ -191,6 +196,31 @@ def wait_until_gone(pids: list[int]) -> list[int]:
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+@pytest.mark.parametrize("then", ["hang in C", "exit now", "four"])
+def test_what_a_reward_function_has_started_ends_with_its_worker(evil: str, tmp_path: Path, then: str) -> None:
+    """A worker is ended at the time limit, after a crash, and with its pool."""
+    file = tmp_path / "pid"
+
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(make_prompt(), f"child {file} {then}") == (4.0 if then == "four" else -1.0)
+        child = int(file.read_text())
+        assert is_alive(child) if then == "four" else not wait_until_gone([child])
+
+    with_pool(body, evil, num_workers=1, timeout_seconds=1.0)
+    assert not wait_until_gone([int(file.read_text())])
+
+
+@pytest.mark.parametrize("text", ["four", "raise"])
+def test_a_worker_that_is_idle_for_longer_than_the_limit_scores_the_next_answer(evil: str, text: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        worker = await pool.score(make_prompt(), "pid")
+        await pool.score(make_prompt(), text)
+        await asyncio.sleep(0.7)
+        assert await pool.score_many(make_prompt(), ["pid", "four"]) == [worker, 4.0]
+
+    with_pool(body, evil, num_workers=1, timeout_seconds=0.5)
 
 
 def test_closing_the_pool_ends_its_workers_and_cancels_what_waits(evil: str) -> None:

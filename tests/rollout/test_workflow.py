@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,13 @@ class ScriptedGenerator:
             versions=np.arange(5, 5 + len(tokens), dtype=np.int32),
             finish_reason=self._finish_reason,
         )
+
+
+class AllRight:
+    """A reward pool without processes."""
+
+    async def score_many(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
+        return [1.0] * len(texts)
 
 
 @pytest.fixture(scope="module")
@@ -115,16 +123,35 @@ def test_when_one_sample_fails_the_others_are_cancelled_and_the_error_is_raised(
     generator = ScriptedGenerator([1], [1], [1], fail_at=1)
 
     async def main() -> None:
-        async with RewardPool("math", num_workers=1) as pool:
-            workflow = SingleTurnMathWorkflow(
-                tokenizer=tokenizer, reward_pool=pool, sampling=SAMPLING, group_size=3, seed=1
-            )
-            with pytest.raises(ConnectionError, match="the server is gone"):
-                await workflow.run(make_prompt(), generator)
-            await asyncio.sleep(0.01)
+        workflow = SingleTurnMathWorkflow(
+            tokenizer=tokenizer, reward_pool=AllRight(), sampling=SAMPLING, group_size=3, seed=1
+        )
+        with pytest.raises(ConnectionError, match="the server is gone"):
+            await workflow.run(make_prompt(), generator)
+        await asyncio.sleep(0)
+        assert generator.cancelled == 2, "before the loop ends, which cancels whatever still runs"
 
     asyncio.run(main())
-    assert generator.cancelled == 2
+
+
+def test_the_requests_of_a_second_attempt_have_the_seeds_of_the_first_and_names_of_their_own(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """What the first attempt left behind in a generator may still run under its names."""
+    generator = ScriptedGenerator([1], [1], [1], [1])
+
+    async def main() -> None:
+        workflow = SingleTurnMathWorkflow(
+            tokenizer=tokenizer, reward_pool=AllRight(), sampling=SAMPLING, group_size=2, seed=1
+        )
+        for _ in range(2):
+            await workflow.run(make_prompt(), generator)
+
+    asyncio.run(main())
+    first, second = generator.requests[:2], generator.requests[2:]
+    assert [request.seed for request in first] == [request.seed for request in second]
+    assert len({request.request_id for request in generator.requests}) == 4
+    assert first[0].group_id == first[1].group_id != second[0].group_id == second[1].group_id
 
 
 def test_an_aborted_completion_is_an_error_that_names_the_router() -> None:
