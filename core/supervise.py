@@ -149,14 +149,12 @@ def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int
     reading, attempt.pipe = os.pipe()
     begin, parent = time.monotonic(), os.getpid()
     with _Forwarding() as forwarding:
-        child = os.fork()
+        child = forwarding.fork()
         if child == 0:
-            forwarding.restore()
             os.close(reading)
             os.setpgid(0, 0)  # Ctrl-C comes from the parent, once
             _die_with(parent)
             return None
-        forwarding.to(child)
         os.close(attempt.pipe)
         attempt.pipe = None
         with os.fdopen(reading, "rb") as pipe:
@@ -253,11 +251,21 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
         """Whether there was one."""
         return bool(self._numbers)
 
-    def to(self, child: int) -> None:
-        """The process that they go to from now on, and those that came already."""
-        self._child = child
-        for number in self._numbers:
-            os.kill(child, number)
+    def fork(self) -> int:
+        """os.fork(): the signals go to the child from now on, those that came already included. Both are blocked until
+        the child has its own handlers: in those that it inherits a signal would be lost."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
+        try:
+            child = os.fork()
+            if child == 0:
+                self.restore()
+            else:
+                self._child = child
+                for number in self._numbers:
+                    os.kill(child, number)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return child
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._numbers.append(number)

@@ -101,18 +101,41 @@ def attempt(self):
     assert run(body, retries=1)[0] == DONE
 
 
-def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_begins() -> None:
-    body = """
+@pytest.mark.parametrize("child", ["sleep 2 & echo $!; wait", "sleep 2 & echo $!"], ids=["waits", "is gone"])
+def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_begins(tmp_path: Path, child: str) -> None:
+    """Not even what a process of the attempt has started, whether that one still waits for it or is gone."""
+    body = f"""
+import psutil
+file = Path({str(tmp_path)!r}) / "pid"
+
 def attempt(self):
     if self.number == 1:
-        child = subprocess.Popen(["sh", "-c", "sleep 0.7 & wait"], start_new_session=True)
-        time.sleep(0.3)
+        child = subprocess.Popen(["sh", "-c", {child!r}], start_new_session=True, stdout=subprocess.PIPE)
+        file.write_bytes(child.stdout.readline())
         os.kill(os.getpid(), signal.SIGKILL)
-    import psutil
-    return len([p for p in psutil.process_iter(["name", "ppid"]) if p.info["name"] == "sleep"
-                and p.info["ppid"] == os.getppid()])
+    return int(psutil.pid_exists(int(file.read_text())))
 """
     assert run(body, retries=1)[0] == DONE
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(end: int) -> None:
+    body = f"""
+fork = os.fork
+
+def interrupted_fork():
+    os.kill(os.getpid(), {int(end)})
+    return fork()
+
+os.fork = interrupted_fork
+
+def attempt(self):
+    time.sleep(5)
+    print("came to its end")
+    return 0
+"""
+    code, said = run(body, retries=2)
+    assert code == INTERRUPTED and "came to its end" not in said
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
