@@ -55,6 +55,15 @@ def test_a_whole_server_stays_on_one_node_and_its_slots_are_neighbours() -> None
     ]
 
 
+def test_the_context_parallel_ranks_of_a_replica_keep_to_one_node() -> None:
+    # In a row, the second replica would be GPU 4 of node 0 with 0 to 2 of node 1.
+    order = Cluster(4, 5).whole().order(ParallelLayout(dp=5, cp=4), generator=False)
+    assert order[:16] == [*range(0, 4), *range(5, 9), *range(10, 14), *range(15, 19)]
+    # The generator could have all of node 0 but two GPUs; each node gives it two instead.
+    generator, trainer = split(Cluster(2, 6), ParallelLayout(dp=4), ParallelLayout(dp=2, cp=2, tp=2))
+    assert generator.gpus == ((0, 2), (0, 2)) and trainer.gpus == ((2, 6), (2, 6))
+
+
 def test_roles_with_other_layouts_keep_their_groups_whole_on_the_trainers_slots() -> None:
     allocation = parse("sglang.d12+actor_train:d6m2,ref_inf:d3m4", n_nodes=4, n_gpus_per_node=6)
     for role in MEGATRON_ROLES:
@@ -102,3 +111,15 @@ def test_a_colocated_role_crosses_no_more_than_the_nodes_force(layout: ParallelL
     assert sorted(order) == list(range(layout.world_size))
     whole_groups = n_nodes * (per_node // layout.tp)
     assert crossings(order, layout.tp, per_node) == layout.dp * layout.pp - whole_groups
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
+def test_colocated_replicas_cross_no_more_than_the_nodes_force(dp: int, tp: int, cp: int, per_node: int) -> None:
+    layout = ParallelLayout(dp=dp, tp=tp, cp=cp)
+    n_nodes = layout.world_size // per_node
+    if n_nodes * per_node != layout.world_size:
+        n_nodes, per_node = 1, layout.world_size
+    order = Cluster(n_nodes, per_node).whole().order(layout, generator=False)
+    assert sorted(order) == list(range(layout.world_size))
+    assert crossings(order, tp * cp, per_node) == dp - n_nodes * (per_node // (tp * cp))

@@ -240,6 +240,16 @@ def test_values_may_come_from_the_environment_and_from_other_keys(
     assert config.wandb.name == "${x}"
 
 
+def test_an_environment_variable_that_is_empty_is_an_empty_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    config = load(
+        tmp_path, SMALLEST_PPO, "wandb.name=${oc.env:EMPTY,other}", "wandb.project=a${oc.env:EMPTY}b", "wandb.group=x"
+    )
+    assert (config.wandb.name, config.wandb.project) == ("", "ab")
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

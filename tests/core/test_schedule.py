@@ -3,6 +3,8 @@
 import json
 from dataclasses import asdict
 
+import pytest
+
 from core.config_runtime import ExperimentSaveEvalControl
 from core.housekeeping import Actions, Housekeeping
 from core.monitor import StepTimer
@@ -27,6 +29,23 @@ def test_an_epoch_has_a_smaller_last_batch_and_positions_count_from_one() -> Non
     assert (schedule.steps_per_epoch, schedule.total_steps) == (3, 6)
     assert [schedule.position(s) for s in (1, 3, 4, 6)] == [(1, 1), (1, 3), (2, 1), (2, 3)]
     assert Schedule(num_prompts=10, batch_size=4, total_epochs=2, total_steps_limit=5).total_steps == 5
+
+
+@pytest.mark.parametrize(("num_prompts", "batch_size"), [(10, 4), (12, 5), (7, 7), (5, 8), (9, 1)])
+def test_a_number_of_prompts_is_the_step_that_skips_none_of_them(num_prompts: int, batch_size: int) -> None:
+    """As after a change of the batch size: what is left over of a batch is trained once more."""
+    schedule = Schedule(num_prompts=num_prompts, batch_size=batch_size, total_epochs=3)
+    consumed = [schedule.consumed_before(step) for step in range(schedule.total_steps + 1)]
+    for trained in range(2 * num_prompts + 1):
+        assert schedule.step_at(trained) == max(step for step, n in enumerate(consumed) if n <= trained)
+
+
+@pytest.mark.parametrize(
+    ("total", "benchmark", "steps"), [(5, 3, 3), (3, 5, 3), (5, None, 5), (None, 5, 5), (None, None, 8), (9, 9, 8)]
+)
+def test_the_shortest_of_all_limits_ends_the_run(total: int | None, benchmark: int | None, steps: int) -> None:
+    control = ExperimentSaveEvalControl(total_train_epochs=2, total_train_steps=total, benchmark_steps=benchmark)
+    assert Schedule.from_control(control, num_prompts=16, batch_size=4).total_steps == steps
 
 
 def test_the_recover_rule_of_the_tutorial_first_after_step_two_then_by_seconds() -> None:
@@ -54,14 +73,38 @@ def test_the_last_step_is_due_whenever_any_is() -> None:
 
 
 class Store:
-    """Keeps the state of the last recover checkpoint."""
+    """Keeps the state of the last recover checkpoint; `error` is that of a write that has failed since."""
 
     state = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+    error: OSError | None = None
 
-    def raise_if_failed(self) -> None: ...
+    def raise_if_failed(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def begin(self, state: RunState, *args: object, began: float) -> None:
         self.state = RunState(**json.loads(json.dumps(asdict(state))))
+
+
+def make_housekeeping(
+    store: Store, *, evaluated: list[int] | None = None, saved: list[str] | None = None
+) -> Housekeeping:
+    return Housekeeping(
+        schedule=Schedule(num_prompts=1000, batch_size=1, total_epochs=1),
+        control=ExperimentSaveEvalControl(
+            eval_freq_steps=3, save_freq_steps=4, save_freq_epochs=None, ckpt_freq_steps=3
+        ),
+        actions=Actions(
+            tell_step=lambda step: None,
+            evaluate=([] if evaluated is None else evaluated).append,
+            save_model=([] if saved is None else saved).append,
+            begin_save=lambda folder: lambda stop: None,
+            rollout_state=lambda: None,
+            driver_state=lambda: (0.0, {"value_norm": {}}),
+        ),
+        recover=store,  # type: ignore[arg-type]
+        start=store.state,
+    )
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_have() -> None:
@@ -69,28 +112,25 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
     evaluated: list[int] = []
     saved: list[str] = []
     for last in (6, 10):  # the second run begins at step 5
-        housekeeping = Housekeeping(
-            schedule=Schedule(num_prompts=1000, batch_size=1, total_epochs=1),
-            control=ExperimentSaveEvalControl(
-                eval_freq_steps=3, save_freq_steps=4, save_freq_epochs=None, ckpt_freq_steps=3
-            ),
-            actions=Actions(
-                tell_step=lambda step: None,
-                evaluate=evaluated.append,
-                save_model=saved.append,
-                begin_save=lambda folder: lambda stop: None,
-                rollout_state=lambda: None,
-                driver_state=lambda: (0.0, {"value_norm": {}}),
-            ),
-            recover=store,  # type: ignore[arg-type]
-            start=store.state,
-        )
+        housekeeping = make_housekeeping(store, evaluated=evaluated, saved=saved)
         for step in range(store.state.step + 1, last + 1):
             housekeeping.after_step(step, timer)
             housekeeping.after_report(step, timer)
     assert evaluated == [3, 6, 6, 9]
     assert [name.partition("global")[2] for name in saved] == ["step4", "step8"]
     assert store.state.step == 8 and store.state.extra["value_norm"] == {}
+
+
+def test_a_checkpoint_that_failed_ends_the_run_after_the_next_step_though_none_is_due() -> None:
+    store, timer = Store(), StepTimer(lambda phase: None)
+    housekeeping = make_housekeeping(store)
+    for step in (1, 2):
+        housekeeping.after_report(step, timer)
+    assert store.state.step == 2
+    store.error = OSError("No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        housekeeping.after_report(3, timer)
+    assert store.state.step == 2
 
 
 def test_seconds_since_something_was_due_count_on() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +50,20 @@ def test_any_plan_is_a_partition_that_fits_with_equal_counts(
 def test_there_are_few_more_microbatches_than_the_tokens_demand(seq_lens, dp):
     count = len(plan_microbatches(seq_lens, dp=dp, max_tokens_per_mb=CAPACITY)[0])
     assert dp * (count - 1) <= 2 * sum(seq_lens) / CAPACITY + 1
+
+
+halves = st.lists(st.sampled_from([1, 2, 4, 8, 16, 32, 64]), min_size=1, max_size=80)
+
+
+@settings(max_examples=300, deadline=None)
+@given(halves, st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))
+def test_sequences_that_fill_microbatches_without_a_gap_get_the_fewest(seq_lens, dp, min_microbatches, multiple_of):
+    """Powers of two pack without loss: the tokens, or what a pipeline asks for, set the number."""
+    plan = plan_microbatches(
+        seq_lens, dp=dp, max_tokens_per_mb=CAPACITY, min_microbatches=min_microbatches, multiple_of=multiple_of
+    )
+    fewest = max(math.ceil(sum(seq_lens) / (dp * CAPACITY)), min(min_microbatches, len(seq_lens) // dp))
+    assert len(plan[0]) == math.ceil(fewest / multiple_of) * multiple_of
 
 
 @settings(max_examples=200, deadline=None)

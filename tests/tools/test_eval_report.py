@@ -31,8 +31,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int, c: int, k
 
 
 def test_pass_at_k_wants_k_samples() -> None:
-    with pytest.raises(ValueError, match="pass@8 of 4 samples"):
-        pass_at_k(4, 1, 8)
+    for num_samples in (4, 7):
+        with pytest.raises(ValueError, match=f"pass@8 of {num_samples} samples"):
+            pass_at_k(num_samples, 1, 8)
 
 
 def test_a_row_of_the_table_averages_over_questions() -> None:
@@ -44,6 +45,18 @@ def test_a_row_of_the_table_averages_over_questions() -> None:
     assert result.sample_length == 15.0
     assert result.pass_at == {1: 25.0, 8: 50.0}
     assert list(result.values().values()) == ["d", 2, 20.0, 15.0, 50.0, 25.0, 50.0, None]
+
+
+@pytest.mark.parametrize(
+    ("samples", "columns"),
+    [((7, 7), {1}), ((8, 7), {1}), ((8, 8), {1, 8}), ((15, 16), {1, 8}), ((16, 16), {1, 8, 16})],
+)
+def test_pass_at_k_is_in_the_table_when_every_question_has_k_samples(
+    samples: tuple[int, ...], columns: set[int]
+) -> None:
+    answers = [answer(f"q{i}", 1.0) for i in range(len(samples))]
+    answers += [answer(f"q{i}", 1.0, number=j) for i, n in enumerate(samples) for j in range(n)]
+    assert summarise("d", answers).pass_at == dict.fromkeys(columns, 100.0)
 
 
 def test_the_table_looks_as_the_tutorials() -> None:
