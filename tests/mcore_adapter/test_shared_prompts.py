@@ -93,10 +93,11 @@ def test_gradients_of_shared_rows_are_the_sum_over_what_they_stand_for() -> None
 
 
 def test_a_prompt_of_very_many_completions_gets_all_of_their_gradients_in_bfloat16() -> None:
+    """A number a row: where a row is a vector, index_add_ on the CPU does not round every sum."""
     batch = grouped_batch([[1]], [(0, [2, 3])] * 400)
     batch = replace(batch, loss_mask=batch.token_ids > 1)
     params = pack_microbatch(batch, range(400), PackingLayout(share_prompts=True), device=CPU).packed_seq_params
-    x = torch.zeros(401, 1, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.zeros(401, dtype=torch.bfloat16, requires_grad=True)
     params.to_sequences(x).sum().backward()
     assert x.grad[0].item() == 400
 
