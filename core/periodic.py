@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.monitor import StepTimer
-from core.recover import RecoverStore, RunState, WaitWritten
+from core.monitoring.monitor import StepTimer
+from core.recovery.recover import RecoverStore, RunState, WaitWritten
 from core.schedule import DueTimer, Frequency, Schedule
 
 if TYPE_CHECKING:
-    from core.config_runtime import ExperimentSaveEvalControl
+    from core.config.runtime import ExperimentSaveEvalControl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The command line: `python -m core.quickstart {ppo-math,sft} --config X.yaml [a.b.c=value ...] [--dry-run] [--help]`.
 
-Reads and checks everything, says what it is going to do, then hands over to core/ppo.py or core/sft.py. Invariant:
+Reads and checks everything, says what it is going to do, then hands over to core/experiments/ppo.py or core/experiments/sft.py. Invariant:
 until then nothing is written and no process started, and neither torch nor Ray is imported; bad input ends with exit
 code 2 and one message on stderr.
 """
@@ -19,17 +19,17 @@ from rich.console import Console
 from rich.table import Table
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationRow
-from core.checks import run_checks
-from core.config import EXPERIMENTS, ExperimentConfig, PPOMATHConfig
-from core.config_allocation import resolve_allocation
-from core.config_base import ConfigError
-from core.config_load import LoadedConfig, load_config
-from core.config_rules import cautions
-from core.config_show import help_text, ignored_lines, listing
+from core.config.allocation import resolve_allocation
+from core.config.base import ConfigError
+from core.config.checks import run_checks
+from core.config.experiments import EXPERIMENTS, ExperimentConfig, PPOMATHConfig
+from core.config.load import LoadedConfig, load_config
+from core.config.rules import cautions
+from core.config.show import help_text, ignored_lines, listing
 from core.errors import first_line, is_of_disk
-from core.logs import log_to_terminal
+from core.monitoring.logs import log_to_terminal
 from core.paths import RunningError, RunPaths, sole_run
-from core.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
+from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 
 logger = logging.getLogger("quickstart")
 
@@ -150,11 +150,11 @@ def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attemp
 def _run(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
     # Not before the checks have passed: these modules import torch and Ray, which takes seconds.
     if isinstance(config, PPOMATHConfig):
-        from core.ppo import run_ppo
+        from core.experiments.ppo import run_ppo
 
         run_ppo(config, paths, console, attempt)
     else:
-        from core.sft import run_sft
+        from core.experiments.sft import run_sft
 
         run_sft(config, paths, console, attempt)
 

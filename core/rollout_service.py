@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from core.batch import RolloutBatch, pack_trajectories
-from rollout.buffer import OverAge
-from rollout.dataset import PromptDataset
+from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from rollout.data.prompts import PromptDataset
 from rollout.evaluation import end_token_ids
+from rollout.experience.buffer import OverAge
+from rollout.inference.router import Router
 from rollout.producer import RolloutProducer
-from rollout.reward import RewardPool
-from rollout.router import Router
+from rollout.rewards.pool import RewardPool
 from rollout.types import GenerateRequest, Generator, Prompt, SamplingParams
-from rollout.workflow import make_workflow
+from rollout.workflows.single_turn import make_workflow
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from core.config_runtime import ExperimentSaveEvalControl
+    from core.config.runtime import ExperimentSaveEvalControl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
-from core.batch import RolloutBatch
-from core.losses import KLEstimator, kl_estimate, ppo_loss, value_loss
-from core.memory import MemoryLimits
-from core.monitor import Monitor, StepTimer
-from core.recover import RunState
+from core.algorithms.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
+from core.algorithms.losses import KLEstimator, kl_estimate, ppo_loss, value_loss
+from core.data.rollout_batch import RolloutBatch
+from core.monitoring.monitor import Monitor, StepTimer
+from core.recovery.memory import MemoryLimits
+from core.recovery.recover import RunState
 from core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from core.config import PPOMATHConfig
-    from core.housekeeping import Housekeeping
-    from core.launch import RolloutClient, TrainerGroup
-    from core.losses import LossFn
-    from core.push import RunPush
-    from mcore_adapter.batch import PackedBatch
+    from core.algorithms.losses import LossFn
+    from core.config.experiments import PPOMATHConfig
+    from core.launch.cluster import RolloutClient, TrainerGroup
+    from core.periodic import Housekeeping
+    from core.weight_sync.base import RunPush
+    from mcore_adapter.data.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mcore_adapter.data.packing import PackedMicrobatch
 from mcore_adapter.device import Device
-from mcore_adapter.hf_config import ModelConfig
-from mcore_adapter.megatron_config import Recompute, transformer_config
+from mcore_adapter.models.transformer_config import Recompute, transformer_config
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
-from mcore_adapter.packing import PackedMicrobatch
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import OptimizerSettings
+from model_specs.hf_config import ModelConfig
 
 
 class BareLoop:

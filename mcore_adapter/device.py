@@ -72,11 +72,11 @@ def get_device(kind: DeviceKind = "auto") -> Device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
-        from mcore_adapter.device_cpu import CpuDevice
+        from mcore_adapter.cpu.device import CpuDevice
 
         return CpuDevice()
     if kind == "cuda":
-        from mcore_adapter.device_cuda import CudaDevice
+        from mcore_adapter.cuda.device import CudaDevice
 
         return CudaDevice()
     raise ValueError(f"device={kind!r} must be one of auto, cpu, cuda")

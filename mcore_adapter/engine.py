@@ -18,24 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allocation.strain import strain
-from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
-from mcore_adapter.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
+from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
+from mcore_adapter.checkpoint.host_copy import HostCopy
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.microbatch import Microbatch, check_longest, plan_microbatches
+from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_microbatch
+from mcore_adapter.data.shared_prompts import prompt_units
 from mcore_adapter.device import Device
-from mcore_adapter.families import HF_VALUE_HEAD
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
-from mcore_adapter.hf_config import ModelConfig, read_config
-from mcore_adapter.host_copy import HostCopy
-from mcore_adapter.microbatch import Microbatch, check_longest, plan_microbatches
-from mcore_adapter.model import FP8_ROWS, build_model, lm_head_weight
-from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
-from mcore_adapter.out_of_memory import MemoryGuard, PassSizes
-from mcore_adapter.packing import PackedMicrobatch, PackingLayout, pack_microbatch
-from mcore_adapter.parallel import ParallelState
-from mcore_adapter.router import Balance, finish_update, forget_counts
-from mcore_adapter.safetensors_folder import SafetensorsFolder
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
-from mcore_adapter.shared_prompts import prompt_units
-from mcore_adapter.weights import (
+from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
+from mcore_adapter.hf.weights import (
     ExportPlan,
     init_from_scratch,
     load_hf_weights,
@@ -43,6 +35,14 @@ from mcore_adapter.weights import (
     run_export,
     save_hf,
 )
+from mcore_adapter.models.families import HF_VALUE_HEAD
+from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
+from mcore_adapter.models.router import Balance, finish_update, forget_counts
+from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
+from mcore_adapter.out_of_memory import MemoryGuard, PassSizes
+from mcore_adapter.parallel import ParallelState
+from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from model_specs.hf_config import ModelConfig, read_config
 
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask") -> (loss, metrics), all of them sums over the trained tokens."""

@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from mcore_adapter.data.packing import PackedMicrobatch
 from mcore_adapter.logprobs import linear_logprobs
-from mcore_adapter.packing import PackedMicrobatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def linear_logprobs(
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities")
     if weight.is_cuda and hidden.dtype == weight.dtype:
-        from mcore_adapter.device_cuda_head import FusedLogprobs, chunk_tokens_for
+        from mcore_adapter.cuda.lm_head import FusedLogprobs, chunk_tokens_for
 
         logprobs, entropy = FusedLogprobs.apply(
             hidden, weight, targets, temperature, chunk_tokens or chunk_tokens_for(weight), tp_group, _combine

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_adapter.hf_values import ModelConfigError, number, positive, require
-from mcore_adapter.moe_config import MLAConfig, MoEConfig, parse_mla, parse_moe
-from mcore_adapter.rope_config import Llama3RopeScaling, RopeScaling, parse_rope
+from model_specs.moe import MLAConfig, MoEConfig, parse_mla, parse_moe
+from model_specs.rope import Llama3RopeScaling, RopeScaling, parse_rope
+from model_specs.values import ModelConfigError, number, positive, require
 
 __all__ = ["SUPPORTED", "Llama3RopeScaling", "ModelConfig", "ModelConfigError", "parse_config", "read_config"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_adapter.hf_values import ModelConfigError, number, positive, require
+from model_specs.values import ModelConfigError, number, positive, require
 
 MOE_TYPES = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 MLA_TYPES = ("deepseek_v2", "deepseek_v3")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_adapter.hf_values import ModelConfigError, json_object, number, positive
+from model_specs.values import ModelConfigError, json_object, number, positive
 
 _DEFAULT_ROPE_THETA = 10_000.0
 _CONTEXT = "original_max_position_embeddings"

@@ -1,4 +1,4 @@
-"""Samples answers to a benchmark's questions and keeps them in a file: what tools/eval.py drives.
+"""Samples answers to a benchmark's questions and keeps them in a file: what tools/eval/__main__.py drives.
 
 One line of the file is one answer, written when it is judged, so that whatever ends an evaluation costs the answers
 under way and nothing else. Invariant: within its set an answer is named by (query_id, mode, number) and its seed is a
@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from rollout.dataset import Tokenizer
-from rollout.math_answers import extracted_answer
-from rollout.reward import RewardPool
+from rollout.data.prompts import Tokenizer
+from rollout.rewards.math_answers import extracted_answer
+from rollout.rewards.pool import RewardPool
 from rollout.types import FinishReason, GenerateRequest, Generator, Prompt, SamplingParams
-from rollout.workflow import sample_seed
+from rollout.workflows.single_turn import sample_seed
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
 a request of another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
 Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, over failures and
-restarts; how old it may be then is the buffer's business (rollout/buffer.py).
+restarts; how old it may be then is the buffer's business (rollout/experience/buffer.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout.buffer import Group, OverAge, StalenessBuffer, StepSchedule
-from rollout.dataset import PromptDataset
-from rollout.dataset_rows import DatasetError
+from rollout.data.prompts import PromptDataset
+from rollout.data.rows import DatasetError
+from rollout.experience.buffer import Group, OverAge, StalenessBuffer, StepSchedule
 from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
 from rollout.types import Generator, Prompt, Trajectory, Workflow
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EXPERIMENTS
-from core.config_base import Section, fields_by_key, sub_section
+from core.config.base import Section, fields_by_key, sub_section
+from core.config.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 READERS = ("allocation", "rollout", "mcore_adapter", "core", "tools")

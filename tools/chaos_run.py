@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 import yaml
 
-from core.launch_guard import shared_inodes, unused_shared_memory
-from tools.demo_data import make_tokenizer, write_jsonl
+from core.launch.watchdog import shared_inodes, unused_shared_memory
+from tools.demo.data import make_tokenizer, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {
@@ -130,7 +130,7 @@ def _config(trial: Trial) -> dict:
         "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
-        "reward": {"function": "tools.bench_reward:coin_reward", "num_workers": 1},
+        "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
         "exp_ctrl": {
             "total_train_epochs": -(-trial.steps // 10), "total_train_steps": trial.steps, "ckpt_freq_steps": 1
         },

@@ -102,7 +102,7 @@ def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
 def _check_seal(source: Path) -> None:
     """Raises ValueError unless the engine's files are those with which its recover checkpoint was sealed. A checkpoint
     outside of one has no seal."""
-    from core.manifest import MANIFEST, MARKER, DamagedError, verify
+    from core.recovery.manifest import MANIFEST, MARKER, DamagedError, verify
 
     step = source.absolute().parent
     if not any((step / name).exists() for name in (MANIFEST, MARKER)):
@@ -130,7 +130,7 @@ def _check_target(target: Path, sources: Sequence[Path], *, overwrite: bool) -> 
     if any(target.iterdir()) and not overwrite:
         raise FileExistsError(f"--output_path={target} exists and is not empty; name a new folder or add --overwrite")
 
-    from mcore_adapter.safetensors_folder import check_replaceable
+    from mcore_adapter.hf.safetensors_folder import check_replaceable
 
     try:
         check_replaceable(place)
@@ -139,7 +139,7 @@ def _check_target(target: Path, sources: Sequence[Path], *, overwrite: bool) -> 
     if not any(target.iterdir()):
         return
 
-    from mcore_adapter.streaming import why_no_conversion
+    from mcore_adapter.checkpoint.streaming import why_no_conversion
 
     reason = why_no_conversion(target)
     if reason is not None:
@@ -162,9 +162,7 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
     """Write the output. Raises _DifferentError if a check finds that it differs."""
     from allocation import ParallelLayout
     from allocation.grammar import parse_layout
-    from mcore_adapter.hf_config import read_config
-    from mcore_adapter.safetensors_folder import SafetensorsFolder, replacing_folder, tokenizer_bytes
-    from mcore_adapter.streaming import (
+    from mcore_adapter.checkpoint.streaming import (
         CORRECTION_BIAS,
         ModelFile,
         checkpoint_to_hf,
@@ -175,6 +173,8 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
         open_checkpoint,
         open_folder,
     )
+    from mcore_adapter.hf.safetensors_folder import SafetensorsFolder, replacing_folder, tokenizer_bytes
+    from model_specs.hf_config import read_config
 
     if args.layout and not args.to_megatron:
         raise ValueError(f"--layout={args.layout} goes with --to-megatron; a checkpoint of any layout can be read")

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tools.demo_data import save_model, write_jsonl
+from tools.demo.data import save_model, write_jsonl
 
 Curve = list[dict[str, str]]
 """One dict for each step: metric -> float.hex()."""

@@ -21,7 +21,7 @@ _LABEL_HEIGHT = 0.12
 def draw_run(picture: Path, metrics: Path, *, title: str) -> None:
     """Write a PNG of a PPO run's metrics.jsonl; its rewards are those of the math reward, RIGHT or WRONG. Raises
     ValueError where it has no step or no evaluation."""
-    from rollout.math_reward import RIGHT, WRONG
+    from rollout.rewards.math import RIGHT, WRONG
 
     try:
         rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollout.dataset_rows import scan_rows
+from rollout.data.rows import scan_rows
 
 PAD, EOS = "<pad>", "<eos>"
 

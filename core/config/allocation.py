@@ -15,9 +15,9 @@ from allocation import (
     parse,
     parse_device_mappings,
 )
-from core.config import ExperimentConfig, PPOMATHConfig
-from core.config_models import GenerationRoleConfig
-from rollout.sglang_gpus import query_gpus
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.models import GenerationRoleConfig
+from rollout.inference.sglang.gpus import query_gpus
 
 _BY_MAPPING = ("", "manual")
 

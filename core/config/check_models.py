@@ -1,6 +1,6 @@
 """Is a folder a model that can be trained? Looked at from outside: config.json, file sizes, safetensors headers.
 
-Standard library and mcore_adapter/hf_config.py only, and no tensor is read: a folder of many GB takes milliseconds.
+Standard library and model_specs/hf_config.py only, and no tensor is read: a folder of many GB takes milliseconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_adapter.hf_config import ModelConfig, ModelConfigError, read_config
+from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

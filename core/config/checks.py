@@ -17,19 +17,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationError, model_errors
-from core.check_models import ModelFolderError, read_model_folder
-from core.config import ExperimentConfig, PPOMATHConfig
-from core.config_allocation import resolve_allocation, uses_gpus
-from core.config_base import Problem
-from core.config_models import ModelTrainEvalConfig
+from core.config.allocation import resolve_allocation, uses_gpus
+from core.config.base import Problem
+from core.config.check_models import ModelFolderError, read_model_folder
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.models import ModelTrainEvalConfig
+from core.data.answer_rows import read_pairs
 from core.paths import RunPaths
-from core.sft_rows import read_pairs
-from mcore_adapter.hf_config import SUPPORTED, ModelConfig
-from rollout.dataset_rows import DatasetError, scan_rows
+from model_specs.hf_config import SUPPORTED, ModelConfig
+from rollout.data.rows import DatasetError, scan_rows
+from rollout.inference.sglang.gpus import check_gpus
 from rollout.plugins import PluginError, load_plugin
-from rollout.reward import REWARDS
-from rollout.sglang_gpus import check_gpus
-from rollout.workflow import check_workflow
+from rollout.rewards.pool import REWARDS
+from rollout.workflows.single_turn import check_workflow
 
 
 @dataclass(frozen=True, kw_only=True)

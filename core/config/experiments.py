@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
-from core.config_base import Section, key, section
-from core.config_models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig
-from core.config_ppo import (
+from core.config.base import Section, key, section
+from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig
+from core.config.ppo import (
     AlgorithmConfig,
     PPOHyperparameters,
     PromptAnswerDatasetConfig,
     PromptOnlyDatasetConfig,
     StalenessConfig,
 )
-from core.config_runtime import (
+from core.config.push import PushConfig
+from core.config.runtime import (
     DeadlineConfig,
     EvaluationConfig,
     ExperimentSaveEvalControl,
@@ -30,7 +31,6 @@ from core.config_runtime import (
     WandBConfig,
     WorkflowConfig,
 )
-from core.push_config import PushConfig
 
 _DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"

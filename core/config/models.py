@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from core.config_base import Section, key, section
+from core.config.base import Section, key, section
 
 Dtype = Literal["float32", "bfloat16"]
 FlagValue = bool | int | float | str | list[int] | None

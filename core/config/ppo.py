@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config_base import Section, key, section
+from core.config.base import Section, key, section
 
 
 class PromptOnlyDatasetConfig(Section):

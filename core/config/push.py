@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from allocation import Allocation
-from core.config_base import Section, key
+from core.config.base import Section, key
 
 PushType = Literal["local", "nccl", "ipc", "disk"]
 Verify = Literal["never", "first", "always"]

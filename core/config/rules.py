@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from allocation import TRAINER_ROLE, Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from allocation.plan import SAME_WEIGHTS
-from core.config import ExperimentConfig, PPOMATHConfig
-from core.config_allocation import placed_roles, resolve_allocation, uses_gpus
-from core.config_models import GenerationRoleConfig, ModelTrainEvalConfig
-from core.push_config import choose_transport
-from rollout.sglang_arguments import decided_elsewhere
+from core.config.allocation import placed_roles, resolve_allocation, uses_gpus
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.models import GenerationRoleConfig, ModelTrainEvalConfig
+from core.config.push import choose_transport
+from rollout.inference.sglang.arguments import decided_elsewhere
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
 """No vocabulary is so large: as a top_k it cuts nothing off."""

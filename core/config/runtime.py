@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from core.config_base import Section, key, section
+from core.config.base import Section, key, section
 
 
 class ExperimentSaveEvalControl(Section):

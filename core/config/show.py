@@ -9,8 +9,8 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from core.config import ExperimentConfig
-from core.config_base import Problem, Section, default_of, fields_by_key, sub_section
+from core.config.base import Problem, Section, default_of, fields_by_key, sub_section
+from core.config.experiments import ExperimentConfig
 
 _WIDTH = 80
 

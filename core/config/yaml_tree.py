@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from core.config_base import ConfigError, Problem
+from core.config.base import ConfigError, Problem
 
 _MAX_NODES = 100_000
 """Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""

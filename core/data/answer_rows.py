@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout.dataset_rows import DatasetError, read_records
+from rollout.data.rows import DatasetError, read_records
 
 _ANSWER_KEYS = (
     ("prompt", ("answer", "solutions")),

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.sft_rows import read_pairs
-from mcore_adapter.batch import PackedBatch
-from rollout.dataset import check_same_stream
-from rollout.dataset_rows import DatasetError
+from core.data.answer_rows import read_pairs
+from mcore_adapter.data.batch import PackedBatch
+from rollout.data.prompts import check_same_stream
+from rollout.data.rows import DatasetError
 
 logger = logging.getLogger(__name__)
 

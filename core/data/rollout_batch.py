@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from rollout.types import Trajectory
 
 

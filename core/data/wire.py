@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_adapter.batch import PackedBatch
+from mcore_adapter.data.batch import PackedBatch
 from rollout.types import WeightBucket
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.journal import Journal
-from core.monitor import MetricSink, TensorBoardSink
-from core.monitor_runs import MLflowSink, TrackedRuns, WandbSink
-from core.recover import RecoverStore, RunIdentity, RunState
+from core.monitoring.journal import Journal
+from core.monitoring.monitor import MetricSink, TensorBoardSink
+from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, WandbSink
+from core.recovery.recover import RecoverStore, RunIdentity, RunState
 
 if TYPE_CHECKING:
-    from core.config import ExperimentConfig
+    from core.config.experiments import ExperimentConfig
+    from core.experiments.workers import TrainedEngines
     from core.paths import RunPaths
     from core.schedule import Schedule
-    from core.workers import TrainedEngines
 
 logger = logging.getLogger(__name__)
 

@@ -7,32 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.config_allocation import resolve_allocation, uses_gpus
-from core.housekeeping import Actions, Housekeeping
-from core.journal import Journal
-from core.launch import Cluster
-from core.memory import MemoryLimits
-from core.monitor import Monitor, StepTimer
-from core.processes import forget_modules
-from core.recover import RecoverStore, RunIdentity
-from core.run import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
-from core.schedule import Schedule
-from core.trainer import PPOTrainer, settings_from_config
-from core.workers import (
+from core.config.allocation import resolve_allocation, uses_gpus
+from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
+from core.experiments.workers import (
     PPOWorkers,
     build_ppo_engines,
     connect_senders,
     make_push,
     start_ppo_workers,
 )
+from core.launch.cluster import Cluster
+from core.monitoring.journal import Journal
+from core.monitoring.monitor import Monitor, StepTimer
+from core.periodic import Actions, Housekeeping
+from core.processes.stacks import forget_modules
+from core.recovery.memory import MemoryLimits
+from core.recovery.recover import RecoverStore, RunIdentity
+from core.schedule import Schedule
+from core.trainer import PPOTrainer, settings_from_config
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.config import PPOMATHConfig
+    from core.config.experiments import PPOMATHConfig
     from core.paths import RunPaths
-    from core.push import RunPush
-    from core.supervise import Attempt
+    from core.processes.supervise import Attempt
+    from core.weight_sync.base import RunPush
 
 logger = logging.getLogger(__name__)
 

@@ -6,28 +6,28 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from core.config_allocation import resolve_allocation, uses_gpus
-from core.housekeeping import Actions, Housekeeping
-from core.launch import Cluster
-from core.losses import sft_loss
-from core.memory import MemoryLimits
-from core.monitor import Monitor, StepTimer
-from core.processes import forget_modules
-from core.recover import RecoverStore, RunIdentity, RunState
-from core.run import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
+from core.algorithms.losses import sft_loss
+from core.config.allocation import resolve_allocation, uses_gpus
+from core.data.answers import AnswerDataset
+from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
+from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
+from core.launch.cluster import Cluster
+from core.monitoring.monitor import Monitor, StepTimer
+from core.periodic import Actions, Housekeeping
+from core.processes.stacks import forget_modules
+from core.recovery.memory import MemoryLimits
+from core.recovery.recover import RecoverStore, RunIdentity, RunState
 from core.schedule import Schedule
-from core.sft_data import AnswerDataset
 from core.trainer import EngineRef
-from core.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
-from rollout.dataset_rows import DatasetError
+from rollout.data.rows import DatasetError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from allocation import Allocation
-    from core.config import SFTConfig
+    from core.config.experiments import SFTConfig
     from core.paths import RunPaths
-    from core.supervise import Attempt
+    from core.processes.supervise import Attempt
 
 logger = logging.getLogger(__name__)
 

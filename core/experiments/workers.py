@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
-from core.config_allocation import uses_gpus
-from core.launch import Cluster, RolloutClient, TrainerGroup
-from core.launch_generators import GeneratorPool, HealthSettings
-from core.memory import MemoryLimits
-from core.push import LocalPush, RunPush, WeightPush
-from core.push_colocated import ColocatedPush
-from core.push_config import PushType, choose_transport
-from core.push_fleet import FleetPush
-from core.push_servers import SenderPlan, ServerPush
+from core.config.allocation import uses_gpus
+from core.config.push import PushType, choose_transport
+from core.launch.cluster import Cluster, RolloutClient, TrainerGroup
+from core.launch.generators import GeneratorPool, HealthSettings
+from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
-from mcore_adapter.checkpoint_outcome import wait_for_outcome
+from core.weight_sync.base import LocalPush, RunPush, WeightPush
+from core.weight_sync.colocated import ColocatedPush
+from core.weight_sync.fault_tolerant import FleetPush
+from core.weight_sync.servers import SenderPlan, ServerPush
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
-from rollout.router import requests_at_once
+from rollout.inference.router import requests_at_once
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
-    from core.config import ModelTrainEvalConfig, PPOMATHConfig
-    from core.recover import WaitWritten
+    from core.config.experiments import ModelTrainEvalConfig, PPOMATHConfig
+    from core.recovery.recover import WaitWritten
 
 logger = logging.getLogger(__name__)
 

@@ -24,19 +24,19 @@ import ray
 import torch
 
 from allocation.strain import strain
+from core.data.wire import batch_from_wire, bucket_from_wire, bucket_to_wire
 from core.errors import first_line
-from core.logs import log_to_file
-from core.processes import forget_modules
-from core.wire import batch_from_wire, bucket_from_wire, bucket_to_wire
+from core.monitoring.logs import log_to_file
+from core.processes.stacks import forget_modules
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
 
 if TYPE_CHECKING:
     from allocation import ParallelLayout
-    from core.losses import LossFn
-    from core.push_buckets import Sender, SendReport
-    from core.push_servers import SenderPlan
+    from core.algorithms.losses import LossFn
+    from core.weight_sync.buckets import Sender, SendReport
+    from core.weight_sync.servers import SenderPlan
     from mcore_adapter.engine import EngineSettings, MegatronEngine, OptimizerSettings
-    from rollout.sglang_weights import ServerAddress
+    from rollout.inference.sglang.weights import ServerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class TrainerRank:
 
     def push_connect(self, plan: SenderPlan, servers: Sequence[ServerAddress]) -> None:
         """Make this rank's sender and join the servers."""
-        from core.push_servers import make_sender
+        from core.weight_sync.servers import make_sender
 
         self._sender: Sender = make_sender(
             plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,
@@ -206,7 +206,7 @@ class GeneratorActor:
 
     async def start(self) -> None:
         if self._backend == "mock":
-            from rollout.mock import MockGenerator
+            from rollout.inference.mock.generator import MockGenerator
 
             self._generator: Any = MockGenerator(
                 self._settings["model_path"], seconds_per_token=self._settings["mock_seconds_per_token"]
@@ -214,7 +214,7 @@ class GeneratorActor:
         elif self._backend == "sglang":
             self._generator = await self._start_server()
         else:
-            from rollout.embedded import EmbeddedGenerator
+            from rollout.inference.embedded import EmbeddedGenerator
 
             # The first push brings the weights, before anything is asked of it.
             config = json.loads((Path(self._settings["model_path"]) / "config.json").read_text(encoding="utf-8"))
@@ -228,8 +228,8 @@ class GeneratorActor:
 
     async def _start_server(self) -> Any:
         """Raises ValueError where the GPUs are missing or in use, ServerStartError with the server's last log lines."""
-        from rollout.sglang_generator import SGLangGenerator
-        from rollout.sglang_server import ServerSettings
+        from rollout.inference.sglang.generator import SGLangGenerator
+        from rollout.inference.sglang.server import ServerSettings
 
         settings = ServerSettings(
             name=self._name,

@@ -22,22 +22,22 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from allocation import Allocation, RoleAllocation, Slot
+from core.config.push import SHARED_MEMORY_NAMES
+from core.data.wire import batch_to_wire
 from core.errors import LaunchError, first_line
-from core.launch_actors import RolloutActor, TrainerRank
-from core.launch_guard import start_guard
-from core.launch_signals import Interrupts
-from core.launch_wait import Waiter
-from core.processes import ask_for_stacks
-from core.push_config import SHARED_MEMORY_NAMES
-from core.wire import batch_to_wire
-from rollout.sglang_gpus import ALLOWED, allowed_gpus, device_names, query_gpus
+from core.launch.actors import RolloutActor, TrainerRank
+from core.launch.wait import Waiter
+from core.launch.watchdog import start_guard
+from core.processes.signals import Interrupts
+from core.processes.stacks import ask_for_stacks
+from rollout.inference.sglang.gpus import ALLOWED, allowed_gpus, device_names, query_gpus
 
 if TYPE_CHECKING:
-    from core.batch import RolloutBatch
-    from core.config_runtime import DeadlineConfig
-    from core.launch_generators import GeneratorPool
-    from core.losses import LossFn
-    from mcore_adapter.batch import PackedBatch
+    from core.algorithms.losses import LossFn
+    from core.config.runtime import DeadlineConfig
+    from core.data.rollout_batch import RolloutBatch
+    from core.launch.generators import GeneratorPool
+    from mcore_adapter.data.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
 

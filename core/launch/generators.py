@@ -18,15 +18,15 @@ from ray.exceptions import RayError
 
 from allocation import RoleAllocation, Slot
 from core.errors import LaunchError
-from core.launch_actors import GeneratorActor
-from core.memory import says_out_of_memory
-from core.processes import ask_for_stacks, kill_process
-from core.push_servers import beside_trainer
+from core.launch.actors import GeneratorActor
+from core.processes.stacks import ask_for_stacks, kill_process
+from core.recovery.memory import says_out_of_memory
+from core.weight_sync.servers import beside_trainer
 
 if TYPE_CHECKING:
-    from core.launch import Cluster
-    from core.memory import MemoryLimits
-    from rollout.sglang_weights import ServerAddress
+    from core.launch.cluster import Cluster
+    from core.recovery.memory import MemoryLimits
+    from rollout.inference.sglang.weights import ServerAddress
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from core.errors import LaunchError, first_line
-from core.launch_signals import raise_if_interrupted
-from core.processes import FOLDER, ask_for_stacks
-from core.push_buckets import PushError
-from rollout.router import NoGeneratorError
-from rollout.sglang_server import ServerStartError
-from rollout.sglang_weights import ServerError, ServerGone
+from core.processes.signals import raise_if_interrupted
+from core.processes.stacks import FOLDER, ask_for_stacks
+from core.weight_sync.buckets import PushError
+from rollout.inference.router import NoGeneratorError
+from rollout.inference.sglang.server import ServerStartError
+from rollout.inference.sglang.weights import ServerError, ServerGone
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from core.processes import register_process
+from core.processes.stacks import register_process
 
 
 class LineFormatter(logging.Formatter):

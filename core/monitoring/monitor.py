@@ -1,7 +1,7 @@
 """The one place that reports: components return dict[str, float], only the monitor writes.
 
 Log lines and metric names are those of the tutorial our users know; the same figures go to TensorBoard, and to Weights
-& Biases or MLflow when asked for (core/monitor_runs.py). `StepTimer` measures each phase once, for log line and metrics
+& Biases or MLflow when asked for (core/monitoring/tracked_runs.py). `StepTimer` measures each phase once, for log line and metrics
 alike.
 """
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from core.errors import could_not_write
-from core.journal import Journal
+from core.monitoring.journal import Journal
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from core.processes import FOLDER, ask_for_stacks, register_process
+from core.processes.stacks import FOLDER, ask_for_stacks, register_process
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Attempt:
 
     number: int = 1
     memory: dict[str, Any] = field(default_factory=dict)
-    """What earlier attempts learnt about memory; see core/memory.py."""
+    """What earlier attempts learnt about memory; see core/recovery/memory.py."""
     pipe: int | None = None
     began: int = 0
     """Steps that were finished when it began."""

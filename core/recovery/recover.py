@@ -5,7 +5,7 @@
                                           rollout.pkl    data cursor, buffer, prompts in flight with their tokens
                                           run.json       step, version, and the settings that must not change
                                           manifest.json  size and checksum of each of these files
-                                          COMMITTED      seals the manifest (core/manifest.py)
+                                          COMMITTED      seals the manifest (core/recovery/manifest.py)
 
 `begin` returns when everything is copied to host memory; a thread writes it into a temporary folder and commits that by
 one rename. Invariant: what `newest` answers was verified byte for byte; a failed write is raised by the next call.
@@ -28,8 +28,8 @@ from functools import partial
 from pathlib import Path
 
 from core.errors import LaunchError, could_not_write, first_line, is_of_disk
-from core.launch_signals import raise_if_interrupted
-from core.manifest import DamagedError, move_into_place, seal, verify
+from core.processes.signals import raise_if_interrupted
+from core.recovery.manifest import DamagedError, move_into_place, seal, verify
 
 logger = logging.getLogger(__name__)
 

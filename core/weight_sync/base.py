@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from core.launch import TrainerGroup
-    from core.launch_generators import GeneratorPool
+    from core.launch.cluster import TrainerGroup
+    from core.launch.generators import GeneratorPool
 
 
 @dataclass(frozen=True, kw_only=True)

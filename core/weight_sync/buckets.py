@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.sglang_checksums import ExpectedChecksums, ModelShape
-from rollout.sglang_weights import CHECKSUMS, Call, FlatBucket, ServerAddress, checksums_of, post
+from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
+from rollout.inference.sglang.weights import CHECKSUMS, Call, FlatBucket, ServerAddress, checksums_of, post
 
 _POLL_SECONDS = 0.0003
 

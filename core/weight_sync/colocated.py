@@ -12,8 +12,8 @@ import logging
 import time
 from typing import Protocol
 
-from core.push import PushReport
-from core.push_servers import SENDER_GRACE_SECONDS, GeneratorSide, ServerPush, due, push_report
+from core.weight_sync.base import PushReport
+from core.weight_sync.servers import SENDER_GRACE_SECONDS, GeneratorSide, ServerPush, due, push_report
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core.push_buckets import Buckets, Deadline, PushError, SenderSettings, SendReport, compare_checksums, post_all
-from rollout.sglang_weights import ServerAddress, receive_folder
+from core.weight_sync.buckets import (
+    Buckets,
+    Deadline,
+    PushError,
+    SenderSettings,
+    SendReport,
+    compare_checksums,
+    post_all,
+)
+from rollout.inference.sglang.weights import ServerAddress, receive_folder
 
 
 class DiskSender:
-    """See core.push_buckets.Sender."""
+    """See core.weight_sync.buckets.Sender."""
 
     def __init__(self, settings: SenderSettings, device: torch.device, *, folder: Path, model_path: str) -> None:
         """`folder`: where pushes of this run alone are written, on a file system that the servers share. `model_path`:

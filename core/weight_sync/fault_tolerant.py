@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from core.errors import LaunchError
-from core.launch_signals import raise_if_interrupted
-from core.push import PushReport, WeightPush
+from core.processes.signals import raise_if_interrupted
+from core.weight_sync.base import PushReport, WeightPush
 
 if TYPE_CHECKING:
-    from core.launch import RolloutClient
-    from core.launch_generators import GeneratorPool
+    from core.launch.cluster import RolloutClient
+    from core.launch.generators import GeneratorPool
 
 logger = logging.getLogger(__name__)
 

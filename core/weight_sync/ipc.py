@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from core.push_buckets import (
+from core.weight_sync.buckets import (
     Buckets,
     Deadline,
     PushError,
@@ -27,7 +27,7 @@ from core.push_buckets import (
     compare_checksums,
     post_all,
 )
-from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, receive_tensors
+from rollout.inference.sglang.weights import FlatBucket, ServerAddress, ServerError, ServerGone, receive_tensors
 
 _DEVICE_ARGUMENT = 6
 """Place of the device among the arguments of torch's rebuild_cuda_tensor."""
@@ -47,7 +47,7 @@ class _SharedMemory:
 
 
 class IpcSender:
-    """See core.push_buckets.Sender."""
+    """See core.weight_sync.buckets.Sender."""
 
     def __init__(self, settings: SenderSettings, device: torch.device) -> None:
         self._settings, self._device = settings, device

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from core.push_buckets import (
+from core.weight_sync.buckets import (
     Buckets,
     Deadline,
     PushError,
@@ -34,7 +34,7 @@ from core.push_buckets import (
     in_background,
     post_all,
 )
-from rollout.sglang_weights import ServerAddress, join_group, leave_group, receive_broadcast
+from rollout.inference.sglang.weights import ServerAddress, join_group, leave_group, receive_broadcast
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _groups = itertools.count()
 
 
 class NcclSender:
-    """See core.push_buckets.Sender. On the CPU the group is one of gloo."""
+    """See core.weight_sync.buckets.Sender. On the CPU the group is one of gloo."""
 
     def __init__(self, settings: SenderSettings, device: torch.device, *, host: str = "127.0.0.1") -> None:
         """`host`: address of this node that the servers reach. Raises ValueError for an environment in which the

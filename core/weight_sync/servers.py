@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from allocation import RoleAllocation, Slot
-from core.push import PushReport
-from core.push_buckets import SenderSettings
-from core.push_config import PushType, Verify
-from core.push_disk import DiskSender
-from core.push_ipc import IpcSender
-from core.push_nccl import NcclSender
-from rollout.sglang_checksums import ModelShape
-from rollout.sglang_server import read_model_config
-from rollout.sglang_weights import ServerAddress
+from core.config.push import PushType, Verify
+from core.weight_sync.base import PushReport
+from core.weight_sync.buckets import SenderSettings
+from core.weight_sync.disk import DiskSender
+from core.weight_sync.ipc import IpcSender
+from core.weight_sync.nccl import NcclSender
+from rollout.inference.sglang.checksums import ModelShape
+from rollout.inference.sglang.server import read_model_config
+from rollout.inference.sglang.weights import ServerAddress
 
 if TYPE_CHECKING:
-    from core.push_buckets import Sender, SendReport
+    from core.weight_sync.buckets import Sender, SendReport
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Which rank writes what is agreed on when the part is copied, by collectives of the calling thread. Writing needs none,
 it touches host memory and files only. In a thread, ranks tell the first one by files beside the folder what they wrote,
-and so does the first rank with the outcome (mcore_adapter/checkpoint_outcome.py).
+and so does the first rank with the outcome (mcore_adapter/checkpoint/outcome.py).
 Invariant: metadata.json is written last, and an outcome without error appears after it.
 """
 
@@ -25,9 +25,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from mcore_adapter.checkpoint_outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
+from mcore_adapter.checkpoint.outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
+from mcore_adapter.hf.safetensors_folder import copy_tokenizer
 from mcore_adapter.out_of_memory import is_out_of_memory
-from mcore_adapter.safetensors_folder import copy_tokenizer
 
 Written = list[Any] | Exception
 """What torch's writer says about the shards of one rank, or why there are none: an OSError where files could not be

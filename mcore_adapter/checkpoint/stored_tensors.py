@@ -31,14 +31,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from mcore_adapter.checkpoint import model_state
-from mcore_adapter.conversions import Conversion
+from mcore_adapter.checkpoint.checkpoint import model_state
 from mcore_adapter.device import Device
-from mcore_adapter.file_rows import FileRows, write_rows
-from mcore_adapter.hf_config import ModelConfig
-from mcore_adapter.model import build_model, named_conversions
+from mcore_adapter.hf.file_rows import FileRows, write_rows
+from mcore_adapter.hf.safetensors_folder import WeightsError
+from mcore_adapter.models.conversions import Conversion
+from mcore_adapter.models.gpt import build_model, named_conversions
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.safetensors_folder import WeightsError
+from model_specs.hf_config import ModelConfig
 
 METADATA_FILE = ".metadata"
 UNREADABLE = (

@@ -18,25 +18,9 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from allocation import ParallelLayout
-from mcore_adapter.checkpoint import converted_common, small_files
-from mcore_adapter.checkpoint_files import mark_complete, write_small_files
-from mcore_adapter.conversions import Conversion, OfExpert
-from mcore_adapter.device import get_device
-from mcore_adapter.families import CORRECTION_BIAS, EMBEDDING, hf_shapes, outer_table
-from mcore_adapter.file_rows import FileRows
-from mcore_adapter.hf_config import ModelConfig
-from mcore_adapter.megatron_config import layers_of_chunks
-from mcore_adapter.model import check_layout
-from mcore_adapter.parallel import ParallelState
-from mcore_adapter.safetensors_folder import (
-    INDEX_FILE,
-    TOKENIZER_FILES,
-    SafetensorsFolder,
-    ShardWriter,
-    WeightsError,
-    copy_tokenizer,
-)
-from mcore_adapter.stored_tensors import (
+from mcore_adapter.checkpoint.checkpoint import converted_common, small_files
+from mcore_adapter.checkpoint.files import mark_complete, write_small_files
+from mcore_adapter.checkpoint.stored_tensors import (
     METADATA_FILE,
     UNREADABLE,
     StoredPart,
@@ -46,7 +30,23 @@ from mcore_adapter.stored_tensors import (
     rows_of,
     stored_parts,
 )
-from mcore_adapter.weights import check_names, hf_config_json, tensor_specs, write_config
+from mcore_adapter.device import get_device
+from mcore_adapter.hf.file_rows import FileRows
+from mcore_adapter.hf.safetensors_folder import (
+    INDEX_FILE,
+    TOKENIZER_FILES,
+    SafetensorsFolder,
+    ShardWriter,
+    WeightsError,
+    copy_tokenizer,
+)
+from mcore_adapter.hf.weights import check_names, hf_config_json, tensor_specs, write_config
+from mcore_adapter.models.conversions import Conversion, OfExpert
+from mcore_adapter.models.families import CORRECTION_BIAS, EMBEDDING, hf_shapes, outer_table
+from mcore_adapter.models.gpt import check_layout
+from mcore_adapter.models.transformer_config import layers_of_chunks
+from mcore_adapter.parallel import ParallelState
+from model_specs.hf_config import ModelConfig
 
 _CHECKPOINT_FILES = (METADATA_FILE, "common.pt", "metadata.json")
 Progress = Callable[[int], None]

@@ -26,10 +26,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.overrides import TorchFunctionMode
 
-from mcore_adapter.cpu_adam import FusedAdam
-from mcore_adapter.cpu_attention import rotary_thd
-from mcore_adapter.cpu_elementwise import swiglu
-from mcore_adapter.cpu_layers import CpuDuplicatedLinear, cpu_block_spec
+from mcore_adapter.cpu.adam import FusedAdam
+from mcore_adapter.cpu.attention import rotary_thd
+from mcore_adapter.cpu.elementwise import swiglu
+from mcore_adapter.cpu.layers import CpuDuplicatedLinear, cpu_block_spec
 
 _CPU = torch.device("cpu")
 _TENSOR_TYPE, _TENSOR_CUDA = torch.Tensor.type, torch.Tensor.cuda

@@ -21,10 +21,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mcore_adapter.cpu_attention import packed_causal_attention, zigzag_attention
-from mcore_adapter.cpu_elementwise import rms_norm
+from mcore_adapter.cpu.attention import packed_causal_attention, zigzag_attention
+from mcore_adapter.cpu.elementwise import rms_norm
+from mcore_adapter.data.shared_prompts import SharedPromptParams
 from mcore_adapter.layer_specs import stage_layers
-from mcore_adapter.shared_prompts import SharedPromptParams
 
 
 class CpuRMSNorm(torch.nn.Module):

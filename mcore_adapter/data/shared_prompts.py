@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mcore_adapter.batch import PackedBatch
+from mcore_adapter.data.batch import PackedBatch
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mcore_adapter.file_rows import FileRows, write_all, write_rows
+from mcore_adapter.hf.file_rows import FileRows, write_all, write_rows
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9

@@ -21,20 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from mcore_adapter.conversions import Conversion, OfExpert, Piece
-from mcore_adapter.families import (
-    CORRECTION_BIAS,
-    EMBEDDING,
-    HF_VALUE_HEAD,
-    hf_shapes,
-    layer_table,
-    outer_table,
-)
-from mcore_adapter.hf_config import SUPPORTED, ModelConfig
-from mcore_adapter.megatron_config import layers_of_chunks
-from mcore_adapter.model import ModelChunk, named_conversions
-from mcore_adapter.parallel import ParallelState
-from mcore_adapter.safetensors_folder import (
+from mcore_adapter.hf.safetensors_folder import (
     SafetensorsFolder,
     ShardWriter,
     TensorSpec,
@@ -42,6 +29,19 @@ from mcore_adapter.safetensors_folder import (
     copy_tokenizer,
     replacing_folder,
 )
+from mcore_adapter.models.conversions import Conversion, OfExpert, Piece
+from mcore_adapter.models.families import (
+    CORRECTION_BIAS,
+    EMBEDDING,
+    HF_VALUE_HEAD,
+    hf_shapes,
+    layer_table,
+    outer_table,
+)
+from mcore_adapter.models.gpt import ModelChunk, named_conversions
+from mcore_adapter.models.transformer_config import layers_of_chunks
+from mcore_adapter.parallel import ParallelState
+from model_specs.hf_config import SUPPORTED, ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from mcore_adapter.hf_values import ModelConfigError
+from model_specs.values import ModelConfigError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from mcore_adapter.conversions import Conversion, MergeGateUp, MergeQKV, OfExpert, Replicated, Split
-from mcore_adapter.hf_config import ModelConfig
-from mcore_adapter.moe_config import MLAConfig, MoEConfig
+from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV, OfExpert, Replicated, Split
+from model_specs.hf_config import ModelConfig
+from model_specs.moe import MLAConfig, MoEConfig
 
 # Megatron's TransformerEngine layers keep a norm inside the linear layer after it: the same parameter by another name.
 _OTHER_SPELLINGS = {

@@ -25,15 +25,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from allocation import ParallelLayout
-from mcore_adapter.conversions import Conversion, OfExpert
+from mcore_adapter.data.shared_prompts import SharedPromptParams
 from mcore_adapter.device import Device
-from mcore_adapter.families import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table
-from mcore_adapter.hf_config import Llama3RopeScaling, ModelConfig, ModelConfigError
-from mcore_adapter.megatron_config import Recompute, transformer_config
-from mcore_adapter.moe_config import MoEConfig
+from mcore_adapter.models.conversions import Conversion, OfExpert
+from mcore_adapter.models.families import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table
+from mcore_adapter.models.router import Balance, RoutedLayer, Router
+from mcore_adapter.models.transformer_config import Recompute, transformer_config
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.router import Balance, RoutedLayer, Router
-from mcore_adapter.shared_prompts import SharedPromptParams
+from model_specs.hf_config import Llama3RopeScaling, ModelConfig, ModelConfigError
+from model_specs.moe import MoEConfig
 
 FP8_ROWS = 16
 """8-bit matrix products want every dimension, the number of tokens included, to be a multiple of this."""

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from mcore_adapter.moe_config import MoEConfig
+from model_specs.moe import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

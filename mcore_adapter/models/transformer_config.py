@@ -11,10 +11,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from allocation import ParallelLayout
 from mcore_adapter.device import Device
-from mcore_adapter.hf_config import ModelConfig
-from mcore_adapter.moe_config import MLAConfig, MoEConfig
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.rope_config import RopeScaling, YarnRopeScaling
+from model_specs.hf_config import ModelConfig
+from model_specs.moe import MLAConfig, MoEConfig
+from model_specs.rope import RopeScaling, YarnRopeScaling
 
 Recompute = Literal["none", "selective", "full"]
 

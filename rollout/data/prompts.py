@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollout.dataset_rows import DatasetError, Row, scan_rows
+from rollout.data.rows import DatasetError, Row, scan_rows
 from rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class PromptDataset:
         shuffle: bool = True,
         template: str = "{prompt}",
     ) -> PromptDataset:
-        """Read a jsonl file (schemas: rollout/dataset_rows.py) and tokenise `template` around every prompt.
+        """Read a jsonl file (schemas: rollout/data/rows.py) and tokenise `template` around every prompt.
 
         Prompts of more than `max_prompt_len` tokens are left out and counted. Raises DatasetError when the file cannot
         be used, when every prompt is too long, or when the template has no place for the prompt.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from rollout.math_answers import (
+from rollout.rewards.math_answers import (
     choice,
     choice_text,
     extracted_answer,

@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollout.math_reward import WRONG, math_reward, quick_math_reward
 from rollout.plugins import PluginError
-from rollout.reward_worker import LENGTH, RESULT, Outcome
+from rollout.rewards.math import WRONG, math_reward, quick_math_reward
+from rollout.rewards.worker import LENGTH, RESULT, Outcome
 from rollout.types import Prompt, Reward
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class _Worker:
             fd = theirs.fileno()
             argv = [str(fd), reward, str(timeout_seconds), str(memory_bytes), str(os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.reward_worker", *argv],
+                [sys.executable, "-m", "rollout.rewards.worker", *argv],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(fd,),
                 env=os.environ | {"PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"},

@@ -24,8 +24,8 @@ import traceback
 from collections.abc import Iterator
 from enum import IntEnum
 
-from rollout.math_reward import WRONG, UnparsableAnswerError
 from rollout.plugins import PluginError, load_plugin
+from rollout.rewards.math import WRONG, UnparsableAnswerError
 from rollout.types import Prompt, Reward
 
 RESULT = struct.Struct("<dBI")
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
 
 def _prepare(spec: str) -> Reward:
     """The reward function, with the libraries that its first call would import already there."""
-    from rollout.reward import REWARDS
+    from rollout.rewards.pool import REWARDS
 
     if spec in REWARDS:
         importlib.import_module("math_verify")

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout.dataset import Tokenizer
+from rollout.data.prompts import Tokenizer
 from rollout.plugins import PluginError, build_plugin, check_factory
-from rollout.reward import RewardPool
+from rollout.rewards.pool import RewardPool
 from rollout.types import (
     PROMPT_VERSION,
     Completion,

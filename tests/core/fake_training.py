@@ -20,18 +20,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from core.batch import RolloutBatch, pack_trajectories
-from core.config import PPOMATHConfig
-from core.config_ppo import AlgorithmConfig, GenerationHyperparameters, PPOHyperparameters, StalenessConfig
-from core.config_runtime import ExperimentSaveEvalControl
-from core.housekeeping import Actions, Housekeeping
-from core.memory import MemoryLimits
-from core.monitor import Monitor, StepTimer
-from core.push import PushReport
-from core.recover import RecoverStore, RunIdentity, RunState
+from core.config.experiments import PPOMATHConfig
+from core.config.ppo import AlgorithmConfig, GenerationHyperparameters, PPOHyperparameters, StalenessConfig
+from core.config.runtime import ExperimentSaveEvalControl
+from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.monitoring.monitor import Monitor, StepTimer
+from core.periodic import Actions, Housekeeping
+from core.recovery.memory import MemoryLimits
+from core.recovery.recover import RecoverStore, RunIdentity, RunState
 from core.schedule import Schedule
 from core.trainer import EngineRef, PPOTrainer, settings_from_config
-from mcore_adapter.batch import ROUTED_EXPERTS, PackedBatch
+from core.weight_sync.base import PushReport
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.types import PROMPT_VERSION, Trajectory
 

@@ -14,12 +14,12 @@ from sglang_double.updates import UPDATES
 from sglang_double.weights import Parameters
 from torch import Tensor
 
-from core.push_buckets import Sender, SenderSettings
-from core.push_disk import DiskSender
-from core.push_ipc import IpcSender
-from core.push_nccl import NcclSender
-from rollout.sglang_checksums import ModelShape
-from rollout.sglang_weights import ServerAddress, pause_generation, post
+from core.weight_sync.buckets import Sender, SenderSettings
+from core.weight_sync.disk import DiskSender
+from core.weight_sync.ipc import IpcSender
+from core.weight_sync.nccl import NcclSender
+from rollout.inference.sglang.checksums import ModelShape
+from rollout.inference.sglang.weights import ServerAddress, pause_generation, post
 
 KINDS = ("nccl", "ipc", "disk")
 UPDATE_OF = dict(zip(("ipc", "nccl", "disk"), UPDATES, strict=True))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from core.rollout_service import RolloutService, named
-from rollout.embedded import EmbeddedGenerator
-from rollout.mock import MockGenerator
+from rollout.inference.embedded import EmbeddedGenerator
+from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 

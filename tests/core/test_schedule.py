@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 import pytest
 
-from core.config_runtime import ExperimentSaveEvalControl
-from core.housekeeping import Actions, Housekeeping
-from core.monitor import StepTimer
-from core.recover import RunState
+from core.config.runtime import ExperimentSaveEvalControl
+from core.monitoring.monitor import StepTimer
+from core.periodic import Actions, Housekeeping
+from core.recovery.recover import RunState
 from core.schedule import DueTimer, Frequency, Schedule
 
 NEVER = Frequency(epochs=None, steps=None, seconds=None)

@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def random_batch(num_sequences: int = 12, seed: int = 0, *, shortest: int = 5, longest: int = 40) -> Any:
-    from mcore_adapter.batch import PackedBatch
+    from mcore_adapter.data.batch import PackedBatch
 
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(shortest, longest + 1, (num_sequences,), generator=generator)

@@ -78,9 +78,9 @@ def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
     """On a rank: the chunks of the Hugging Face model in `folder`, loaded; kwargs of build_model()."""
     import torch
 
-    from mcore_adapter.hf_config import read_config
-    from mcore_adapter.model import build_model
-    from mcore_adapter.weights import load_hf_weights
+    from mcore_adapter.hf.weights import load_hf_weights
+    from mcore_adapter.models.gpt import build_model
+    from model_specs.hf_config import read_config
 
     kwargs.setdefault("dtype", torch.float32)
     chunks = build_model(read_config(folder), parallel=parallel, device=device, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_adapter.hf_config import Llama3RopeScaling, ModelConfigError, parse_config, read_config
+from model_specs.hf_config import Llama3RopeScaling, ModelConfigError, parse_config, read_config
 
 QWEN2 = dict(
     model_type="qwen2",

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from rollout.embedded.config import InferenceConfig
-from rollout.embedded.engine import Engine
-from rollout.embedded.weights import DTYPES, ModelWeights
+from rollout.inference.embedded.config import InferenceConfig
+from rollout.inference.embedded.engine import Engine
+from rollout.inference.embedded.weights import DTYPES, ModelWeights
 from rollout.types import Completion, GenerateRequest, SamplingParams, WeightBucket
 
 # The suite shares few cores; with more threads than idle cores, small products wait for each other.

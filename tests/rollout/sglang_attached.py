@@ -11,8 +11,8 @@ from typing import Any
 from sglang_double.scheduler import logprob_of, token_at
 from sglang_double.server import SGLangDouble
 
-from rollout.sglang_generator import SGLangGenerator
-from rollout.sglang_server import ServerSettings, SGLangServer
+from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.sglang.server import ServerSettings, SGLangServer
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 

@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from rollout.sglang_server import BATCHED_PREFILLS, ServerSettings, SGLangServer
+from rollout.inference.sglang.server import BATCHED_PREFILLS, ServerSettings, SGLangServer
 
 PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
 PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON") or (PREFIX and f"{PREFIX}/venv/bin/python")

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from rollout.dataset import PromptDataset
+from rollout.data.prompts import PromptDataset
 from rollout.types import PROMPT_VERSION, Generator, Prompt, Trajectory
 
 SECONDS_PER_TOKEN = 0.02

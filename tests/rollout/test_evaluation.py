@@ -8,9 +8,9 @@ from collections import defaultdict
 import numpy as np
 
 from rollout.evaluation import Answer, EvaluationPlan, Name, QuestionSet, answer_questions
-from rollout.reward import RewardPool
+from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
-from tools.demo_data import make_tokenizer
+from tools.demo.data import make_tokenizer
 
 PLAN = EvaluationPlan(
     num_samples=1, sampling=SamplingParams(max_new_tokens=4, temperature=1.0), context_tokens=64, seed=0

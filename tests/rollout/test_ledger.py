@@ -13,12 +13,12 @@ import pytest
 from simulated_sampling import make_dataset
 from virtual_clock import run_virtual, settle
 
+from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.router import Router
 from rollout.ledger import PromptLedger, from_plain, to_plain
-from rollout.mock import MockGenerator
 from rollout.producer import RolloutProducer
-from rollout.router import Router
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
-from rollout.workflow import build_trajectory
+from rollout.workflows.single_turn import build_trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=60)
 GROUP_SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=20)

@@ -14,7 +14,7 @@ import pytest
 from simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from virtual_clock import run_virtual, settle
 
-from rollout.dataset import PromptDataset
+from rollout.data.prompts import PromptDataset
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from eval_cases import write_rows
 
-from tools.demo_data import make_tokenizer
+from tools.demo.data import make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.dataset import PromptDataset
-from rollout.math_reward import RIGHT, WRONG, math_reward
-from tools.demo import MARKER, empty, make_parser, ppo_changes
-from tools.demo_data import NUM_HELD_OUT, Ingredients, answer_of, make_ingredients, save_model
+from rollout.data.prompts import PromptDataset
+from rollout.rewards.math import RIGHT, WRONG, math_reward
+from tools.demo.__main__ import MARKER, empty, make_parser, ppo_changes
+from tools.demo.data import NUM_HELD_OUT, Ingredients, answer_of, make_ingredients, save_model
+from tools.demo.run import ROOT, DemoError, answers, first_at_least
 from tools.demo_plot import moving_mean
-from tools.demo_run import ROOT, DemoError, answers, first_at_least
 
 
 @pytest.fixture(scope="module")

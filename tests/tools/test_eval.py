@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from eval_cases import arguments, write_rows
 
-from rollout.embedded import GeneratorError
 from rollout.evaluation import Answer, read_answers
-from rollout.reward import RewardPool, RewardWorkerError
-from rollout.router import NoGeneratorError
-from rollout.sglang_server import ServerStartError
-from rollout.sglang_weights import ServerError, ServerGone
-from tools.eval import BAD_INPUT, FAILED, main
-from tools.eval_data import EvalError
-from tools.eval_report import COLUMNS
+from rollout.inference.embedded import GeneratorError
+from rollout.inference.router import NoGeneratorError
+from rollout.inference.sglang.server import ServerStartError
+from rollout.inference.sglang.weights import ServerError, ServerGone
+from rollout.rewards.pool import RewardPool, RewardWorkerError
+from tools.eval.__main__ import BAD_INPUT, FAILED, main
+from tools.eval.data import EvalError
+from tools.eval.report import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,7 +96,7 @@ def test_a_set_has_a_file_from_its_first_answer_on(
     async def fail(*args: object, **options: object) -> None:
         raise ServerError("HTTP 500")
 
-    monkeypatch.setattr("tools.eval_run.answer_questions", fail)
+    monkeypatch.setattr("tools.eval.run.answer_questions", fail)
     assert main(arguments(model, data, tmp_path)) == FAILED
     assert capsys.readouterr().err == "error: HTTP 500\n"
     assert not list(tmp_path.glob("*.jsonl"))
@@ -116,7 +116,7 @@ def test_sets_that_are_answered_together_get_the_answers_that_they_get_alone(
     assert by_name(both / "sums.jsonl") == by_name(evaluated / "sums.jsonl")
     assert by_name(both / "more.jsonl") == by_name(tmp_path / "alone" / "more.jsonl")
     assert [row["dataset"] for row in json.loads((both / "results.json").read_text())["results"]] == ["sums", "more"]
-    lines = [record.getMessage() for record in caplog.records if record.name == "tools.eval_meter"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "tools.eval.meter"]
     assert lines[-1].startswith(f"all sets: {17 * 13}/{17 * 13} answers, ") and " tokens/s, " in lines[-1]
     assert any(line.startswith("more: 51/51 answers, ") for line in lines)
 
@@ -233,7 +233,7 @@ def test_settings_stay_whole_when_they_cannot_be_written_and_as_they_are_when_th
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tools.eval_model.os.fsync", full)
+    monkeypatch.setattr("tools.eval.model.os.fsync", full)
     write_rows(tmp_path / "more.jsonl", [{"prompt": "2+2=", "answer": "4"}])
     assert main(arguments(model, data, output, names=f"sums,{tmp_path / 'more.jsonl'}")) == FAILED
     assert "No space left" in capsys.readouterr().err
@@ -276,8 +276,8 @@ def test_what_fails_while_running_is_one_line_and_not_called_bad_input(
     async def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("tools.eval_run.start_generators", fail)
-    monkeypatch.setattr("tools.eval_run.RewardPool", lambda *args, **options: AsyncExitStack())
+    monkeypatch.setattr("tools.eval.run.start_generators", fail)
+    monkeypatch.setattr("tools.eval.run.RewardPool", lambda *args, **options: AsyncExitStack())
     assert main(arguments(model, data, tmp_path)) == code
     assert capsys.readouterr().err == f"error: {error}\n"
 
@@ -287,7 +287,7 @@ def test_an_answer_that_could_not_be_judged_is_marked_and_counted(
 ) -> None:
     (tmp_path / "dying_reward.py").write_text("import os\ndef score(prompt, text):\n    os._exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("tools.eval_run.RewardPool", lambda _, **options: RewardPool("dying_reward:score", **options))
+    monkeypatch.setattr("tools.eval.run.RewardPool", lambda _, **options: RewardPool("dying_reward:score", **options))
     few = ("--n_sampling", "0", "--num_questions", "2")
     assert main(arguments(model, data, tmp_path / "out", *few)) == 0
     assert [(a.score, a.unjudged) for a in read_answers(tmp_path / "out" / "sums.jsonl")] == [(0.0, "crash")] * 2

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rollout.evaluation import Answer
-from tools.eval import BAD_INPUT, main
-from tools.eval_compare import _resampled_means, compare
-from tools.eval_report import pass_at_k, summarise, text_table, unjudged_line
+from tools.eval.__main__ import BAD_INPUT, main
+from tools.eval.compare import _resampled_means, compare
+from tools.eval.report import pass_at_k, summarise, text_table, unjudged_line
 
 
 def answer(query_id: str, score: float, *, number: int | None = None, tokens: int = 10) -> Answer:
@@ -110,7 +110,7 @@ def test_two_files_of_one_name_are_not_compared(tmp_path: Path, capsys) -> None:
 def test_resamples_are_the_same_however_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(1).normal(size=301)
     at_once = values[np.random.default_rng(7).integers(0, 301, (10_000, 301))].mean(1)
-    monkeypatch.setattr("tools.eval_compare._MOST_DRAWN", 301 * 13)
+    monkeypatch.setattr("tools.eval.compare._MOST_DRAWN", 301 * 13)
     assert np.array_equal(_resampled_means(values, np.random.default_rng(7)), at_once)
 
 

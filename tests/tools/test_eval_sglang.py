@@ -9,7 +9,7 @@ from eval_cases import arguments
 from sglang_environment import PYTHON, WHY_NOT, environment
 
 from rollout.evaluation import read_answers
-from tools.eval import main
+from tools.eval.__main__ import main
 
 
 @pytest.mark.skipif(PYTHON is None, reason=WHY_NOT)

@@ -23,19 +23,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rollout.sglang_gpus import query_gpus
-from tools import (
-    bench_convert,
-    bench_cpu,
-    bench_gpu,
-    bench_gpu_mismatch,
-    bench_gpu_models,
-    bench_gpu_push,
-    bench_gpu_ranks,
-    bench_gpu_runs,
-    bench_gpu_servers,
-)
-from tools.bench_figure import Figure
+from rollout.inference.sglang.gpus import query_gpus
+from tools.bench import convert as bench_convert
+from tools.bench import cpu as bench_cpu
+from tools.bench import gpu as bench_gpu
+from tools.bench import gpu_mismatch as bench_gpu_mismatch
+from tools.bench import gpu_models as bench_gpu_models
+from tools.bench import gpu_push as bench_gpu_push
+from tools.bench import gpu_ranks as bench_gpu_ranks
+from tools.bench import gpu_runs as bench_gpu_runs
+from tools.bench import gpu_servers as bench_gpu_servers
+from tools.bench.figure import Figure
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
 GPU_PACKAGES = ("sglang", "transformer-engine")

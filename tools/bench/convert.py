@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tools import convert
-from tools.bench_cpu import ROUNDS, Scene, alternate
-from tools.bench_figure import Figure
+from tools.bench.cpu import ROUNDS, Scene, alternate
+from tools.bench.figure import Figure
 
 _SHAPE = dict(
     model_type="llama", vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
@@ -69,10 +69,10 @@ def run(*arguments: object) -> None:
 
 def write_random(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> int:
     """A folder of random weights; its size in bytes."""
-    from mcore_adapter.families import hf_shapes
-    from mcore_adapter.hf_config import parse_config
-    from mcore_adapter.safetensors_folder import ShardWriter
-    from mcore_adapter.weights import tensor_specs, write_config
+    from mcore_adapter.hf.safetensors_folder import ShardWriter
+    from mcore_adapter.hf.weights import tensor_specs, write_config
+    from mcore_adapter.models.families import hf_shapes
+    from model_specs.hf_config import parse_config
 
     config = parse_config(shape)
     folder.mkdir()

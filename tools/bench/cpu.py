@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import torch
 
-from tools.bench_figure import Figure
-from tools.demo_data import make_tokenizer, write_jsonl
+from tools.bench.figure import Figure
+from tools.demo.data import make_tokenizer, write_jsonl
 
 ROUNDS = 5
 PRECISIONS = ("float32", "bfloat16")
@@ -89,8 +89,8 @@ def dry_run(scene: Scene) -> Iterator[Figure]:
 def train_step(scene: Scene) -> Iterator[Figure]:
     """One optimizer update against the plain Hugging Face step on the same padded-free batch."""
     from allocation import ParallelLayout
-    from core.losses import sft_loss
-    from mcore_adapter.batch import PackedBatch
+    from core.algorithms.losses import sft_loss
+    from mcore_adapter.data.batch import PackedBatch
     from mcore_adapter.device import get_device
     from mcore_adapter.engine import MegatronEngine
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
@@ -162,7 +162,7 @@ async def compare_generators(path: Path) -> tuple[float, float]:
     """Medians of the tokens/s of both, measured in turn; only tokens that were asked for count."""
     from transformers import AutoModelForCausalLM
 
-    from rollout.embedded import EmbeddedGenerator
+    from rollout.inference.embedded import EmbeddedGenerator
     from rollout.types import GenerateRequest, SamplingParams
 
     rng = np.random.default_rng(0)
@@ -201,20 +201,20 @@ def producer(scene: Scene) -> Iterator[Figure]:
     """Producer, buffer, packed batch, with a generator that answers at once: trajectories/s."""
     from transformers import AutoTokenizer
 
-    from core.batch import pack_trajectories
-    from rollout.dataset import PromptDataset
-    from rollout.mock import MockGenerator
+    from core.data.rollout_batch import pack_trajectories
+    from rollout.data.prompts import PromptDataset
+    from rollout.inference.mock.generator import MockGenerator
     from rollout.producer import RolloutProducer
-    from rollout.reward import RewardPool
+    from rollout.rewards.pool import RewardPool
     from rollout.types import SamplingParams
-    from rollout.workflow import make_workflow
+    from rollout.workflows.single_turn import make_workflow
 
     path = scene.model("0.8M", hidden_size=128, num_layers=4)
     tokenizer = AutoTokenizer.from_pretrained(path)
     dataset = PromptDataset.load(scene.prompts(), tokenizer, max_prompt_len=16, seed=1)
 
     async def measure() -> float:
-        async with RewardPool("tools.bench_reward:coin_reward", num_workers=2) as rewards:
+        async with RewardPool("tools.bench.reward:coin_reward", num_workers=2) as rewards:
             sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(1,))
             workflow = make_workflow(
                 "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
@@ -258,7 +258,7 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
         "staleness.max_staleness": 2,
         "generator.max_running": 256,
         "monitor.tensorboard": False,
-        "reward.function": "tools.bench_reward:coin_reward",
+        "reward.function": "tools.bench.reward:coin_reward",
         **changes,
     }
 
@@ -358,7 +358,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
 def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
     """TRL's loop, in its own environment."""
     command = [
-        str(scene.trl_python), "tools/bench_trl.py", "--model", str(model), "--prompts", str(scene.prompts()),
+        str(scene.trl_python), "tools/bench/trl_baseline.py", "--model", str(model), "--prompts", str(scene.prompts()),
         "--new-tokens", str(new_tokens), "--steps", str(steps), "--precision", precision,
     ]  # fmt: skip
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_adapter.checkpoint_outcome import wait_for_outcome
-from rollout.router import requests_at_once
-from rollout.sglang_gpus import query_gpus
-from tools import bench_convert
-from tools.bench_figure import Figure
-from tools.bench_gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
-from tools.bench_gpu_servers import ask_plainly, generator, server_settings
-from tools.eval_meter import ALL
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
+from rollout.inference.router import requests_at_once
+from rollout.inference.sglang.gpus import query_gpus
+from tools.bench import convert as bench_convert
+from tools.bench.figure import Figure
+from tools.bench.gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
+from tools.bench.gpu_servers import ask_plainly, generator, server_settings
+from tools.eval.meter import ALL
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
     """What the evaluation asks of one benchmark."""
     from transformers import AutoTokenizer
 
-    from tools.eval_data import data_folders, find_benchmark, make_prompts, question_template
+    from tools.eval.data import data_folders, find_benchmark, make_prompts, question_template
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = make_prompts(find_benchmark(name, data_folders(None)), tokenizer, question_template(None, tokenizer))

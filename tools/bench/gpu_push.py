@@ -16,11 +16,11 @@ import aiohttp
 import numpy as np
 import orjson
 
-from rollout.sglang_generator import SGLangGenerator
-from rollout.sglang_gpus import query_gpus
-from tools.bench_figure import Figure
-from tools.bench_gpu import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
-from tools.bench_gpu_servers import generator, load, prompts, server_settings
+from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.sglang.gpus import query_gpus
+from tools.bench.figure import Figure
+from tools.bench.gpu import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
+from tools.bench.gpu_servers import generator, load, prompts, server_settings
 
 STREAMS = 64
 """Requests in flight on each server."""
@@ -55,8 +55,8 @@ async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
 def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
     """What a run on one GPU (`beside`) or on two would send with."""
     from allocation import parse
-    from core.push_config import choose_transport
-    from core.push_servers import SenderPlan, make_sender
+    from core.config.push import choose_transport
+    from core.weight_sync.servers import SenderPlan, make_sender
 
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderPlan(
@@ -84,7 +84,7 @@ class Pushed:
 async def push_once(
     served: Sequence[SGLangGenerator], sending: Any, buckets: Callable[[], Any], version: int, *, verify: bool
 ) -> Pushed:
-    """`sending` as core.push_buckets.Sender; `buckets` makes what it prepares."""
+    """`sending` as core.weight_sync.buckets.Sender; `buckets` makes what it prepares."""
     times = [time.perf_counter()]
     await asyncio.to_thread(lambda: sending.prepare(buckets(), verify=verify))
     times.append(time.perf_counter())

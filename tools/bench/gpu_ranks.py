@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout.sglang_gpus import query_gpus
-from tools.bench_figure import Figure
-from tools.bench_gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
-from tools.bench_gpu_push import drive, push_figures, pushes_into_streams
-from tools.bench_gpu_servers import generator, server_settings
+from rollout.inference.sglang.gpus import query_gpus
+from tools.bench.figure import Figure
+from tools.bench.gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
+from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
+from tools.bench.gpu_servers import generator, server_settings
 
 RANKS = 2
 BUCKET_BYTES = 4 << 30
@@ -134,8 +134,8 @@ def _data_parallel_rank(rank: int, scene: Scene, _: Any, results: Any, overlappe
 
 def _tensor_parallel_rank(rank: int, scene: Scene, tasks: Any, results: Any) -> None:
     from allocation import parse
-    from core.push_config import choose_transport
-    from core.push_servers import SenderPlan, make_sender
+    from core.config.push import choose_transport
+    from core.weight_sync.servers import SenderPlan, make_sender
     from mcore_adapter.engine import MegatronEngine
     from mcore_adapter.settings import EngineSettings
 

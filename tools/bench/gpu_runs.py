@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rollout.sglang_gpus import device_names, query_gpus
-from tools.bench_figure import Figure
-from tools.bench_gpu import Scene
-from tools.demo_data import write_jsonl
+from rollout.inference.sglang.gpus import device_names, query_gpus
+from tools.bench.figure import Figure
+from tools.bench.gpu import Scene
+from tools.demo.data import write_jsonl
 
 WARM_UP_STEPS = 3
 _RUNNING_PER_TRAINER = 192
@@ -98,8 +98,8 @@ def _config(scene: Scene) -> dict[str, Any]:
         "ppo.disable_value": True,
         "generator.max_running": 32 if small else _RUNNING_PER_TRAINER * num_trainers // num_generators,
         "generator.interrupt": "in_place",
-        "workflow.type": "tools.bench_workflow:LognormalLengths",
-        "reward.function": "tools.bench_reward:coin_reward",
+        "workflow.type": "tools.bench.workflow:LognormalLengths",
+        "reward.function": "tools.bench.reward:coin_reward",
         "push.bucket_mib": 1024,
         "monitor.tensorboard": False,
         "launch.startup_timeout_seconds": 400,

@@ -23,9 +23,9 @@ import aiohttp
 import numpy as np
 import orjson
 
-from rollout.sglang_generator import Interrupt, SGLangGenerator
-from rollout.sglang_gpus import query_gpus
-from rollout.sglang_server import (
+from rollout.inference.sglang.generator import Interrupt, SGLangGenerator
+from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.sglang.server import (
     BATCHED_PREFILLS,
     ServerSettings,
     free_ports,
@@ -34,8 +34,8 @@ from rollout.sglang_server import (
     server_flags,
 )
 from rollout.types import Prompt, SamplingParams
-from tools.bench_figure import Figure
-from tools.bench_gpu import Scene
+from tools.bench.figure import Figure
+from tools.bench.gpu import Scene
 
 STREAMS = 64
 
@@ -200,12 +200,12 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
     """The same through everything that a run has between the trainer and a server."""
     from transformers import AutoTokenizer
 
-    from core.batch import pack_trajectories
-    from rollout.dataset import PromptDataset
+    from core.data.rollout_batch import pack_trajectories
+    from rollout.data.prompts import PromptDataset
+    from rollout.inference.router import Router
     from rollout.producer import RolloutProducer
-    from rollout.reward import RewardPool
-    from rollout.router import Router
-    from rollout.workflow import make_workflow
+    from rollout.rewards.pool import RewardPool
+    from rollout.workflows.single_turn import make_workflow
 
     many = load()
     given = [
@@ -213,7 +213,7 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
         for i, ids in enumerate(prompts(scene, 2 * many.in_flight, seed=seed))
     ]
     tokenizer = AutoTokenizer.from_pretrained(scene.model)
-    async with RewardPool("tools.bench_reward:coin_reward", num_workers=2) as rewards:
+    async with RewardPool("tools.bench.reward:coin_reward", num_workers=2) as rewards:
         workflow = make_workflow(
             "math", tokenizer=tokenizer, reward_pool=rewards, group_size=1, seed=seed,
             sampling=SamplingParams(max_new_tokens=many.new_tokens, min_new_tokens=0, stop_token_ids=()),

@@ -18,9 +18,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tools.demo_data import Ingredients, answer_of, make_ingredients
+from tools.demo.data import Ingredients, answer_of, make_ingredients
+from tools.demo.run import DemoError, accuracy, answers, first_at_least, run_quickstart, saved_models
 from tools.demo_plot import draw_run
-from tools.demo_run import DemoError, accuracy, answers, first_at_least, run_quickstart, saved_models
 
 WARM_UP_TARGET = 0.4
 """The warm-up ends at the first saved model that answers this share of the held-out problems."""

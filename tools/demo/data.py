@@ -2,7 +2,7 @@
 
 Everything is made here, from a seed, without a network. Invariant: no held-out problem is in the training files.
 
-    python -m tools.demo_data --output runs/demo
+    python -m tools.demo.data --output runs/demo
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _STEP = re.compile(r"\(global step (\d+)\) finishes.*execution time: \*([\d.]+)\*s")
 _PROGRESS_EVERY_STEPS = 25
 _LAST_LINES = 25
@@ -63,8 +63,8 @@ def accuracy(model: Path, data: Path) -> float:
     reward that training uses."""
     from transformers import AutoTokenizer
 
-    from rollout.dataset import PromptDataset
-    from rollout.math_reward import math_reward
+    from rollout.data.prompts import PromptDataset
+    from rollout.rewards.math import math_reward
     from rollout.types import GenerateRequest, SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -78,7 +78,7 @@ def accuracy(model: Path, data: Path) -> float:
 
 
 async def _generate(model: Path, requests: Sequence[object]) -> list[object]:
-    from rollout.embedded.generator import EmbeddedGenerator
+    from rollout.inference.embedded.generator import EmbeddedGenerator
 
     generator = EmbeddedGenerator(model, max_running=512)
     try:

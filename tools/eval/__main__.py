@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.eval_compare import compare, report
+from tools.eval.compare import compare, report
 
 FAILED = 1
 BAD_INPUT = 2
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    from tools.eval_run import FAILURES, evaluate, settings_from
+    from tools.eval.run import FAILURES, evaluate, settings_from
 
     settings = settings_from(given)
     try:

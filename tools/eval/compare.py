@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from rollout.evaluation import Answer, read_answers
-from tools.eval_model import SETTINGS, read_json
-from tools.eval_report import PASS_AT, by_question, pass_at_k, text_table
+from tools.eval.model import SETTINGS, read_json
+from tools.eval.report import PASS_AT, by_question, pass_at_k, text_table
 
 _RESAMPLES = 10_000
 _MOST_DRAWN = 1 << 22

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.dataset_rows import Fields, Row, detect_fields, read_records, scan_rows
+from rollout.data.rows import Fields, Row, detect_fields, read_records, scan_rows
 from rollout.types import Prompt
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout.sglang_gpus import query_gpus
+from rollout.inference.sglang.gpus import query_gpus
 from rollout.types import Generator
-from tools.eval_data import EvalError, EvalFailure
+from tools.eval.data import EvalError, EvalFailure
 
 logger = logging.getLogger(__name__)
 
@@ -164,15 +164,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 async def start_generators(stack: AsyncExitStack, model: Path, choice: GeneratorChoice, logs: Path) -> list[Generator]:
     """The generators, ready; the stack closes them. Raises EvalError and what a server says that does not start."""
     if choice.resolved() == "embedded":
-        from rollout.embedded import EmbeddedGenerator
+        from rollout.inference.embedded import EmbeddedGenerator
 
         embedded = EmbeddedGenerator(model, max_running=choice.max_running, dtype=choice.dtype or "float32")
         stack.push_async_callback(embedded.close)
         return [embedded]
 
-    from rollout.sglang_generator import SGLangGenerator
-    from rollout.sglang_gpus import check_gpus
-    from rollout.sglang_server import ServerSettings
+    from rollout.inference.sglang.generator import SGLangGenerator
+    from rollout.inference.sglang.gpus import check_gpus
+    from rollout.inference.sglang.server import ServerSettings
 
     gpus, tp = [gpu.index for gpu in query_gpus()], choice.tensor_parallel
     if gpus and len(gpus) < tp:

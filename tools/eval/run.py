@@ -18,7 +18,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rollout.embedded import GeneratorError
 from rollout.evaluation import (
     Answer,
     AnswerFile,
@@ -28,12 +27,13 @@ from rollout.evaluation import (
     end_token_ids,
     read_answers,
 )
-from rollout.reward import RewardPool, RewardWorkerError
-from rollout.router import NoGeneratorError, Router, requests_at_once
-from rollout.sglang_server import ServerStartError
-from rollout.sglang_weights import ServerError
+from rollout.inference.embedded import GeneratorError
+from rollout.inference.router import NoGeneratorError, Router, requests_at_once
+from rollout.inference.sglang.server import ServerStartError
+from rollout.inference.sglang.weights import ServerError
+from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt, SamplingParams
-from tools.eval_data import (
+from tools.eval.data import (
     Benchmark,
     EvalError,
     EvalFailure,
@@ -43,8 +43,8 @@ from tools.eval_data import (
     make_prompts,
     question_template,
 )
-from tools.eval_meter import Meter
-from tools.eval_model import (
+from tools.eval.meter import Meter
+from tools.eval.model import (
     CONVERTED,
     CONVERTING,
     SETTINGS,
@@ -59,7 +59,7 @@ from tools.eval_model import (
     weights_identity,
     write_json,
 )
-from tools.eval_report import summarise, unjudged_line, write_report
+from tools.eval.report import summarise, unjudged_line, write_report
 
 logger = logging.getLogger(__name__)
 

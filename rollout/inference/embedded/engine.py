@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from allocation.strain import strain
-from rollout.embedded.config import InferenceConfig
-from rollout.embedded.kv_cache import KVCache, capacity_for
-from rollout.embedded.lanes import Job, Lanes
-from rollout.embedded.model import Transformer
-from rollout.embedded.sampler import sample
-from rollout.embedded.weights import ModelWeights
+from rollout.inference.embedded.config import InferenceConfig
+from rollout.inference.embedded.kv_cache import KVCache, capacity_for
+from rollout.inference.embedded.model import Transformer
+from rollout.inference.embedded.sampler import sample
+from rollout.inference.embedded.slots import Job, Lanes
+from rollout.inference.embedded.weights import ModelWeights
 from rollout.types import Completion, GenerateRequest
 
 Interrupt = Literal["abort", "retract", "in_place"]

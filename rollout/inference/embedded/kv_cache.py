@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.embedded.config import InferenceConfig
+from rollout.inference.embedded.config import InferenceConfig
 
 SMALLEST_CAPACITY = 32
 _NOBODY = np.empty(0, dtype=np.int64)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.embedded.config import InferenceConfig, Llama3Rope
-from rollout.embedded.kv_cache import KVCache
-from rollout.embedded.sampler import padded_size
-from rollout.embedded.weights import LayerWeights, ModelWeights
+from rollout.inference.embedded.config import InferenceConfig, Llama3Rope
+from rollout.inference.embedded.kv_cache import KVCache
+from rollout.inference.embedded.sampler import padded_size
+from rollout.inference.embedded.weights import LayerWeights, ModelWeights
 
 MIN_ROWS = 4
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.embedded.sampler import uniforms
+from rollout.inference.embedded.sampler import uniforms
 from rollout.types import Completion, FinishReason, GenerateRequest
 
 _UNIFORMS_AHEAD = 32

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollout.embedded.config import InferenceConfig
+from rollout.inference.embedded.config import InferenceConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.sglang_inside import position_checksum
+from rollout.inference.sglang.hooks import position_checksum
 
 
 @dataclass(frozen=True, kw_only=True)

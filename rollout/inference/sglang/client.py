@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from rollout.sglang_weights import Call, ServerGone, check_answer
+from rollout.inference.sglang.weights import Call, ServerGone, check_answer
 
 _OPEN_FILES = 65_536
 """As many as one process ever needs, and no more: programs exist that go through all that are allowed, one by one."""

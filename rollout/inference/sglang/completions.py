@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout.sglang_in_flight import Sampled
-from rollout.sglang_inside import VERSION_KEY
-from rollout.sglang_weights import WRITTEN_FOR, Call, ServerError
+from rollout.inference.sglang.hooks import VERSION_KEY
+from rollout.inference.sglang.in_flight import Sampled
+from rollout.inference.sglang.weights import WRITTEN_FOR, Call, ServerError
 from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 _FORBIDDEN = -1e9

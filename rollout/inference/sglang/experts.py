@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.sglang_weights import WRITTEN_FOR, ServerError
+from rollout.inference.sglang.weights import WRITTEN_FOR, ServerError
 
 
 class ExpertsOfTokens:

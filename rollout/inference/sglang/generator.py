@@ -19,12 +19,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rollout.sglang_client import SGLangClient
-from rollout.sglang_experts import ExpertsOfTokens
-from rollout.sglang_in_flight import ALIVE, PATH, Sampled, unpack
-from rollout.sglang_requests import EMPTY, end_of, generate_call, joined, read_answer, so_far
-from rollout.sglang_server import ServerSettings, SGLangServer, read_model_config
-from rollout.sglang_weights import (
+from rollout.inference.sglang.client import SGLangClient
+from rollout.inference.sglang.completions import EMPTY, end_of, generate_call, joined, read_answer, so_far
+from rollout.inference.sglang.experts import ExpertsOfTokens
+from rollout.inference.sglang.in_flight import ALIVE, PATH, Sampled, unpack
+from rollout.inference.sglang.server import ServerSettings, SGLangServer, read_model_config
+from rollout.inference.sglang.weights import (
     CHECKSUMS,
     Call,
     FlatBucket,
@@ -191,7 +191,7 @@ class SGLangGenerator:
         self._open.set()
 
     async def update_weights(self, bucket: WeightBucket) -> None:
-        """Copy a bucket through HTTP: for small models and tests. core/push_nccl.py and its neighbours are faster."""
+        """Copy a bucket through HTTP: for small models and tests. core/weight_sync/nccl.py and its neighbours are faster."""
         self._raise_unless_paused("update_weights()")
         payload = FlatBucket.of(bucket.tensors).payload()
         await self._post(receive_tensors([payload] * self.address.tp))

@@ -1,6 +1,6 @@
 """What runs inside a SGLang server's processes: the start, and hooks through SGLang's own plug-in interface.
 
-The file is run by path with the server's interpreter (`python -P rollout/sglang_inside.py`, settings as JSON on stdin),
+The file is run by path with the server's interpreter (`python -P rollout/inference/sglang/hooks.py`, settings as JSON on stdin),
 so it stands alone: of this project only the files beside it are read, by their paths. The hooks give the trainer what
 the HTTP interface lacks:
 
@@ -405,7 +405,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second is how the server's spawned processes see this file
-    # Whoever finds it hanging gets its stacks into its log, with the signal of core/processes.py.
+    # Whoever finds it hanging gets its stacks into its log, with the signal of core/processes/stacks.py.
     faulthandler.register(signal.SIGRTMIN, all_threads=True)
     install_hooks()
 if __name__ == "__main__":

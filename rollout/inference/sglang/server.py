@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.sglang_arguments import decided_elsewhere
-from rollout.sglang_gpus import check_gpus, device_names
-from rollout.sglang_inside import EXIT_USAGE
-from rollout.sglang_weights import ServerAddress, is_healthy
+from rollout.inference.sglang.arguments import decided_elsewhere
+from rollout.inference.sglang.gpus import check_gpus, device_names
+from rollout.inference.sglang.hooks import EXIT_USAGE
+from rollout.inference.sglang.weights import ServerAddress, is_healthy
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
     """Environment of the server's processes."""
     env = os.environ | settings.env
     # This project's packages have names (core, tools) that the server's libraries may look for.
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[3]
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != root]
     env["PYTHONPATH"] = os.pathsep.join(paths)
     if settings.gpus:

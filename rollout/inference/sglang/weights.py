@@ -21,7 +21,7 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor
 
-from rollout.sglang_in_flight import ALIVE
+from rollout.inference.sglang.in_flight import ALIVE
 
 WRITTEN_FOR = "0.5.17"
 """The SGLang version whose interface these calls follow."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
+from core.algorithms.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
 
 
 def gae_by_definition(rewards, values, bootstrap, discount, lam):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.losses import kl_estimate, ppo_loss, ppo_policy_loss, sft_loss, value_loss
+from core.algorithms.losses import kl_estimate, ppo_loss, ppo_policy_loss, sft_loss, value_loss
 
 
 def tokens(*values: float) -> torch.Tensor:

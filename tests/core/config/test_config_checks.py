@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from config_inputs import SMALLEST_PPO, write_model, write_prompts, write_run, write_safetensors
 
-from core.checks import run_checks
-from core.config_load import load_config
+from core.config.checks import run_checks
+from core.config.load import load_config
 from core.paths import RunPaths
 
 
@@ -320,7 +320,7 @@ def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
     words += ["experiment_name=x", "trial_name=y"]
     command = [sys.executable, "-m", "core.quickstart", "sft", "--config", "empty.yaml", "--dry-run", *words]
     (tmp_path / "empty.yaml").write_text("{}\n")
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     answer = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert answer.returncode and "allocation_mode: GPU 1: 91000 of its" in answer.stdout + answer.stderr
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from core.config import PPOMATHConfig
-from core.config_allocation import resolve_allocation
-from core.config_base import ConfigError
-from core.config_load import load_config
+from core.config.allocation import resolve_allocation
+from core.config.base import ConfigError
+from core.config.experiments import PPOMATHConfig
+from core.config.load import load_config
 
 
 def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 
-from core import run
-from core.config import EXPERIMENTS
-from core.config_base import Section, all_keys, fields_by_key, sub_section
-from core.config_load import load_config
-from core.config_models import ModelFamily
-from core.config_show import help_text, listing
+from core.config.base import Section, all_keys, fields_by_key, sub_section
+from core.config.experiments import EXPERIMENTS
+from core.config.load import load_config
+from core.config.models import ModelFamily
+from core.config.show import help_text, listing
+from core.experiments import common as run
 from core.paths import RunPaths
-from mcore_adapter.hf_config import SUPPORTED
+from model_specs.hf_config import SUPPORTED
 
 
 def sections(model: type[Section]) -> set[type[Section]]:

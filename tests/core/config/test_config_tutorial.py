@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from config_inputs import ASYNC_PPO_EVERY_KEY, PPO_1_5B_8_GPUS, PPO_7B_128_GPUS, SFT_32B_128_GPUS, TUTORIAL_FILES
 
-from core.config_allocation import resolve_allocation
-from core.config_base import ConfigError
-from core.config_load import LoadedConfig, load_config
-from core.config_rules import cautions
-from core.config_show import ignored_lines
+from core.config.allocation import resolve_allocation
+from core.config.base import ConfigError
+from core.config.load import LoadedConfig, load_config
+from core.config.rules import cautions
+from core.config.show import ignored_lines
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 
 
 def load(tmp_path: Path, text: str, *overrides: str, experiment: str = "ppo-math") -> LoadedConfig:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.batch import pack_trajectories
+from core.data.rollout_batch import pack_trajectories
 from core.trainer import split_minibatches
 from rollout.types import PROMPT_VERSION, FinishReason, Trajectory
 

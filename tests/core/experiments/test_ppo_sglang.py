@@ -12,7 +12,7 @@ from sglang_environment import PREFIX, TWO_RANKS
 from test_attempts import came_back, process_of
 from test_ppo_end_to_end import metrics_of, ppo
 
-from rollout.sglang_gpus import query_gpus
+from rollout.inference.sglang.gpus import query_gpus
 
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
 
@@ -83,7 +83,7 @@ def test_a_run_trains_on_what_servers_sample(
 OTHER_EXPERTS = """
 from dataclasses import replace
 import numpy as np
-from rollout.workflow import SingleTurnMathWorkflow
+from rollout.workflows.single_turn import SingleTurnMathWorkflow
 
 class OtherExperts(SingleTurnMathWorkflow):
     async def run(self, prompt, generator):

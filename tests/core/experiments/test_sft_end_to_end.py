@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core.recover import RunState
-from core.run import Start
-from core.sft import _check_same_rows
-from core.sft_data import AnswerDataset
-from core.sft_rows import read_pairs
-from rollout.dataset_rows import DatasetError
+from core.data.answer_rows import read_pairs
+from core.data.answers import AnswerDataset
+from core.experiments.common import Start
+from core.experiments.sft import _check_same_rows
+from core.recovery.recover import RunState
+from rollout.data.rows import DatasetError
 
 
 def test_two_ranks_learn_the_pairs_and_the_saved_model_agrees_with_the_reported_loss(assets, run_command) -> None:

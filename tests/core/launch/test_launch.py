@@ -9,14 +9,14 @@ from ray.exceptions import ObjectStoreFullError, RayTaskError
 
 from allocation import parse
 from core.errors import LaunchError
-from core.launch import Cluster
-from core.launch_signals import Interrupts
-from core.launch_wait import as_driver_sees
-from core.push_buckets import PushError
-from core.workers import threads_per_process
-from rollout.router import NoGeneratorError
-from rollout.sglang_server import ServerStartError
-from rollout.sglang_weights import ServerError, ServerGone
+from core.experiments.workers import threads_per_process
+from core.launch.cluster import Cluster
+from core.launch.wait import as_driver_sees
+from core.processes.signals import Interrupts
+from core.weight_sync.buckets import PushError
+from rollout.inference.router import NoGeneratorError
+from rollout.inference.sglang.server import ServerStartError
+from rollout.inference.sglang.weights import ServerError, ServerGone
 
 NEW_PROCESSES_MAY_HELP = [NoGeneratorError, PushError, ServerError, ServerGone, ServerStartError]
 

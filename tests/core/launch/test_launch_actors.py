@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from core.launch_actors import ActorGenerator, GeneratorActor
-from rollout.mock import MockGenerator
+from core.launch.actors import ActorGenerator, GeneratorActor
+from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 COMPLETION = Completion(

@@ -11,12 +11,12 @@ import pytest
 from ray.exceptions import RayActorError
 
 from allocation import parse
-from core import launch_generators
 from core.errors import LaunchError
-from core.launch_generators import GeneratorPool, HealthSettings
-from core.memory import MemoryLimits
-from core.push import LocalPush
-from core.push_fleet import FleetPush
+from core.launch import generators as launch_generators
+from core.launch.generators import GeneratorPool, HealthSettings
+from core.recovery.memory import MemoryLimits
+from core.weight_sync.base import LocalPush
+from core.weight_sync.fault_tolerant import FleetPush
 
 PENDING = object()
 
@@ -97,7 +97,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
     monkeypatch.setattr(launch_generators, "time", fake)
-    monkeypatch.setattr("core.push_fleet.time", fake)
+    monkeypatch.setattr("core.weight_sync.fault_tolerant.time", fake)
     monkeypatch.setattr(launch_generators, "ray", FakeRay())
     return now
 

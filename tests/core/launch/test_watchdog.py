@@ -5,7 +5,7 @@ import os
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from core.launch_guard import unused_shared_memory
+from core.launch.watchdog import unused_shared_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 

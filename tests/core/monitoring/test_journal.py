@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.journal import Journal
+from core.monitoring.journal import Journal
 
 
 def steps(path: Path) -> list[int]:

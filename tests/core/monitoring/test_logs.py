@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from core.logs import log_to_terminal
+from core.monitoring.logs import log_to_terminal
 
 STAMP = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} "
 
@@ -31,7 +31,7 @@ def test_a_long_line_stays_one_line_on_a_narrow_terminal_above_a_progress_bar(ro
     text = "RPC name actor_train returns {" + ", ".join(f"'metric_{i}': [0.{i}]" for i in range(20)) + "} of a:100:b"
     with Progress(console=console) as progress:
         progress.add_task("step", total=2)
-        logging.getLogger("core.monitor").info(text)
+        logging.getLogger("core.monitoring.monitor").info(text)
     line = STAMP + re.escape(f"master worker INFO: {text}") + "$"
     assert re.search(line, screen.getvalue(), re.MULTILINE)
     assert re.search(line, (tmp_path / "log").read_text(), re.MULTILINE)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from core.config_load import load_config
-from core.monitor_runs import MLflowSink, TrackedRuns, WandbSink
+from core.config.load import load_config
+from core.experiments.common import metric_sinks
+from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, WandbSink
 from core.paths import RunPaths
-from core.run import metric_sinks
 
 
 def runs_of(folder: Path, *, go_on: bool = True) -> TrackedRuns:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from test_ppo_end_to_end import metrics_of, ppo
 
-from core.launch_guard import unused_shared_memory
+from core.launch.watchdog import unused_shared_memory
 
 ONE_RESTART = {"recover_mode": "auto", "recover_retries": 1}
 
@@ -110,7 +110,7 @@ def test_a_run_whose_driver_is_stopped_goes_on_and_finishes(assets, run_command,
     cause = lost(command, 1)
     assert re.match(r"the driver \(stopped\) gave no sign of life for 1[56] s in phase '.+' \(deadlines\.driver", cause)
     (stacks,) = (command.logs / "stacks" / "earlier").glob("driver.*.txt")
-    assert "driver (stopped): no sign of life" in stacks.read_text() and "core/ppo.py" in stacks.read_text()
+    assert "driver (stopped): no sign of life" in stacks.read_text() and "core/experiments/ppo.py" in stacks.read_text()
     assert command.finish(timeout=300) == 0
     assert "Attempt 2 was lost" not in command.output() and "This run took 2 attempts" in command.output()
     rows = [m["step"] for m in metrics_of(command) if "task_reward" in m]

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from core.processes import EARLIER, FOLDER, ask_for_stacks, kill_process
+from core.processes.stacks import EARLIER, FOLDER, ask_for_stacks, kill_process
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SLEEPER = """
 import sys, threading, time
 from pathlib import Path
-from core.processes import register_process
+from core.processes.stacks import register_process
 register_process(sys.argv[1], Path(sys.argv[2]))
 exec(sys.argv[3])
 def hanging_here():

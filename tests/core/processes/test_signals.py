@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from core.launch_signals import Interrupts, raise_if_interrupted
+from core.processes.signals import Interrupts, raise_if_interrupted
 
 
 class SignalledInItsDestructor:

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from core import quickstart
-from core.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
+from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BEFORE = """
 import ctypes, logging, os, signal, subprocess, sys, time
 from pathlib import Path
-from core.supervise import run_attempts
+from core.processes.supervise import run_attempts
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 """
 

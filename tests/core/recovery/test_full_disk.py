@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 IN_A_SMALL_FILE_SYSTEM = """
 mount -t tmpfs -o size=1300k none "$1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.memory import MemoryLimits
+from core.recovery.memory import MemoryLimits
 from mcore_adapter.out_of_memory import StepOutOfMemory
 
 

@@ -12,7 +12,7 @@ from test_ppo_end_to_end import ppo
 
 from allocation.strain import VARIABLE, strain
 from core.errors import LaunchError
-from core.memory import MemoryLimits, says_out_of_memory
+from core.recovery.memory import MemoryLimits, says_out_of_memory
 from core.trainer import EngineRef
 from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from core import manifest
 from core.errors import LaunchError
-from core.manifest import DamagedError, verify
-from core.recover import RecoverError, RecoverStore, RunIdentity, RunState
-from mcore_adapter.checkpoint_outcome import wait_for_outcome
+from core.recovery import manifest
+from core.recovery.manifest import DamagedError, verify
+from core.recovery.recover import RecoverError, RecoverStore, RunIdentity, RunState
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 
@@ -181,7 +181,7 @@ def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(
 ) -> None:
     store = RecoverStore(tmp_path, IDENTITY)
     begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
-    monkeypatch.setattr("core.launch_signals._received", 15)
+    monkeypatch.setattr("core.processes.signals._received", 15)
     with pytest.raises(KeyboardInterrupt), store:
         store.wait()
     assert names(tmp_path) == []

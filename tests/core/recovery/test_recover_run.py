@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import Command
 
-from core.recover import RecoverStore, RunIdentity
+from core.recovery.recover import RecoverStore, RunIdentity
 
 IDENTITY = RunIdentity(train_bs_n_seqs=4, group_size=2, n_nodes=1)
 
@@ -32,7 +32,7 @@ def ppo(assets, **changes) -> dict:
         "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
-        "reward": {"function": "tools.bench_reward:coin_reward", "num_workers": 1},
+        "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
         "exp_ctrl": {"total_train_steps": 3, "ckpt_freq_steps": 1},
     }
     for key, value in changes.items():

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from rollout.sglang_inside import position_checksum
+from rollout.inference.sglang.hooks import position_checksum
 
 
 class Receiver:

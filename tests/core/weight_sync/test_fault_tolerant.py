@@ -17,10 +17,10 @@ from test_launch_generators import Actor, Cluster, Rollout, clock, make_pool
 
 from allocation import parse
 from core.errors import LaunchError
-from core.push_buckets import PushError
-from core.push_fleet import FleetPush
-from core.push_servers import ServerPush
-from rollout.sglang_weights import ServerError, ServerGone, continue_generation, pause_generation, post
+from core.weight_sync.buckets import PushError
+from core.weight_sync.fault_tolerant import FleetPush
+from core.weight_sync.servers import ServerPush
+from rollout.inference.sglang.weights import ServerError, ServerGone, continue_generation, pause_generation, post
 
 __all__ = ["clock"]  # a fixture
 

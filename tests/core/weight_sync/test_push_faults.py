@@ -15,8 +15,8 @@ from sglang_double import model
 from sglang_double.updates import UPDATES
 from torch import Tensor
 
-from core.push_buckets import PushError, SendReport
-from rollout.sglang_weights import ServerError, ServerGone, post
+from core.weight_sync.buckets import PushError, SendReport
+from rollout.inference.sglang.weights import ServerError, ServerGone, post
 
 MLP = "model.layers.0.mlp.gate_up_proj.weight"
 

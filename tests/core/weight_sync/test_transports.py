@@ -19,7 +19,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from allocation import parse
-from core.push_buckets import (
+from core.config.push import choose_transport
+from core.weight_sync.buckets import (
     Buckets,
     Deadline,
     PushError,
@@ -28,16 +29,15 @@ from core.push_buckets import (
     compare_checksums,
     in_background,
 )
-from core.push_colocated import ColocatedPush
-from core.push_config import choose_transport
-from core.push_disk import DiskSender
-from core.push_ipc import IpcSender
-from core.push_nccl import NcclSender
-from core.push_servers import ServerPush, beside_trainer
-from rollout.sglang_checksums import ModelShape
-from rollout.sglang_weights import ServerAddress, ServerError
+from core.weight_sync.colocated import ColocatedPush
+from core.weight_sync.disk import DiskSender
+from core.weight_sync.ipc import IpcSender
+from core.weight_sync.nccl import NcclSender
+from core.weight_sync.servers import ServerPush, beside_trainer
+from rollout.inference.sglang.checksums import ModelShape
+from rollout.inference.sglang.weights import ServerAddress, ServerError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SHAPE = ModelShape(num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=64)
 NUM_BUCKETS = 5
 

@@ -20,10 +20,10 @@ from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
-from mcore_adapter import host_copy
-from mcore_adapter.checkpoint import copied_sizes
-from mcore_adapter.checkpoint_files import CopiedCheckpoint
-from mcore_adapter.checkpoint_outcome import wait_for_outcome
+from mcore_adapter.checkpoint import host_copy
+from mcore_adapter.checkpoint.checkpoint import copied_sizes
+from mcore_adapter.checkpoint.files import CopiedCheckpoint
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 TP2 = ParallelLayout(tp=2)
 OPTIMIZER = {"lr": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.2, "total_steps": 10}

@@ -21,9 +21,9 @@ from test_weights import assert_same_bytes, tensors_of
 from tiny_models import EXPERT_MODELS, MODELS, write_model
 
 from allocation import ParallelLayout
-from core.manifest import seal
+from core.recovery.manifest import seal
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG_CHANGES = {
     "unknown architecture": {"model_type": "gpt2"},
     "shapes": {"intermediate_size": 50},
@@ -34,7 +34,7 @@ LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, vp
 
 
 def write_checkpoint(rank: Rank, layout: ParallelLayout, source: Path, target: Path, options: dict[str, Any]) -> None:
-    from mcore_adapter.checkpoint import save_checkpoint
+    from mcore_adapter.checkpoint.checkpoint import save_checkpoint
 
     with rank.joined(layout) as (parallel, device):
         chunks = build(source, parallel, device, **options)
@@ -91,10 +91,10 @@ def test_there_and_back_is_byte_equal_for_every_family(
 
 def loaded(rank: Rank, layout: ParallelLayout, checkpoint: Path, target: Path) -> None:
     """What an engine of `layout` makes of a converted checkpoint, as a Hugging Face folder."""
-    from mcore_adapter.checkpoint import load_checkpoint
-    from mcore_adapter.hf_config import read_config
-    from mcore_adapter.model import build_model
-    from mcore_adapter.weights import init_from_scratch, save_hf
+    from mcore_adapter.checkpoint.checkpoint import load_checkpoint
+    from mcore_adapter.hf.weights import init_from_scratch, save_hf
+    from mcore_adapter.models.gpt import build_model
+    from model_specs.hf_config import read_config
 
     with rank.joined(layout) as (parallel, device):
         chunks = build_model(read_config(checkpoint), parallel=parallel, device=device, dtype=torch.float32)
@@ -275,7 +275,7 @@ def run_convert_at(rank: Rank, what: str, target: Path, *arguments: str) -> tupl
 
 def run_convert_damaged(rank: Rank, *arguments: str) -> tuple[int, str, str]:
     """run_convert() with a byte that gets lost on the way."""
-    from mcore_adapter import streaming
+    from mcore_adapter.checkpoint import streaming
 
     real = streaming.checkpoint_to_hf
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from test_weights import assert_same_bytes, tensors_of
 
-from mcore_adapter.families import hf_shapes
-from mcore_adapter.hf_config import parse_config
-from mcore_adapter.safetensors_folder import ShardWriter, replacing_folder
-from mcore_adapter.weights import tensor_specs, write_config
+from mcore_adapter.hf.safetensors_folder import ShardWriter, replacing_folder
+from mcore_adapter.hf.weights import tensor_specs, write_config
+from mcore_adapter.models.families import hf_shapes
+from model_specs.hf_config import parse_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LARGEST = 4096 * 1024 * 4
 BUFFER = 32 << 20
 SHAPE = dict(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_adapter.cpu_attention import _plan, packed_causal_attention, rotary_thd, zigzag_attention
+from mcore_adapter.cpu.attention import _plan, packed_causal_attention, rotary_thd, zigzag_attention
 
 PACKINGS = {
     "many short, every length": [3, 17, 1, 9, 30, 2, 17, 16, 8, 25, 11, 1, 29],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_adapter.microbatch import plan_microbatches
+from mcore_adapter.data.microbatch import plan_microbatches
 
 CAPACITY = 64
 batches = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=80)

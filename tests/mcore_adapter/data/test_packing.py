@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_adapter.batch import PackedBatch
-from mcore_adapter.packing import PackingLayout, pack_microbatch
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.packing import PackingLayout, pack_microbatch
 
 CPU = torch.device("cpu")
 

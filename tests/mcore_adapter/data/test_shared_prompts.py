@@ -14,9 +14,9 @@ from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
-from mcore_adapter.batch import PackedBatch
-from mcore_adapter.packing import PackingLayout, pack_microbatch
-from mcore_adapter.shared_prompts import SharedPromptParams, leading_prompt_lens, prompt_units
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.packing import PackingLayout, pack_microbatch
+from mcore_adapter.data.shared_prompts import SharedPromptParams, leading_prompt_lens, prompt_units
 
 CPU = torch.device("cpu")
 

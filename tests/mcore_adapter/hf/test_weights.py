@@ -17,7 +17,7 @@ from tiny_models import MODELS, write_model
 from torch import Tensor
 
 from allocation import ParallelLayout
-from mcore_adapter.safetensors_folder import INDEX_FILE, SINGLE_FILE, ShardWriter, TensorSpec
+from mcore_adapter.hf.safetensors_folder import INDEX_FILE, SINGLE_FILE, ShardWriter, TensorSpec
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def assert_same_bytes(first: dict[str, Tensor], second: dict[str, Tensor]) -> No
 
 
 def round_trip(rank: Rank, layout: ParallelLayout, source: Path, target: Path, options: dict[str, Any]) -> None:
-    from mcore_adapter.weights import save_hf
+    from mcore_adapter.hf.weights import save_hf
 
     with rank.joined(layout) as (parallel, device):
         save_hf(build(source, parallel, device, **options), target, parallel=parallel, tokenizer_from=source)
@@ -46,8 +46,8 @@ def round_trip(rank: Rank, layout: ParallelLayout, source: Path, target: Path, o
 
 def elements_read_and_held(rank: Rank, layout: ParallelLayout, source: Path) -> tuple[int, int]:
     """What loading takes from the files, and the size of what this rank holds."""
-    from mcore_adapter.model import named_conversions
-    from mcore_adapter.safetensors_folder import SafetensorsFolder
+    from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
+    from mcore_adapter.models.gpt import named_conversions
 
     read, sizes = SafetensorsFolder.read, []
 
@@ -63,9 +63,9 @@ def elements_read_and_held(rank: Rank, layout: ParallelLayout, source: Path) -> 
 
 
 def from_scratch(rank: Rank, layout: ParallelLayout, source: Path, target: Path, is_critic: bool) -> None:
-    from mcore_adapter.hf_config import read_config
-    from mcore_adapter.model import build_model
-    from mcore_adapter.weights import init_from_scratch, save_hf
+    from mcore_adapter.hf.weights import init_from_scratch, save_hf
+    from mcore_adapter.models.gpt import build_model
+    from model_specs.hf_config import read_config
 
     with rank.joined(layout) as (parallel, device):
         chunks = build_model(
@@ -76,7 +76,7 @@ def from_scratch(rank: Rank, layout: ParallelLayout, source: Path, target: Path,
 
 
 def bucket_sizes(rank: Rank, layout: ParallelLayout, source: Path, bucket_bytes: int) -> list[dict[str, int]]:
-    from mcore_adapter.weights import iter_hf_weights
+    from mcore_adapter.hf.weights import iter_hf_weights
 
     with rank.joined(layout) as (parallel, device):
         chunks = build(source, parallel, device)
@@ -85,7 +85,7 @@ def bucket_sizes(rank: Rank, layout: ParallelLayout, source: Path, bucket_bytes:
 
 
 def load_error(rank: Rank, source: Path, is_critic: bool) -> str:
-    from mcore_adapter.safetensors_folder import WeightsError
+    from mcore_adapter.hf.safetensors_folder import WeightsError
 
     with rank.joined(ParallelLayout()) as (parallel, device):
         try:
@@ -97,8 +97,8 @@ def load_error(rank: Rank, source: Path, is_critic: bool) -> str:
 
 def save_error(rank: Rank, layout: ParallelLayout, source: Path, target: Path, disk_bytes: int) -> str:
     """Save with files limited to disk_bytes: writing more fails as on a full disk."""
-    from mcore_adapter.safetensors_folder import WeightsError
-    from mcore_adapter.weights import save_hf
+    from mcore_adapter.hf.safetensors_folder import WeightsError
+    from mcore_adapter.hf.weights import save_hf
 
     with rank.joined(layout) as (parallel, device):
         chunks = build(source, parallel, device)

@@ -10,9 +10,9 @@ import torch
 from test_hf_config import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
 from tiny_models import MODELS, checkpoint_tensors, make_model
 
-from mcore_adapter.conversions import Conversion, MergeGateUp, MergeQKV
-from mcore_adapter.families import CORRECTION_BIAS, canonical_name, hf_shapes, layer_table, outer_table
-from mcore_adapter.hf_config import ModelConfigError, parse_config
+from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV
+from mcore_adapter.models.families import CORRECTION_BIAS, canonical_name, hf_shapes, layer_table, outer_table
+from model_specs.hf_config import ModelConfigError, parse_config
 
 FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen2", "tie_word_embeddings": True},

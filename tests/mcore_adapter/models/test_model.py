@@ -95,7 +95,7 @@ def logits_shard(chunk: Any, output: Tensor) -> Tensor:
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
-    from mcore_adapter.model import lm_head_weight
+    from mcore_adapter.models.gpt import lm_head_weight
 
     hidden = output[0]
     if chunk.config.sequence_parallel:
@@ -139,7 +139,7 @@ def compute_gradients(
     )
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from mcore_adapter.weights import iter_hf_weights
+    from mcore_adapter.hf.weights import iter_hf_weights
 
     def head(chunk: Any, output: Tensor, tokens: Tensor, own: Tensor) -> Any:
         if is_critic:
@@ -253,7 +253,7 @@ def test_a_critic_values_every_token_with_its_head(
 
 
 def build_error(rank: Rank, layout: ParallelLayout, folder: Path) -> str:
-    from mcore_adapter.hf_config import ModelConfigError
+    from model_specs.hf_config import ModelConfigError
 
     with rank.joined(layout) as (parallel, device):
         try:

@@ -24,7 +24,7 @@ from mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
 from tiny_models import EXPERT_MODELS, make_model
 
 from allocation import ParallelLayout
-from mcore_adapter.batch import ROUTED_EXPERTS
+from mcore_adapter.data.batch import ROUTED_EXPERTS
 
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2),

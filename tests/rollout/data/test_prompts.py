@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.dataset import PromptDataset
-from rollout.dataset_rows import DatasetError, scan_rows
+from rollout.data.prompts import PromptDataset
+from rollout.data.rows import DatasetError, scan_rows
 from rollout.types import Prompt
 
-DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[3].parent / "shared" / "data"))
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,9 @@ def test_a_repeated_query_id_is_kept_under_a_new_name(tmp_path: Path, caplog: py
 
 def test_scanning_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", tutorial_row(0))
-    code = f"import sys; from rollout.dataset_rows import scan_rows; assert len(scan_rows({str(path)!r})) == 1; "
+    code = f"import sys; from rollout.data.rows import scan_rows; assert len(scan_rows({str(path)!r})) == 1; "
     code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 def test_prompts_are_tokenised_in_the_template_and_too_long_ones_are_counted(

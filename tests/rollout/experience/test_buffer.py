@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from simulated_sampling import make_prompts, trajectory
 from virtual_clock import run_virtual, settle
 
-from rollout.buffer import StalenessBuffer, StalenessInvariantError, StepSchedule
+from rollout.experience.buffer import StalenessBuffer, StalenessInvariantError, StepSchedule
 from rollout.types import Trajectory
 
 

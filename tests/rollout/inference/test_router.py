@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 
-from rollout.embedded import EmbeddedGenerator, GeneratorError
-from rollout.router import NoGeneratorError, Router, requests_at_once
+from rollout.inference.embedded import EmbeddedGenerator, GeneratorError
+from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, WeightBucket
 
 DEADLINE_SECONDS = 60  # of a test that hangs
@@ -292,7 +292,7 @@ def test_patience_with_no_generator_left_ends_once_for_all_who_wait(folder: Path
 def test_a_slow_generator_is_reported_and_keeps_its_requests(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.router._LEAST_SECONDS_TO_JUDGE", 0.0)
+    monkeypatch.setattr("rollout.inference.router._LEAST_SECONDS_TO_JUDGE", 0.0)
 
     async def scene() -> None:
         router = Router([Recorded(folder) for _ in range(2)])

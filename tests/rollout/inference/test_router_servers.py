@@ -13,9 +13,9 @@ from sglang_double import model
 from sglang_double.scheduler import token_at
 from sglang_double.server import SGLangDouble
 
-from rollout.router import NoGeneratorError, Router
-from rollout.sglang_generator import SGLangGenerator
-from rollout.sglang_weights import ServerError
+from rollout.inference.router import NoGeneratorError, Router
+from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, Health
 
 

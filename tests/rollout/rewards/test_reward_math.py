@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from math_verify import parse, verify
 
-from rollout.dataset_rows import scan_rows
-from rollout.math_answers import marked_answer
-from rollout.math_reward import RIGHT, UnparsableAnswerError, extracted_answer, math_reward, quick_math_reward
+from rollout.data.rows import scan_rows
+from rollout.rewards.math import RIGHT, UnparsableAnswerError, extracted_answer, math_reward, quick_math_reward
+from rollout.rewards.math_answers import marked_answer
 from rollout.types import Prompt
 
-DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[3].parent / "shared" / "data"))
 
 
 def prompt(*solutions: str) -> Prompt:

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from rollout.plugins import PluginError
-from rollout.reward import RewardPool, RewardWorkerError
+from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 EVIL = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
-from rollout.math_reward import UnparsableAnswerError
+from rollout.rewards.math import UnparsableAnswerError
 
 def score(prompt, text):
     if text == "hang":

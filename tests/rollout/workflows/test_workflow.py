@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout.plugins import PluginError
-from rollout.reward import RewardPool
+from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
-from rollout.workflow import SingleTurnMathWorkflow, build_trajectory, make_workflow, sample_seed
+from rollout.workflows.single_turn import SingleTurnMathWorkflow, build_trajectory, make_workflow, sample_seed
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 

@@ -8,8 +8,8 @@ import torch
 from embedded_models import assert_same, bucket_of, engine_of, make_model, oracle_logprobs, prompt, request, run, steps
 from transformers import DynamicCache
 
-from rollout.embedded.engine import TRIM_STEPS, Engine
-from rollout.embedded.kv_cache import capacity_for, previous_capacity
+from rollout.inference.embedded.engine import TRIM_STEPS, Engine
+from rollout.inference.embedded.kv_cache import capacity_for, previous_capacity
 from rollout.types import Completion, GenerateRequest
 
 
@@ -193,7 +193,7 @@ def test_cache_memory_shrinks_when_fewer_requests_run(model: Any) -> None:
 def test_a_large_cache_shrinks_sooner(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     for large in (2**30, 0):
-        monkeypatch.setattr("rollout.embedded.engine.LARGE_BYTES", large)
+        monkeypatch.setattr("rollout.inference.embedded.engine.LARGE_BYTES", large)
         engine = engine_of(model, max_running=16)
         engine.add([request(i, prompt(10, seed=i), max_new_tokens=400) for i in range(16)])
         steps(engine, 390)

@@ -21,10 +21,10 @@ from embedded_models import (
 )
 from safetensors.torch import save_file
 
-from rollout.embedded import EmbeddedGenerator
-from rollout.embedded.config import InferenceConfig
-from rollout.embedded.engine import Engine
-from rollout.embedded.weights import ModelWeights
+from rollout.inference.embedded import EmbeddedGenerator
+from rollout.inference.embedded.config import InferenceConfig
+from rollout.inference.embedded.engine import Engine
+from rollout.inference.embedded.weights import ModelWeights
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from embedded_models import follows
 from scipy import stats
 
-from rollout.embedded.sampler import draw, num_blocks, padded_size, restrict, sample, uniforms
+from rollout.inference.embedded.sampler import draw, num_blocks, padded_size, restrict, sample, uniforms
 
 
 def padded(logits: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 
-from rollout.sglang_experts import ExpertsOfTokens
-from rollout.sglang_server import SGLangServer
-from rollout.sglang_weights import ServerError
+from rollout.inference.sglang.experts import ExpertsOfTokens
+from rollout.inference.sglang.server import SGLangServer
+from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams, WeightBucket
-from rollout.workflow import build_trajectory
+from rollout.workflows.single_turn import build_trajectory
 
 MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts_per_tok": 2}
 EXPERTS = np.arange(10 * 3 * 2, dtype=np.int32).reshape(10, 3, 2)
@@ -134,8 +134,8 @@ def test_a_server_tells_the_experts_of_each_token_s_forward_pass_through_an_upda
     server: SGLangServer, models: ExpertModels, interrupt: Any
 ) -> None:
     """Two requests of each prompt: the second takes the prompt from the cache."""
-    from rollout.router import Router
-    from rollout.sglang_generator import SGLangGenerator
+    from rollout.inference.router import Router
+    from rollout.inference.sglang.generator import SGLangGenerator
 
     prompts = [np.random.default_rng(i // 2).integers(0, VOCAB - 1, 30).tolist() for i in range(6)]
 

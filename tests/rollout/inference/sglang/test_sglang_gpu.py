@@ -15,9 +15,9 @@ import pytest
 import torch
 from sglang_environment import END, PYTHON, WHY_NOT, Models, settings_for
 
-from rollout.sglang_checksums import ModelShape
-from rollout.sglang_gpus import query_gpus
-from rollout.sglang_server import read_model_config
+from rollout.inference.sglang.checksums import ModelShape
+from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.sglang.server import read_model_config
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 pytestmark = [
@@ -28,10 +28,10 @@ pytestmark = [
 ]
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
-from core.push_buckets import SenderSettings  # noqa: E402
-from core.push_ipc import IpcSender  # noqa: E402
-from core.push_nccl import NcclSender  # noqa: E402
-from rollout.sglang_generator import SGLangGenerator  # noqa: E402
+from core.weight_sync.buckets import SenderSettings  # noqa: E402
+from core.weight_sync.ipc import IpcSender  # noqa: E402
+from core.weight_sync.nccl import NcclSender  # noqa: E402
+from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 
 PROMPT = list(range(40))
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.sglang_in_flight import Sampled, pack, to_json, unpack
-from rollout.sglang_requests import EMPTY, read_answer, so_far
-from rollout.sglang_weights import ServerError
+from rollout.inference.sglang.completions import EMPTY, read_answer, so_far
+from rollout.inference.sglang.in_flight import Sampled, pack, to_json, unpack
+from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, SamplingParams
 
 RNG = np.random.default_rng(0)

@@ -19,9 +19,9 @@ import pytest
 import torch
 from sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, running_server, settings_for
 
-from rollout.sglang_checksums import ModelShape
-from rollout.sglang_server import SGLangServer, read_model_config
-from rollout.sglang_weights import ServerAddress, ServerError, ServerGone
+from rollout.inference.sglang.checksums import ModelShape
+from rollout.inference.sglang.server import SGLangServer, read_model_config
+from rollout.inference.sglang.weights import ServerAddress, ServerError, ServerGone
 from rollout.types import Completion, GenerateRequest, SamplingParams, WeightBucket
 
 if PYTHON is None:
@@ -30,14 +30,14 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from core.push_buckets import PushError, Sender, SenderSettings  # noqa: E402
-from core.push_disk import DiskSender  # noqa: E402
-from core.push_ipc import IpcSender  # noqa: E402
-from core.push_nccl import NcclSender  # noqa: E402
-from rollout.embedded.sampler import restrict  # noqa: E402
-from rollout.router import Router  # noqa: E402
-from rollout.sglang_generator import SGLangGenerator  # noqa: E402
-from rollout.sglang_requests import EMPTY, generate_call  # noqa: E402
+from core.weight_sync.buckets import PushError, Sender, SenderSettings  # noqa: E402
+from core.weight_sync.disk import DiskSender  # noqa: E402
+from core.weight_sync.ipc import IpcSender  # noqa: E402
+from core.weight_sync.nccl import NcclSender  # noqa: E402
+from rollout.inference.embedded.sampler import restrict  # noqa: E402
+from rollout.inference.router import Router  # noqa: E402
+from rollout.inference.sglang.completions import EMPTY, generate_call  # noqa: E402
+from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

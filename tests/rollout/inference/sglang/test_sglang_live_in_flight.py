@@ -24,10 +24,10 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from test_sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
 
+from rollout.inference.router import Router  # noqa: E402
+from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
+from rollout.inference.sglang.server import SGLangServer  # noqa: E402
 from rollout.ledger import PromptLedger, from_plain, to_plain  # noqa: E402
-from rollout.router import Router  # noqa: E402
-from rollout.sglang_generator import SGLangGenerator  # noqa: E402
-from rollout.sglang_server import SGLangServer  # noqa: E402
 from rollout.types import Completion, GenerateRequest  # noqa: E402
 
 __all__ = ["models", "server"]  # fixtures

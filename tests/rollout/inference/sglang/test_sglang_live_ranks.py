@@ -19,9 +19,9 @@ import test_sglang_live as live  # noqa: E402
 import test_sglang_live_in_flight as in_flight  # noqa: E402
 from test_sglang_live import models  # noqa: E402
 
-from rollout.router import Router  # noqa: E402
-from rollout.sglang_generator import SGLangGenerator  # noqa: E402
-from rollout.sglang_server import SGLangServer  # noqa: E402
+from rollout.inference.router import Router  # noqa: E402
+from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
+from rollout.inference.sglang.server import SGLangServer  # noqa: E402
 from rollout.types import Completion  # noqa: E402
 
 __all__ = ["models"]  # a fixture

@@ -28,12 +28,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.sglang_checksums import ExpectedChecksums, ModelShape
-from rollout.sglang_generator import SGLangGenerator
-from rollout.sglang_gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
-from rollout.sglang_inside import many_at_once, position_checksum
-from rollout.sglang_server import ServerSettings, ServerStartError, SGLangServer, decode_graph_sizes, server_flags
-from rollout.sglang_weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
+from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
+from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.sglang.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
+from rollout.inference.sglang.hooks import many_at_once, position_checksum
+from rollout.inference.sglang.server import (
+    ServerSettings,
+    ServerStartError,
+    SGLangServer,
+    decode_graph_sizes,
+    server_flags,
+)
+from rollout.inference.sglang.weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 MODEL = {"hidden_size": 1536, "num_attention_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512}
@@ -204,7 +210,7 @@ def test_a_server_that_cannot_be_used_does_not_stay(monkeypatch: pytest.MonkeyPa
 
 def test_a_server_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     """The parent is killed and cannot clean up; the server has a child of its own."""
-    inside = Path(sys.modules["rollout.sglang_inside"].__file__ or "")
+    inside = Path(sys.modules["rollout.inference.sglang.hooks"].__file__ or "")
     server = (
         "import runpy, sys, subprocess, time; "
         f"space = runpy.run_path({str(inside)!r}); space['end_with'](int(sys.argv[1])); "
@@ -215,7 +221,7 @@ def test_a_server_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
         f"p = subprocess.Popen([sys.executable, '-P', '-c', {server!r}, str(os.getpid())], start_new_session=True); "
         "print(p.pid, flush=True); time.sleep(1000)"
     )
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[4])
     process = subprocess.Popen(
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}, text=True
     )
@@ -398,7 +404,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 MANY_POSTS = """
 import asyncio, resource, sys
-from rollout.sglang_client import SGLangClient
+from rollout.inference.sglang.client import SGLangClient
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 async def main():
@@ -431,7 +437,7 @@ def test_more_requests_than_a_process_may_have_open_files_at_first_are_in_flight
         try:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             command = [sys.executable, "-c", MANY_POSTS, url]
-            root = Path(__file__).resolve().parents[2]
+            root = Path(__file__).resolve().parents[4]
             child = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=subprocess.PIPE)
             out, _ = await asyncio.wait_for(child.communicate(), 60)
         finally:

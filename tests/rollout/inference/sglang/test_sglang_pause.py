@@ -11,9 +11,9 @@ from sglang_double import model
 from sglang_double.server import SGLangDouble
 from sglang_double.weights import Parameters
 
-from rollout.router import Router
-from rollout.sglang_generator import SGLangGenerator
-from rollout.sglang_weights import ServerError
+from rollout.inference.router import Router
+from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.sglang.weights import ServerError
 from rollout.types import WeightBucket
 
 INTERRUPTS = ["abort", "retract", "in_place"]

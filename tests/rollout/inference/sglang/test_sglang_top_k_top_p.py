@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.embedded.sampler import restrict
-from rollout.sglang_truncate import draw, keep_most_likely
+from rollout.inference.embedded.sampler import restrict
+from rollout.inference.sglang.top_k_top_p import draw, keep_most_likely
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NO_LIMIT = 1 << 30  # how SGLang writes that there is no top_k
