@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PACKAGES = ("allocation", "rollout", "mcore_adapter", "core", "tools")
+PACKAGES = ("allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools")
 
 DEPENDENCIES = [
     "torch>=2.11,<=2.13.0",

@@ -50,7 +50,7 @@ def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTime
 
 
 @dataclass(kw_only=True)
-class Housekeeping:
+class PeriodicActions:
     """Asks after every step what is due, and does it. `recover` None: no recover checkpoints are written. `start`:
     where the run begins; the count goes on since what was due last before that checkpoint."""
 

@@ -1,6 +1,6 @@
 """The command line: `python -m core.quickstart {ppo-math,sft} --config X.yaml [a.b.c=value ...] [--dry-run] [--help]`.
 
-Reads and checks everything, says what it is going to do, then hands over to core/experiments/ppo.py or core/experiments/sft.py. Invariant:
+Reads and checks everything, logs what it is going to do, then starts the experiment (core/experiments). Invariant:
 until then nothing is written and no process started, and neither torch nor Ray is imported; bad input ends with exit
 code 2 and one message on stderr.
 """
@@ -24,7 +24,7 @@ from core.config.base import ConfigError
 from core.config.checks import run_checks
 from core.config.experiments import EXPERIMENTS, ExperimentConfig, PPOMATHConfig
 from core.config.load import LoadedConfig, load_config
-from core.config.rules import cautions
+from core.config.rules import config_warnings
 from core.config.show import help_text, ignored_lines, listing
 from core.errors import first_line, is_of_disk
 from core.monitoring.logs import log_to_terminal
@@ -105,8 +105,8 @@ def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Cons
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:
         logger.warning(ignored_lines(loaded.ignored))
-    for caution in cautions(config):
-        logger.warning(caution)
+    for warning in config_warnings(config):
+        logger.warning(warning)
     logger.info("Logs will be dumped to %s", paths.logs)
     logger.info("Model checkpoints will be saved to %s", paths.checkpoints)
     console.print(allocation_table(config))

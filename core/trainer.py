@@ -27,8 +27,9 @@ from core.schedule import Schedule
 if TYPE_CHECKING:
     from core.algorithms.losses import LossFn
     from core.config.experiments import PPOMATHConfig
-    from core.launch.cluster import RolloutClient, TrainerGroup
-    from core.periodic import Housekeeping
+    from core.launch.rollout_client import RolloutClient
+    from core.launch.trainer_group import TrainerGroup
+    from core.periodic import PeriodicActions
     from core.weight_sync.base import RunPush
     from mcore_adapter.data.batch import PackedBatch
 
@@ -130,44 +131,46 @@ class PPOTrainer:
         self._value_norm = ValueNorm()
         self._timer = timer
 
-    def run(self, start: RunState, housekeeping: Housekeeping) -> None:
-        """Train from `start` to the end of the schedule; housekeeping saves and evaluates when due."""
+    def run(self, start: RunState, periodic: PeriodicActions) -> None:
+        """Train from `start` to the end of the schedule; periodic saves and evaluates when due."""
         if start.extra:
             self._value_norm = ValueNorm(**start.extra["value_norm"])  # type: ignore[arg-type]
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
-                rollout, figures = self._rollout.take(step, meanwhile=self._weights.catch_up)
-            with self._timer("make room"):
-                self._weights.make_room()
-            replay = rollout.replay()
-            batch, metrics = self._score(rollout, replay)
-            metrics |= self._update(batch, replay, step)
+                rollout, figures = self._rollout.take(step, meanwhile=self._weights.sync_rejoined)
+            with self._timer("offload generators"):
+                self._weights.offload_generators()
+            routing_replay = rollout.routing_replay()
+            batch, metrics = self._score(rollout, routing_replay)
+            metrics |= self._update(batch, routing_replay, step)
             with self._timer("push"):
                 pushed = self._weights.push(step + 1)
                 self._rollout.set_version(step + 1)
-            housekeeping.after_step(step + 1, self._timer)
+            periodic.after_step(step + 1, self._timer)
             figures |= pushed.metrics()
             self._report(step, rollout, metrics, figures)
-            housekeeping.after_report(step + 1, self._timer)
+            periodic.after_report(step + 1, self._timer)
 
     @property
     def state(self) -> dict[str, object]:
         """What of this object a recover checkpoint must hold."""
         return {"value_norm": asdict(self._value_norm), "memory": self._memory.state_dict()}
 
-    def _score(self, rollout: RolloutBatch, replay: Mapping[str, Tensor]) -> tuple[PackedBatch, dict[str, float]]:
+    def _score(
+        self, rollout: RolloutBatch, routing_replay: Mapping[str, Tensor]
+    ) -> tuple[PackedBatch, dict[str, float]]:
         """Log-probabilities of the other policies, values, rewards and advantages of a batch."""
         settings = self._settings
         batch = rollout.to_packed()
         fields: dict[str, Tensor] = {}
         others_pass = self._reference is not None or self._critic is not None
         handle = None
-        if others_pass or (settings.needs_old_logprobs and not replay):
+        if others_pass or (settings.needs_old_logprobs and not routing_replay):
             handle = self._actor.group.put(batch)
         if settings.needs_old_logprobs:
             with self._timer("old log-probs"):
-                own = batch.with_fields(**replay)
-                own_handle = self._actor.group.put(own) if replay else handle
+                own = batch.with_fields(**routing_replay)
+                own_handle = self._actor.group.put(own) if routing_replay else handle
                 fields["old_logprobs"] = self._logprobs(self._actor, own, own_handle)
         if not settings.decoupled:
             fields["old_logprobs"] = batch.fields["rollout_logprobs"]
@@ -236,9 +239,9 @@ class PPOTrainer:
         computed["advantages"] = whiten(advantages, mask) if settings.adv_norm else advantages
         return computed, metrics
 
-    def _update(self, batch: PackedBatch, replay: Mapping[str, Tensor], step: int) -> dict[str, float]:
-        """One pass over the batch in minibatches: critic first, as the actor's advantages are already fixed. `replay`
-        is for the actor alone: other models have experts of their own."""
+    def _update(self, batch: PackedBatch, routing_replay: Mapping[str, Tensor], step: int) -> dict[str, float]:
+        """Run one pass over the batch in minibatches: critic first, as the actor's advantages are already fixed.
+        `routing_replay` is for the actor alone: other models have experts of their own."""
         settings = self._settings
         minibatches = split_minibatches(batch.num_sequences, settings.ppo_n_minibatches, seed=step)
         metrics: dict[str, float] = {}
@@ -256,7 +259,7 @@ class PPOTrainer:
                 entropy_coeff=settings.entropy_coeff,
             )
             metrics |= self._train(
-                self._actor, batch.with_fields(**replay), minibatches, loss, prefix="",
+                self._actor, batch.with_fields(**routing_replay), minibatches, loss, prefix="",
                 temperature=settings.temperature, with_entropy=settings.entropy_coeff != 0.0,
             )  # fmt: skip
         return metrics

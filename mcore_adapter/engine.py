@@ -191,14 +191,14 @@ class MegatronEngine:
 
     def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
-        self._settle()
+        self._finish_param_gather()
         if bucket_bytes not in self._plans:
             self._plans[bucket_bytes] = plan_export(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes)
         return run_export(self._plans[bucket_bytes], parallel=self._parallel)
 
     def save_hf(self, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
         """Write a Hugging Face folder."""
-        self._settle()
+        self._finish_param_gather()
         save_hf(self._model, path, parallel=self._parallel, tokenizer_from=tokenizer_from)
 
     def offload(self) -> None:
@@ -213,7 +213,7 @@ class MegatronEngine:
 
     def save(self, path: str | Path) -> None:
         """Write model, optimizer, schedule and random states to a new folder; any layout can load it."""
-        self._settle()
+        self._finish_param_gather()
         save_checkpoint(path, self._model, self._optimizer, **self._save_options())
 
     def prepare_saves(self) -> None:
@@ -224,7 +224,7 @@ class MegatronEngine:
     def begin_save(self, path: str | Path) -> None:
         """As save(), but return when everything is copied to host memory, and write it in the background;
         checkpoint_outcome.wait_for_outcome(path) waits for that, as whoever begins the next one must."""
-        self._settle()
+        self._finish_param_gather()
         copy_checkpoint(
             path, self._model, self._optimizer, self._host_copy, **self._save_options()
         ).write_in_background()
@@ -234,7 +234,7 @@ class MegatronEngine:
 
     def load(self, path: str | Path) -> None:
         """Continue from a folder of save(). Random states come back where the layout is the one that saved them."""
-        self._settle()
+        self._finish_param_gather()
         load_checkpoint(path, self._model, self._optimizer, parallel=self._parallel)
 
     def _finish_routers(self, *, applied: bool) -> dict[str, float]:
@@ -243,10 +243,10 @@ class MegatronEngine:
             return {}
         return finish_update(self._model, moe, balance, applied=applied, device=self._device.torch_device)
 
-    def _settle(self) -> None:
+    def _finish_param_gather(self) -> None:
         """Every weight of this rank is the current one."""
         if self._optimizer is not None:
-            self._optimizer.settle()
+            self._optimizer.finish_param_gather()
 
     def _limit(self, batch: PackedBatch, max_tokens_per_mb: int, max_sequence_tokens: int) -> int:
         """Tokens of a microbatch of this batch: a limit that was learnt from shorter sequences makes way for a longer
@@ -313,7 +313,7 @@ class MegatronEngine:
     def _infer(
         self, batch: PackedBatch, max_tokens_per_mb: int, head: Callable[[PackedMicrobatch, Tensor], Tensor | None]
     ) -> Shard | None:
-        self._settle()
+        self._finish_param_gather()
         whole_plan = self._plan(batch, max_tokens_per_mb)
         plan = whole_plan[self._parallel.dp_rank]
 

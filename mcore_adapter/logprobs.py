@@ -7,13 +7,14 @@ Invariant: at most a few [chunk_tokens, vocabulary shard] buffers are alive at a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from mcore_adapter.data.token_chunks import chunks
 
 LOGITS_PER_CHUNK = 1 << 28
 """Default size of a chunk, in logits of this rank's vocabulary shard: 1 GiB of fp32. The gradient of the weight is read
@@ -147,12 +148,6 @@ def _accumulate(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
     if hidden.dtype == torch.float32:
         return total.addmm_(grad.t(), hidden)
     return total.add_(torch.mm(grad.t(), hidden))
-
-
-def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """At least one chunk, so that zero tokens still give a zero gradient."""
-    for start in range(0, max(num_tokens, 1), chunk_tokens):
-        yield slice(start, min(start + chunk_tokens, num_tokens))
 
 
 def _localise(targets: Tensor, shard: int, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:

@@ -63,9 +63,9 @@ def wrap_for_training(
     """Put the gradients of each chunk into one buffer, reduced over the data-parallel ranks once a step.
 
     `overlap`: gradients are reduced bucket by bucket while the backward pass of the last microbatch goes on, and
-    updated weights gathered while the next forward pass does; see TrainOptimizer.settle(). The buffer is fp32, or
-    without `grad_reduce_in_fp32` in the model's format. `before_reduction` is called when all gradients of this rank
-    are there; without `overlap` that is before the ranks meet.
+    updated weights gathered while the next forward pass does; see TrainOptimizer.finish_param_gather(). The buffer is
+    fp32, or without `grad_reduce_in_fp32` in the model's format. `before_reduction` is called when all gradients of
+    this rank are there; without `overlap` that is before the ranks meet.
     """
     config = chunks[0].config
     assert config.calculate_per_token_loss, "otherwise DDP would average where the engine counts on sums"
@@ -153,7 +153,7 @@ class TrainOptimizer:
             self._state.to_host()
         return Update(grad_norm=grad_norm, lr=lr, applied=True)
 
-    def settle(self) -> None:
+    def finish_param_gather(self) -> None:
         """Gather updated weights that the next forward pass of a training step would: before anything else reads them.
         Collective."""
         if not self._gathered:

@@ -1,0 +1,1 @@
+"""From prompts to trajectories: data, workflows, rewards and inference backends."""

@@ -13,22 +13,66 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PACKAGES = {"allocation", "rollout", "mcore_adapter", "core", "tools"}
+PACKAGES = {"allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools"}
 MAY_IMPORT = {
     "allocation": set(),
-    "rollout": {"allocation"},
-    "mcore_adapter": {"allocation"},
-    "core": {"allocation", "rollout", "mcore_adapter"},
-    "tools": {"allocation", "rollout", "mcore_adapter", "core"},
+    "model_specs": set(),
+    "rollout": {"allocation", "model_specs"},
+    "mcore_adapter": {"allocation", "model_specs"},
+    "core": {"allocation", "model_specs", "rollout", "mcore_adapter"},
+    "tools": {"allocation", "model_specs", "rollout", "mcore_adapter", "core"},
 }
+ORDER = {
+    "rollout": (
+        "types plugins",
+        "data rewards experience ledger",
+        "inference.sglang inference.embedded inference.mock inference.router",
+        "workflows",
+        "producer evaluation",
+    ),
+    "mcore_adapter": (
+        "quick_import settings lr_schedule layer_specs data",
+        "cpu cuda",
+        "device logprobs optimizer_state",
+        "parallel optimizer",
+        "models forward out_of_memory",
+        "hf bare_loop",
+        "checkpoint",
+        "engine",
+        "tools",
+    ),
+    "core": (
+        "errors paths",
+        "processes",
+        "monitoring data",
+        "config",
+        "schedule algorithms",
+        "weight_sync recovery rollout_service",
+        "periodic launch",
+        "trainer",
+        "experiments",
+        "quickstart",
+    ),
+    "tools": ("scratch_model demo_plot", "demo", "eval", "convert chaos_run", "chaos bench"),
+}
+"""Folders and modules of a package from the bottom to the top: each imports what stands in earlier lines."""
+MOST_FILES = 20
+"""Python files of one folder, at most."""
 OWNER = {
     "megatron": "mcore_adapter/",
     "transformer_engine": "mcore_adapter/",
-    "sglang": "rollout/sglang",
-    "ray": "core/launch",
+    "sglang": "rollout/inference/sglang/",
+    "ray": "core/launch/",
 }
 DEVICE_WORDS = re.compile(r"\b(cuda|nccl|gloo)\b")
-MAY_NAME_DEVICES = ("mcore_adapter/device", "core/push", "rollout/sglang")
+MAY_NAME_DEVICES = (
+    "mcore_adapter/device.py",
+    "mcore_adapter/cpu/",
+    "mcore_adapter/cuda/",
+    "core/weight_sync/",
+    "core/config/push.py",
+    "rollout/inference/sglang/",
+)
 
 DISTRIBUTION = {
     "megatron": "megatron-core",
@@ -97,16 +141,92 @@ def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
     assert not wrong, wrong
 
 
-def test_allocation_needs_nothing_but_the_standard_library() -> None:
+@pytest.mark.parametrize("package", ["allocation", "model_specs"])
+def test_what_every_package_shares_needs_nothing_but_the_standard_library(package: str) -> None:
     import sys
 
     wrong = [
         f"{place(path, line)} imports {name}"
-        for path in source_files("allocation")
+        for path in source_files(package)
         for name, line in top_imports(path)
-        if name not in sys.stdlib_module_names | {"allocation"}
+        if name not in sys.stdlib_module_names | {package}
     ]
     assert not wrong, wrong
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def arrows() -> dict[str, dict[str, str]]:
+    """module -> {module of this repository that it imports: one place}."""
+    modules = {module_of(path): path for package in PACKAGES for path in source_files(package)}
+    found: dict[str, dict[str, str]] = {module: {} for module in modules}
+    for module, path in modules.items():
+        for name, line in imported_names(path):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target != module:
+                found[module][target] = place(path, line)
+    return found
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, int]]:
+    """As imported_modules(), and `from package import name` as package.name."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+    yield from imported_modules(path)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    below: dict[str, set[str]] = {}
+
+    def reach(module: str, path: tuple[str, ...]) -> set[str]:
+        assert module not in path, f"an import cycle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module not in below:
+            below[module] = set().union(*({n} | reach(n, (*path, module)) for n in arrows()[module]))
+        return below[module]
+
+    for module in arrows():
+        reach(module, ())
+
+
+def room_of(module: str) -> str:
+    """The entry of ORDER that a module belongs to: rollout.inference.sglang.client -> inference.sglang."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2]) if parts[:1] == ["inference"] else ".".join(parts[:1])
+
+
+@pytest.mark.parametrize("package", sorted(ORDER))
+def test_folders_of_a_package_import_only_what_stands_below_them(package: str) -> None:
+    level = {room: i for i, line in enumerate(ORDER[package]) for room in line.split()}
+    modules = [module for module in arrows() if module.startswith(f"{package}.")]
+    assert {room_of(module) for module in modules} - {"inference"} == level.keys()
+    wrong = [
+        f"{where} imports {target}"
+        for module in modules
+        for target, where in arrows()[module].items()
+        if target.startswith(f"{package}.")
+        and room_of(target) != room_of(module)
+        and level.get(room_of(target), -1) >= level.get(room_of(module), -1)
+    ]
+    assert not wrong, wrong
+
+
+def test_no_folder_is_too_full_to_read() -> None:
+    folders = {path.parent for package in PACKAGES for path in source_files(package)}
+    full = {
+        str(folder.relative_to(ROOT)): n for folder in folders if (n := len(list(folder.glob("*.py")))) > MOST_FILES
+    }
+    assert not full, full
+
+
+def test_every_folder_says_what_it_offers() -> None:
+    folders = {path.parent for package in PACKAGES - {"tools"} for path in source_files(package)}
+    silent = [str(f.relative_to(ROOT)) for f in folders if not ast.get_docstring(tree(f / "__init__.py"))]
+    assert not silent, silent
 
 
 @pytest.mark.parametrize("library", sorted(OWNER))

@@ -28,7 +28,7 @@ from model_specs.hf_config import SUPPORTED, ModelConfig
 from rollout.data.rows import DatasetError, scan_rows
 from rollout.inference.sglang.gpus import check_gpus
 from rollout.plugins import PluginError, load_plugin
-from rollout.rewards.pool import REWARDS
+from rollout.rewards.registry import REWARDS
 from rollout.workflows.single_turn import check_workflow
 
 

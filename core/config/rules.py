@@ -48,7 +48,7 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
     yield from _allocation(config)
 
 
-def cautions(config: ExperimentConfig) -> Iterator[str]:
+def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     """What is allowed and may not be meant."""
     if unread := list(_unread_keys(config)):
         them = "it" if len(unread) == 1 else "them"

@@ -47,7 +47,7 @@ class RolloutBatch:
             fields={"rollout_logprobs": torch.from_numpy(self.rollout_logprobs.copy())},
         )
 
-    def replay(self) -> dict[str, torch.Tensor]:
+    def routing_replay(self) -> dict[str, torch.Tensor]:
         """The field that makes the policy's own passes use the generators' experts; empty where those did not tell."""
         if self.routed_experts is None:
             return {}

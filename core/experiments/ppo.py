@@ -19,7 +19,7 @@ from core.experiments.workers import (
 from core.launch.cluster import Cluster
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import Monitor, StepTimer
-from core.periodic import Actions, Housekeeping
+from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity
@@ -75,7 +75,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         weights = make_push(config, allocation, workers, push_folder)
         if workers.colocated:  # the servers size their cache first, then the engines find room
             workers.generators.wait_started(patience)
-            weights.make_room()
+            weights.offload_generators()
         build_ppo_engines(config, workers, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
         saves = config.recover_mode != "disabled"
         if saves and start.checkpoint is None:
@@ -115,7 +115,7 @@ def _train(
     facts: dict[str, Any],
     attempt: Attempt,
 ) -> None:
-    """Wire loop and housekeeping, give the generators their first weights, and go."""
+    """Wire loop and periodic, give the generators their first weights, and go."""
     trainer = PPOTrainer(
         actor=workers.actor,
         critic=workers.critic,
@@ -131,12 +131,12 @@ def _train(
     )
 
     def evaluate(step: int) -> None:
-        result = {f"eval/{name}": value for name, value in workers.rollout.evaluate(weights.catch_up).items()}
+        result = {f"eval/{name}": value for name, value in workers.rollout.evaluate(weights.sync_rejoined).items()}
         monitor.rpc("evaluate", result)
         monitor.write(step, result)
 
     evaluates = bool(config.evaluation.paths)
-    housekeeping = Housekeeping(
+    periodic = PeriodicActions(
         schedule=schedule,
         control=config.exp_ctrl,
         actions=Actions(
@@ -155,4 +155,4 @@ def _train(
         evaluate(0)
     workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
     with recover:
-        trainer.run(start.state, housekeeping)
+        trainer.run(start.state, periodic)

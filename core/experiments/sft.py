@@ -13,7 +13,7 @@ from core.experiments.common import Start, find_start, fit_to_schedule, metric_s
 from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
 from core.launch.cluster import Cluster
 from core.monitoring.monitor import Monitor, StepTimer
-from core.periodic import Actions, Housekeeping
+from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
@@ -56,8 +56,8 @@ class SFTTrainer:
         self._schedule, self._monitor, self._memory = schedule, monitor, memory
         self._batch_size, self._valid_batch_size = batch_size, valid_batch_size
 
-    def run(self, start: RunState, housekeeping: Housekeeping) -> None:
-        """Train from `start` to the end of the schedule; housekeeping saves and evaluates when due."""
+    def run(self, start: RunState, periodic: PeriodicActions) -> None:
+        """Train from `start` to the end of the schedule; periodic saves and evaluates when due."""
         timer = self._timer
         for step in range(start.step + 1, self._schedule.total_steps + 1):
             epoch, epoch_step = self._schedule.position(step)
@@ -67,7 +67,7 @@ class SFTTrainer:
             with timer("update"):
                 metrics = self._engine.train_step(handle, range(batch.num_sequences), sft_loss, self._memory)
             metrics = {"loss": metrics["nll"], "ppl": math.exp(min(metrics["nll"], 700.0)), **metrics}
-            housekeeping.after_step(step, timer)
+            periodic.after_step(step, timer)
             self._monitor.rpc("trainDefault", metrics)
             seconds, phases = timer.finish()
             self._monitor.step(
@@ -77,7 +77,7 @@ class SFTTrainer:
                 metrics={**metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences)},
                 headline=f"loss {metrics['loss']:.3f}",
             )  # fmt: skip
-            housekeeping.after_report(step, timer)
+            periodic.after_report(step, timer)
 
     def evaluate(self, step: int) -> None:
         """Loss in nats per answer token over the validation set."""
@@ -145,7 +145,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
                 valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
                 timer=StepTimer(lambda phase: attempt.tell(phase=phase)),
             )  # fmt: skip
-            housekeeping = Housekeeping(
+            periodic = PeriodicActions(
                 schedule=schedule,
                 control=config.exp_ctrl,
                 actions=Actions(
@@ -160,7 +160,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
                 start=start.state,
             )
             with recover:
-                trainer.run(start.state, housekeeping)
+                trainer.run(start.state, periodic)
 
 
 def _check_same_rows(train: AnswerDataset, start: Start, *, ignore_changes: bool) -> None:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
 from core.config.allocation import uses_gpus
 from core.config.push import PushType, choose_transport
-from core.launch.cluster import Cluster, RolloutClient, TrainerGroup
+from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool, HealthSettings
+from core.launch.rollout_client import RolloutClient
+from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.base import LocalPush, RunPush, WeightPush
 from core.weight_sync.colocated import ColocatedPush
-from core.weight_sync.fault_tolerant import FleetPush
+from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import SenderPlan, ServerPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
@@ -199,7 +201,7 @@ def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers
         workers.close_senders()
         connect_senders(config, allocation, workers, folder)
 
-    return FleetPush(
+    return FaultTolerantWeightSync(
         _push(config, workers),
         workers.generators,
         workers.rollout,

@@ -1,7 +1,7 @@
 """Ray: starts or joins a cluster, places one actor per rank of the device map, and takes them all away again.
 
-With its neighbours core/launch_*.py this is the only place that knows Ray. What the loop sees are the clients
-(`TrainerGroup` and `RolloutClient` here, `GeneratorPool`): plain objects with blocking calls.
+Only the files of this folder import Ray. The training loop uses the clients (`TrainerGroup`, `RolloutClient`,
+`GeneratorPool`): plain objects with blocking calls.
 """
 
 from __future__ import annotations
@@ -10,45 +10,32 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from allocation import Allocation, RoleAllocation, Slot
+from allocation import Allocation
 from core.config.push import SHARED_MEMORY_NAMES
-from core.data.wire import batch_to_wire
 from core.errors import LaunchError, first_line
-from core.launch.actors import RolloutActor, TrainerRank
 from core.launch.wait import Waiter
-from core.launch.watchdog import start_guard
+from core.launch.watchdog import start_watchdog
 from core.processes.signals import Interrupts
 from core.processes.stacks import ask_for_stacks
-from rollout.inference.sglang.gpus import ALLOWED, allowed_gpus, device_names, query_gpus
+from rollout.inference.sglang.gpus import ALLOWED, allowed_gpus, query_gpus
 
 if TYPE_CHECKING:
-    from core.algorithms.losses import LossFn
     from core.config.runtime import DeadlineConfig
-    from core.data.rollout_batch import RolloutBatch
-    from core.launch.generators import GeneratorPool
-    from mcore_adapter.data.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
 
 _NODES_SECONDS = 10.0
 """For other machines to have the stacks of their processes written."""
-
-_CALLS_OF_A_START = ("build", "load")
-"""Those that take long where a model is large, and nothing else tells that they go on."""
-
-PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""PYTORCH_CUDA_ALLOC_CONF of trainer ranks: several threads take the host memory of checkpoints."""
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -94,7 +81,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
             },
         }
-        self._guard = start_guard(SHARED_MEMORY_NAMES)
+        self._guard = start_watchdog(SHARED_MEMORY_NAMES)
         try:
             if self._address is None:
                 # Ray counts by itself where all GPUs may be used.
@@ -193,149 +180,3 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=5).close()
-
-
-class TrainerGroup:
-    """The ranks of one parallel layout; holds one or more engines ("actor", "critic", "ref"), each on all ranks."""
-
-    def __init__(
-        self, cluster: Cluster, placed: RoleAllocation, *, name: str, gpus: bool, port: int, threads: int, seed: int
-    ):
-        self.layout = placed.layout
-        world = len(placed.slots)
-        self._names = [f"{name}-rank{rank}" for rank in range(world)]
-        # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
-        env = {"OMP_NUM_THREADS": str(threads), "NCCL_CUMEM_ENABLE": "0"}
-        if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
-            env["PYTORCH_CUDA_ALLOC_CONF"] = PAGE_LOCKING
-
-        def gpu_of(slot: Slot) -> str:
-            return device_names([slot.gpu], allowed=cluster.gpus_allowed) if gpus else ""
-
-        self._ranks = [
-            cluster.start_actor(
-                TrainerRank, self._names[rank], rank, world, gpus, threads, seed,
-                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
-            )
-            for rank, slot in enumerate(placed.slots)
-        ]  # fmt: skip
-        self._cluster = cluster
-        meeting = [self._ranks[0].rendezvous.remote(port)]
-        (address,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
-        limit = cluster.deadlines.collective_seconds
-        self._starting = [rank.start.remote(self.layout, address, limit) for rank in self._ranks]
-        self._pulse: list[Any] = []
-
-    def wait_started(self, timeout_seconds: float) -> None:
-        """Return when every rank has joined the process group."""
-        self._cluster.gather_started(self._starting, names=self._names, timeout_seconds=timeout_seconds)
-
-    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
-        """The same call on every rank; results in rank order. `timeout_seconds`: of a push, which has its own."""
-        return self._cluster.waiter.gather(
-            [getattr(r, method).remote(*args, **kwargs) for r in self._ranks],
-            names=self._names,
-            phase=f"{method} of {args[0]}" if args and isinstance(args[0], str) else method,
-            timeout_seconds=timeout_seconds or self._cluster.deadlines.call_seconds,
-            key="push.timeout_seconds" if timeout_seconds else "deadlines.call_seconds",
-            tells=method in _CALLS_OF_A_START,
-        )
-
-    def raise_if_dead(self) -> None:
-        """Raises LaunchError when a rank is gone. Does not wait for those that are busy."""
-        answered, self._pulse = (
-            ray.wait(self._pulse, num_returns=len(self._pulse), timeout=0) if self._pulse else ([], [])
-        )
-        try:
-            ray.get(answered)
-        except RayActorError as e:
-            raise LaunchError(f"a trainer rank died while it wrote a checkpoint: {e}") from e
-        if not self._pulse:
-            self._pulse = [rank.pulse.remote() for rank in self._ranks]
-
-    def put(self, batch: PackedBatch) -> Any:
-        """Place a batch in the object store; every other method takes the handle."""
-        return ray.put(batch_to_wire(batch))
-
-    def train_step(self, engine: str, batch: Any, sequences: Sequence[int], loss_fn: LossFn, **kwargs: Any) -> dict:
-        """One optimizer update on these sequences of the batch; metrics as every rank sees them."""
-        return self.call("train_step", engine, batch, list(sequences), loss_fn, **kwargs)[0]
-
-    def per_token(self, method: str, engine: str, batch: PackedBatch, handle: Any, **kwargs: Any) -> torch.Tensor:
-        """`method` ("logprobs" or "values") of an engine for every token of the batch: [T] float32."""
-        out = torch.zeros(batch.num_tokens)
-        for shard in self.call(method, engine, handle, **kwargs):
-            if shard is not None:
-                sequences, values = shard
-                out[batch.token_index(sequences)] = torch.from_numpy(values.copy())
-        return out
-
-    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Any], int]:
-        """The engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and bytes."""
-        return self.call("export_weights", engine, bucket_bytes, timeout_seconds=timeout_seconds)[0]
-
-
-class RolloutClient:
-    """The rollout actor (data set, producer, buffer, rewards) as the loop sees it."""
-
-    def __init__(self, cluster: Cluster, generators: GeneratorPool, settings: Mapping[str, object]):
-        self._cluster = cluster
-        self._actor = cluster.start_actor(RolloutActor, "rollout", generators.actors, dict(settings))
-        self._starting = self._actor.start.remote()
-        self._announced: list[Any] = []
-
-    def wait_started(self, timeout_seconds: float) -> dict[str, Any]:
-        """Facts about the data set: num_prompts, mean_prompt_tokens."""
-        return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
-
-    def _call(self, method: str, *args: object) -> Any:
-        return self._wait(method, *args, timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
-
-    def _sampling(self, method: str, *args: object, meanwhile: Callable[[], None]) -> Any:
-        """A call that waits for generators."""
-        limit = self._cluster.deadlines.batch_seconds
-        return self._wait(method, *args, timeout_seconds=limit, key="batch_seconds", meanwhile=meanwhile)
-
-    def _wait(self, method: str, *args: object, timeout_seconds: float, key: str, **options: Any) -> Any:
-        calls = [*self._announced, getattr(self._actor, method).remote(*args)]
-        self._announced = []
-        return self._cluster.waiter.gather(
-            calls,
-            names=["rollout"] * len(calls),
-            phase=method,
-            timeout_seconds=timeout_seconds,
-            key=f"deadlines.{key}",
-            **options,
-        )[-1]
-
-    def take(self, version: int, meanwhile: Callable[[], None]) -> tuple[RolloutBatch, dict[str, float]]:
-        """The next batch, oldest first, and the producer's figures; waits until the staleness bound can be kept, and
-        calls `meanwhile` about once a second."""
-        return self._sampling("take", version, meanwhile=meanwhile)
-
-    def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:
-        """Start sampling, from the beginning or from a recover checkpoint's state."""
-        self._call("begin", version, state, ignore_changes)
-
-    def set_version(self, version: int) -> None:
-        """The generators now sample with this version: admit what it allows. The next call waits for it, and has its
-        error: the trainer need not."""
-        self._announced.append(self._actor.set_version.remote(version))
-
-    def state_dict(self) -> object:
-        return self._call("state_dict")
-
-    def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
-        """Accuracy and completion length over the evaluation set. `meanwhile`: see take()."""
-        return self._sampling("evaluate", meanwhile=meanwhile)
-
-    def lost_generators(self) -> dict[int, str]:
-        """Those that the rollout side has given up, by index, with the reason."""
-        return self._call("lost_generators")
-
-    def replace_generator(self, index: int, actor: Any) -> None:
-        """Requests may go to this one from now on, in place of one that is dead."""
-        self._call("replace_generator", index, actor)
-
-    def close(self) -> None:
-        self._call("close")

@@ -18,13 +18,13 @@ from ray.exceptions import RayError
 
 from allocation import RoleAllocation, Slot
 from core.errors import LaunchError
-from core.launch.actors import GeneratorActor
+from core.launch.cluster import Cluster
+from core.launch.generator_actor import GeneratorActor
 from core.processes.stacks import ask_for_stacks, kill_process
 from core.recovery.memory import says_out_of_memory
-from core.weight_sync.servers import beside_trainer
+from core.weight_sync.servers import with_colocated_ranks
 
 if TYPE_CHECKING:
-    from core.launch.cluster import Cluster
     from core.recovery.memory import MemoryLimits
     from rollout.inference.sglang.weights import ServerAddress
 
@@ -131,8 +131,8 @@ class GeneratorPool:
 
     def addresses(self, trainer: RoleAllocation) -> list[ServerAddress]:
         """The servers that take part, each with the trainer's ranks on its GPUs."""
-        return beside_trainer(
-            self._everywhere("address", _END_SECONDS), [r.slots for r in self._taking_part()], trainer
+        return with_colocated_ranks(
+            self._everywhere("address", _END_SECONDS), [r.slots for r in self._participants()], trainer
         )
 
     def pause(self, timeout_seconds: float) -> None:
@@ -154,7 +154,7 @@ class GeneratorPool:
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
         self._ending = True  # who is gone from now on is not lost
-        if not self._taking_part():
+        if not self._participants():
             return
         try:
             self._everywhere("close", _END_SECONDS)
@@ -176,14 +176,14 @@ class GeneratorPool:
                 replica.state, replica.asked, replica.asked_at = "serving", None, time.monotonic()
                 self._membership_changed = True
                 self._new.append(replica)
-        return len(self._taking_part())
+        return len(self._participants())
 
-    def lose_the_dead(self) -> bool:
+    def mark_dead_generators(self) -> bool:
         """Ask everyone who takes part now, after a push has failed. Whether somebody was lost, now or since
         membership_changed() was asked before the push: look() goes on meanwhile."""
         if not self._health.restarts:
             return False
-        asked = [(replica, replica.actor.health.remote()) for replica in self._taking_part()]
+        asked = [(replica, replica.actor.health.remote()) for replica in self._participants()]
         refs = [ref for _, ref in asked]
         ray.wait(refs, num_returns=len(refs), timeout=self._health.timeout_seconds)
         dead = [(replica, answer) for replica, ref in asked if (answer := _answer(ref)) != ""]
@@ -199,7 +199,7 @@ class GeneratorPool:
         if replica.state == "serving":
             self._lose(replica, why)
 
-    def took_part(self) -> list[tuple[int, Any]]:
+    def participated(self) -> list[tuple[int, Any]]:
         """(index, actor) of the replicas that got their first weights by the push that has just succeeded."""
         new, self._new = self._new, []
         return [(replica.index, replica.actor) for replica in new if replica.state == "serving"]
@@ -223,11 +223,11 @@ class GeneratorPool:
         """What became of those that are not there."""
         return "; ".join(f"{r.name}: {r.failure}" for r in self._replicas if r.failure)
 
-    def _taking_part(self) -> list[_Replica]:
+    def _participants(self) -> list[_Replica]:
         return [replica for replica in self._replicas if replica.state == "serving"]
 
     def _everywhere(self, method: str, timeout_seconds: float, *args: object) -> list[Any]:
-        members = self._taking_part()
+        members = self._participants()
         if not members:
             raise LaunchError(f"{method} of the generators: none is left; {self.failures()}")
         return self._cluster.waiter.gather(

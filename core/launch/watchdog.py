@@ -4,12 +4,12 @@ Started with the read end of a pipe as standard input, whose other end the drive
 driver is gone. Until then it remembers the driver's descendants, by process id and start time; then it kills those that
 are left, and theirs. Nothing else is ever killed.
 
-Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The guard removes what came there
-during the run, is this user's, bears a name as the run's libraries give it, and is used by no living process.
+Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The watchdog removes what came
+there during the run, is this user's, bears a name as the run's libraries give it, and is used by no living process.
 
 A driver that did not say goodbye cannot say what happened either: Ray ends the process that it runs in without a word
-when its own processes die. The guard then says it. It also ends a driver that Ray does not end: one that waits for an
-actor to be placed by a raylet that died waits for ever.
+when its own processes die. The watchdog then reports it. It also ends a driver that Ray does not end: one that waits
+for an actor to be placed by a raylet that died waits for ever.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _WITHOUT_GOODBYE = (
 
 
 @dataclass(frozen=True)
-class Guard:
-    """The guard as seen from the driver."""
+class Watchdog:
+    """The watchdog as seen from the driver."""
 
     process: subprocess.Popen[bytes]
 
     def end(self) -> None:
-        """Say goodbye; returns when the guard has ended what was left, and itself."""
+        """Say goodbye; returns when the watchdog has ended what was left, and itself."""
         self.process.communicate(_GOODBYE)
 
 
-def start_guard(names: Sequence[str]) -> Guard:
-    """The guard of this process. `names`: how names in /dev/shm begin that the run's libraries give."""
+def start_watchdog(names: Sequence[str]) -> Watchdog:
+    """The watchdog of this process. `names`: how names in /dev/shm begin that the run's libraries give."""
     pid = str(psutil.Process().pid)
-    return Guard(
-        subprocess.Popen([sys.executable, __file__, pid, *names], stdin=subprocess.PIPE, start_new_session=True)
+    return Watchdog(
+        subprocess.Popen([sys.executable, "-P", __file__, pid, *names], stdin=subprocess.PIPE, start_new_session=True)
     )
 
 
@@ -116,8 +116,8 @@ def shared_inodes(process: Path) -> Iterator[int]:
             yield link.stat().st_ino
 
 
-def guard(driver: psutil.Process, names: Sequence[str]) -> bool:
-    """Return when the driver and everything it started are gone: whether it said goodbye. `names`: see start_guard."""
+def watchdog(driver: psutil.Process, names: Sequence[str]) -> bool:
+    """Return when the driver and everything it started are gone: whether it ended in order. See start_watchdog()."""
     me = psutil.Process()
     before = set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
     family: set[psutil.Process] = set()
@@ -148,5 +148,5 @@ def guard(driver: psutil.Process, names: Sequence[str]) -> bool:
 
 if __name__ == "__main__":
     with contextlib.suppress(psutil.NoSuchProcess, KeyboardInterrupt):
-        if not guard(psutil.Process(int(sys.argv[1])), sys.argv[2:]):
+        if not watchdog(psutil.Process(int(sys.argv[1])), sys.argv[2:]):
             sys.stderr.write(_WITHOUT_GOODBYE)

@@ -1,8 +1,8 @@
 """The one place that reports: components return dict[str, float], only the monitor writes.
 
 Log lines and metric names are those of the tutorial our users know; the same figures go to TensorBoard, and to Weights
-& Biases or MLflow when asked for (core/monitoring/tracked_runs.py). `StepTimer` measures each phase once, for log line and metrics
-alike.
+& Biases or MLflow when configured (core/monitoring/tracked_runs.py). `StepTimer` measures each phase once, for log line
+and metrics alike.
 """
 
 from __future__ import annotations

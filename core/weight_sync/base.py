@@ -8,12 +8,9 @@ without a GPU.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from core.launch.cluster import TrainerGroup
-    from core.launch.generators import GeneratorPool
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class PushReport:
 class WeightPush(Protocol):
     """How weights travel, and who has the devices meanwhile."""
 
-    def make_room(self) -> None:
+    def offload_generators(self) -> None:
         """The loop has its batch and is about to train: generators that share its devices leave them to it."""
         ...
 
@@ -53,21 +50,39 @@ class WeightPush(Protocol):
 class RunPush(WeightPush, Protocol):
     """What the loop drives: a push that looks after the generators."""
 
-    def catch_up(self) -> None:
+    def sync_rejoined(self) -> None:
         """The loop waits for the generators; called about once a second meanwhile."""
+        ...
+
+
+class ExportingTrainer(Protocol):
+    """Trainer ranks that export their weights into the object store."""
+
+    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Any], int]:
+        """Return the handles of the buckets, and their size in bytes."""
+        ...
+
+
+class ReceivingGenerators(Protocol):
+    """Generators that fetch buckets from the object store."""
+
+    def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
+        """Load the buckets in every generator; return how long each one stopped sampling, in seconds."""
         ...
 
 
 class LocalPush:
     """Through the object store: gathered on the trainer's first rank, fetched by every generator before it pauses."""
 
-    def __init__(self, trainer: TrainerGroup, generators: GeneratorPool, *, bucket_bytes: int, timeout_seconds: float):
+    def __init__(
+        self, trainer: ExportingTrainer, generators: ReceivingGenerators, *, bucket_bytes: int, timeout_seconds: float
+    ):
         self._trainer = trainer
         self._generators = generators
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout_seconds
 
-    def make_room(self) -> None:
+    def offload_generators(self) -> None:
         """There is room: the two sides share nothing but the processor."""
 
     def push(self, version: int) -> PushReport:

@@ -1,8 +1,8 @@
 """Trainer and SGLang servers on the same GPUs: they take turns, and each leaves its memory to the other.
 
-A turn of the trainer begins with make_room(): the servers stop, hand back what they were answering, and release weights
-and cache. It ends with push(): the servers take their memory back, get the new weights out of the trainer's, and the
-trainer moves its optimizer state to the host and drops its gradients.
+A turn of the trainer begins with offload_generators(): the servers stop, hand back what they were answering, and
+release weights and cache. It ends with push(): the servers take their memory back and load the trainer's weights, and
+the trainer moves its optimizer state to the host and drops its gradients.
 Invariant: the servers' weights are released and taken back once a turn; between the two nothing samples.
 """
 
@@ -30,9 +30,9 @@ class ReleasingGenerators(GeneratorSide, Protocol):
 
 class ColocatedPush(ServerPush[ReleasingGenerators]):
     """`WeightPush` for shared devices. It begins with the servers running and the trainer's engines not yet made:
-    call make_room() before they are."""
+    call offload_generators() before they are."""
 
-    def make_room(self) -> None:
+    def offload_generators(self) -> None:
         start = time.perf_counter()
         self._generators.pause(self._timeout)
         self._generators.release_memory(_CACHE + _WEIGHTS, self._timeout)

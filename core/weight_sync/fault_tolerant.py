@@ -9,15 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from core.errors import LaunchError
 from core.processes.signals import raise_if_interrupted
 from core.weight_sync.base import PushReport, WeightPush
-
-if TYPE_CHECKING:
-    from core.launch.cluster import RolloutClient
-    from core.launch.generators import GeneratorPool
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +21,45 @@ _LOOK_EVERY_SECONDS = 0.5
 _COMPARE_EVERY_SECONDS = 10.0
 
 
-class FleetPush:
+class Fleet(Protocol):
+    """The generators of a run, with their failures and restarts."""
+
+    @property
+    def waiting(self) -> bool: ...
+
+    def admit(self) -> int: ...
+
+    def membership_changed(self) -> bool: ...
+
+    def mark_dead_generators(self) -> bool: ...
+
+    def lose(self, index: int, why: str) -> None: ...
+
+    def participated(self) -> list[tuple[int, Any]]: ...
+
+    def raise_if_all_gone(self) -> None: ...
+
+    def failures(self) -> str: ...
+
+    def look(self) -> None: ...
+
+
+class RolloutSide(Protocol):
+    """The process that sends requests to the generators."""
+
+    def lost_generators(self) -> dict[int, str]: ...
+
+    def replace_generator(self, index: int, actor: Any) -> None: ...
+
+
+class FaultTolerantWeightSync:
     """Around the push that fits the allocation."""
 
     def __init__(
         self,
         push: WeightPush,
-        generators: GeneratorPool,
-        rollout: RolloutClient,
+        generators: Fleet,
+        rollout: RolloutSide,
         *,
         reconnect: Callable[[], None],
         patience_seconds: float,
@@ -44,8 +71,8 @@ class FleetPush:
         self._version: int | None = None
         self._compared_at = 0.0
 
-    def make_room(self) -> None:
-        self._push.make_room()
+    def offload_generators(self) -> None:
+        self._push.offload_generators()
 
     def push(self, version: int) -> PushReport:
         """Raises LaunchError when no generator is left, or a push fails that no generator's death explains."""
@@ -58,15 +85,15 @@ class FleetPush:
                 report = self._push.push(version)
                 break
             except LaunchError as e:
-                if not self._generators.lose_the_dead():
+                if not self._generators.mark_dead_generators():
                     raise
                 logger.warning("The push of version %d failed (%s); again with the generators that live", version, e)
-        for index, actor in self._generators.took_part():
+        for index, actor in self._generators.participated():
             self._rollout.replace_generator(index, actor)
         self._compare()
         return report
 
-    def catch_up(self) -> None:
+    def sync_rejoined(self) -> None:
         """The trainer is idle and its weights are those of the last push: bring them to who has come back."""
         if self._version is None:
             return

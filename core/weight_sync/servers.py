@@ -108,7 +108,7 @@ class ServerPush(Generic[G]):
         self._bucket_bytes, self._verify, self._timeout = bucket_bytes, verify, timeout_seconds
         self._num_pushes = 0
 
-    def make_room(self) -> None:
+    def offload_generators(self) -> None:
         """There is room: the servers have devices of their own."""
 
     def push(self, version: int) -> PushReport:
@@ -150,7 +150,7 @@ def push_report(
     return report
 
 
-def beside_trainer(
+def with_colocated_ranks(
     servers: Sequence[ServerAddress], replicas: Sequence[Sequence[Slot]], trainer: RoleAllocation
 ) -> list[ServerAddress]:
     """The addresses, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled in

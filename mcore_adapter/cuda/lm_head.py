@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_adapter.logprobs import chunks
+from mcore_adapter.data.token_chunks import chunks
 
 CHUNK_BYTES = 5 << 30
 """Size of the one buffer of logits. A larger one means fewer passes over the gradient of the weight."""

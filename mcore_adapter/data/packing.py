@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.routing_inputs import RoutingInputs
 from mcore_adapter.data.shared_prompts import SharedPromptParams, share_prompts
-from mcore_adapter.models.router import RoutingInputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from mcore_adapter.data.routing_inputs import RoutingInputs
 from model_specs.moe import MoEConfig
 
 
@@ -31,21 +32,6 @@ class Balance:
     """Weight of the auxiliary loss: the mean over the tokens of their sequence's imbalance, which is 1 at best."""
     bias_update_rate: float = 0.0
     """Change of each expert's correction bias after an update, towards an even load; for families that have one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingInputs:
-    """What the routers know of a microbatch beside hidden states: s rows of this rank, m tokens that predict another.
-
-    A row may stand for tokens of several sequences (shared prompts), a padding row stands for none.
-    """
-
-    rows: Tensor  # [m] int64: row of each token
-    sequences: Tensor  # [m] int64: its sequence, of num_sequences
-    lens: Tensor  # [num_sequences] float32: such tokens of each whole sequence
-    batch_tokens: int
-    """Such tokens of the whole batch."""
-    experts: Tensor | None  # [s, num_layers, k] chosen beforehand, signed integers; negative: the router chooses
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -191,7 +191,7 @@ class Router:
 
     def replace(self, index: int, generator: Generator) -> None:
         """Another generator takes the place of number `index`, which is dead. It must have the current weights."""
-        self._bury(self._members[index], RuntimeError("replaced"))
+        self._mark_dead(self._members[index], RuntimeError("replaced"))
         self._members[index] = _Member(generator, index)
         self._none_since = None
         self._replaced.set()
@@ -290,13 +290,13 @@ class Router:
             member.outstanding_tokens -= tokens
 
     async def _check(self, member: _Member) -> None:
-        """Ask a generator for its health, and bury it if the answer is none."""
+        """Ask a generator for its health, and mark_dead it if the answer is none."""
         try:
             await asyncio.wait_for(member.generator.health(), self._timeout)
         except Exception as e:  # noqa: BLE001 (no answer is no health, whatever the reason)
-            self._bury(member, e)
+            self._mark_dead(member, e)
 
-    def _bury(self, member: _Member, failure: BaseException) -> None:
+    def _mark_dead(self, member: _Member, failure: BaseException) -> None:
         """Take a generator for dead and set its requests free."""
         if member.failure is not None:
             return
@@ -326,7 +326,7 @@ class Router:
             except ValueError:
                 raise
             except Exception as e:  # noqa: BLE001 (a generator that missed an update must not sample on)
-                self._bury(member, e)
+                self._mark_dead(member, e)
                 return None
 
         members = self._alive()

@@ -18,20 +18,16 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.plugins import PluginError
-from rollout.rewards.math import WRONG, math_reward, quick_math_reward
+from rollout.rewards.math import WRONG
+from rollout.rewards.registry import QUICK_REWARDS, REWARDS
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
-from rollout.types import Prompt, Reward
+from rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
-
-REWARDS: dict[str, Reward] = {"math": math_reward}
-
-QUICK_REWARDS: dict[str, Callable[[Prompt, str], float | None]] = {"math": quick_math_reward}
-"""What can be said here, at once and without risk; None: ask a worker. Spares most answers the trip."""
 
 _MAX_BATCH = 16
 """Answers sent to a worker at once: enough to hide the pipe, few enough to wait behind one that hangs."""

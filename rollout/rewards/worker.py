@@ -26,6 +26,7 @@ from enum import IntEnum
 
 from rollout.plugins import PluginError, load_plugin
 from rollout.rewards.math import WRONG, UnparsableAnswerError
+from rollout.rewards.registry import REWARDS
 from rollout.types import Prompt, Reward
 
 RESULT = struct.Struct("<dBI")
@@ -78,8 +79,6 @@ def main(argv: list[str]) -> None:
 
 def _prepare(spec: str) -> Reward:
     """The reward function, with the libraries that its first call would import already there."""
-    from rollout.rewards.pool import REWARDS
-
     if spec in REWARDS:
         importlib.import_module("math_verify")
         logging.getLogger("math_verify").setLevel(logging.ERROR)

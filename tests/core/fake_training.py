@@ -25,7 +25,7 @@ from core.config.ppo import AlgorithmConfig, GenerationHyperparameters, PPOHyper
 from core.config.runtime import ExperimentSaveEvalControl
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.monitoring.monitor import Monitor, StepTimer
-from core.periodic import Actions, Housekeeping
+from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
 from core.schedule import Schedule
@@ -221,11 +221,11 @@ def train(
             timer=StepTimer(run.phases.append),
             mean_batch_tokens=96.0,
         )
-        housekeeping: Any = _Housekeeping(run)
+        periodic: Any = _Housekeeping(run)
         if checkpoints is not None:
-            housekeeping = _saving(schedule, checkpoints, start, lambda: (monitor.elapsed_seconds, trainer.state))
+            periodic = _saving(schedule, checkpoints, start, lambda: (monitor.elapsed_seconds, trainer.state))
             stack.enter_context(checkpoints)
-        trainer.run(start, housekeeping)
+        trainer.run(start, periodic)
         run.state = trainer.state
     return run
 
@@ -244,13 +244,13 @@ def newest_state(store: RecoverStore) -> RunState:
 
 def _saving(
     schedule: Schedule, store: RecoverStore, start: RunState, driver_state: Callable[[], tuple[float, dict]]
-) -> Housekeeping:
+) -> PeriodicActions:
     def begin_save(folder: Path) -> Callable[..., None]:
         (folder / "actor").mkdir()
         (folder / "actor" / "weights").write_bytes(b"weights")
         return lambda stop: None
 
-    return Housekeeping(
+    return PeriodicActions(
         schedule=schedule,
         control=ExperimentSaveEvalControl(ckpt_freq_steps=1),
         actions=Actions(
@@ -434,11 +434,11 @@ class _Push:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def catch_up(self) -> None:
-        self._run.events.append("catch_up")
+    def sync_rejoined(self) -> None:
+        self._run.events.append("sync_rejoined")
 
-    def make_room(self) -> None:
-        self._run.events.append("make_room")
+    def offload_generators(self) -> None:
+        self._run.events.append("offload_generators")
 
     def push(self, version: int) -> PushReport:
         self._run.events.append(f"push {version}")

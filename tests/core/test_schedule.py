@@ -7,7 +7,7 @@ import pytest
 
 from core.config.runtime import ExperimentSaveEvalControl
 from core.monitoring.monitor import StepTimer
-from core.periodic import Actions, Housekeeping
+from core.periodic import Actions, PeriodicActions
 from core.recovery.recover import RunState
 from core.schedule import DueTimer, Frequency, Schedule
 
@@ -88,8 +88,8 @@ class Store:
 
 def make_housekeeping(
     store: Store, *, evaluated: list[int] | None = None, saved: list[str] | None = None
-) -> Housekeeping:
-    return Housekeeping(
+) -> PeriodicActions:
+    return PeriodicActions(
         schedule=Schedule(num_prompts=1000, batch_size=1, total_epochs=1),
         control=ExperimentSaveEvalControl(
             eval_freq_steps=3, save_freq_steps=4, save_freq_epochs=None, ckpt_freq_steps=3
@@ -112,10 +112,10 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
     evaluated: list[int] = []
     saved: list[str] = []
     for last in (6, 10):  # the second run begins at step 5
-        housekeeping = make_housekeeping(store, evaluated=evaluated, saved=saved)
+        periodic = make_housekeeping(store, evaluated=evaluated, saved=saved)
         for step in range(store.state.step + 1, last + 1):
-            housekeeping.after_step(step, timer)
-            housekeeping.after_report(step, timer)
+            periodic.after_step(step, timer)
+            periodic.after_report(step, timer)
     assert evaluated == [3, 6, 6, 9]
     assert [name.partition("global")[2] for name in saved] == ["step4", "step8"]
     assert store.state.step == 8 and store.state.extra["value_norm"] == {}
@@ -123,13 +123,13 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
 
 def test_a_checkpoint_that_failed_ends_the_run_after_the_next_step_though_none_is_due() -> None:
     store, timer = Store(), StepTimer(lambda phase: None)
-    housekeeping = make_housekeeping(store)
+    periodic = make_housekeeping(store)
     for step in (1, 2):
-        housekeeping.after_report(step, timer)
+        periodic.after_report(step, timer)
     assert store.state.step == 2
     store.error = OSError("No space left on device")
     with pytest.raises(OSError, match="No space left"):
-        housekeeping.after_report(3, timer)
+        periodic.after_report(3, timer)
     assert store.state.step == 2
 
 

@@ -498,15 +498,15 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
 
     def one_step(number: int) -> list[str]:
         return [
-            f"take {number}", "catch_up", "make_room", "score", "score", "score", "train critic", "train critic",
-            "train actor", "train actor", f"push {number + 1}", f"set_version {number + 1}",
+            f"take {number}", "sync_rejoined", "offload_generators", "score", "score", "score",
+            "train critic", "train critic", "train actor", "train actor", f"push {number + 1}", f"set_version {number + 1}",
             f"after_step {number + 1}", f"report {number + 1}", f"after_report {number + 1}",
         ]  # fmt: skip
 
     assert events == one_step(0) + one_step(1)
     timed = {name for name in run.metrics[1] if name.startswith("time/")}
     assert timed == {
-        "time/wait_for_rollout", "time/make_room", "time/old_log-probs", "time/ref_log-probs", "time/values",
+        "time/wait_for_rollout", "time/offload_generators", "time/old_log-probs", "time/ref_log-probs", "time/values",
         "time/advantages", "time/critic_update", "time/update", "time/push", "time/step",
     }  # fmt: skip
 

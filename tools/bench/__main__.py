@@ -24,15 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.inference.sglang.gpus import query_gpus
-from tools.bench import convert as bench_convert
-from tools.bench import cpu as bench_cpu
-from tools.bench import gpu as bench_gpu
-from tools.bench import gpu_mismatch as bench_gpu_mismatch
-from tools.bench import gpu_models as bench_gpu_models
-from tools.bench import gpu_push as bench_gpu_push
-from tools.bench import gpu_ranks as bench_gpu_ranks
-from tools.bench import gpu_runs as bench_gpu_runs
-from tools.bench import gpu_servers as bench_gpu_servers
+from tools.bench import convert, cpu, gpu, gpu_mismatch, gpu_models, gpu_push, gpu_ranks, gpu_runs, gpu_servers
 from tools.bench.figure import Figure
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
@@ -53,30 +45,30 @@ class Row:
     versions: dict[str, str]
 
 
-CPU: dict[str, Callable[[bench_cpu.Scene], Iterator[Figure]]] = {
-    "allocation": bench_cpu.allocation,
-    "config": bench_cpu.dry_run,
-    "update": bench_cpu.train_step,
-    "rollout": bench_cpu.generator,
-    "producer": bench_cpu.producer,
-    "async": bench_cpu.sync_and_async,
-    "loop": bench_cpu.loop,
-    "memory": bench_cpu.memory,
-    "convert": bench_convert.both_ways,
+CPU: dict[str, Callable[[cpu.Scene], Iterator[Figure]]] = {
+    "allocation": cpu.allocation,
+    "config": cpu.dry_run,
+    "update": cpu.train_step,
+    "rollout": cpu.generator,
+    "producer": cpu.producer,
+    "async": cpu.sync_and_async,
+    "loop": cpu.loop,
+    "memory": cpu.memory,
+    "convert": convert.both_ways,
 }
-GPU: dict[str, Callable[[bench_gpu.Scene], Iterator[Figure]]] = {
-    "update": bench_gpu.update,
-    "options": bench_gpu.options,
-    "lengths": bench_gpu.lengths,
-    "rollout": bench_gpu_servers.rollout,
-    "push": bench_gpu_push.push,
-    "mismatch": bench_gpu_mismatch.mismatch,
-    "async": bench_gpu_runs.asynchronous,
-    "push_tp": bench_gpu_ranks.push,
-    "overlap": bench_gpu_ranks.overlap,
-    "checkpoint": bench_gpu_models.checkpoint,
-    "convert": bench_gpu_models.convert,
-    "eval": bench_gpu_models.evaluation,
+GPU: dict[str, Callable[[gpu.Scene], Iterator[Figure]]] = {
+    "update": gpu.update,
+    "options": gpu.options,
+    "lengths": gpu.lengths,
+    "rollout": gpu_servers.rollout,
+    "push": gpu_push.push,
+    "mismatch": gpu_mismatch.mismatch,
+    "async": gpu_runs.asynchronous,
+    "push_tp": gpu_ranks.push,
+    "overlap": gpu_ranks.overlap,
+    "checkpoint": gpu_models.checkpoint,
+    "convert": gpu_models.convert,
+    "eval": gpu_models.evaluation,
 }
 NUM_GPUS = {"async": 2, "overlap": 2, "push_tp": 4}
 """That a measurement needs, where one is not enough."""
@@ -89,7 +81,7 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
     parser.add_argument("--only", nargs="+", choices=sorted(CPU.keys() | GPU.keys()))
     parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
-    parser.add_argument("--shape", choices=bench_gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
+    parser.add_argument("--shape", choices=gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: interpreter that has SGLang, if this one has not")
     parser.add_argument("--first-gpu", type=int, default=0, help="gpu: where the trainer is; servers come behind it")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"))
@@ -108,10 +100,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scene: Any
         if given.device == "cpu":
-            scene = bench_cpu.Scene(folder=Path(folder), trl_python=given.trl_python)
+            scene = cpu.Scene(folder=Path(folder), trl_python=given.trl_python)
         else:
             os.environ["LOCAL_RANK"] = str(given.first_gpu)
-            scene = bench_gpu.Scene(
+            scene = gpu.Scene(
                 folder=Path(folder), shape=given.shape, sglang_python=given.sglang_python, first_gpu=given.first_gpu
             )
         for name in given.only or measurements:

@@ -114,7 +114,7 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
     """(parallel, device) of a world of one rank, on the first GPU where there is one."""
     from allocation import ParallelLayout
     from core.experiments.workers import GPU_THREADS
-    from core.launch.cluster import PAGE_LOCKING
+    from core.launch.trainer_group import PAGE_LOCKING
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 

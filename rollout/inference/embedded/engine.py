@@ -20,7 +20,7 @@ from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.kv_cache import KVCache, capacity_for
 from rollout.inference.embedded.model import Transformer
 from rollout.inference.embedded.sampler import sample
-from rollout.inference.embedded.slots import Job, Lanes
+from rollout.inference.embedded.slots import Job, Slots
 from rollout.inference.embedded.weights import ModelWeights
 from rollout.types import Completion, GenerateRequest
 
@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, config: InferenceConfig, weights: ModelWeights, *, max_running: int) -> None:
         self._weights = weights
         self._model = Transformer(config, weights)
-        self._lanes = Lanes(max_running, config.vocab_size)
+        self._slots = Slots(max_running, config.vocab_size)
         self._vocab_size = config.vocab_size
         self._device, dtype = weights.embedding.device, weights.embedding.dtype
         self._cache = KVCache(config, max_lanes=max_running, dtype=dtype, device=self._device)
@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return self._lanes.num_running
+        return self._slots.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -100,8 +100,8 @@ class Engine:
             return []
         slots = np.concatenate([part[0] for part in parts])
         done = self._sample(slots, torch.cat([part[1] for part in parts]))
-        finished = [self._lanes.finish(s, "stop" if self._lanes.stopped(s) else "length") for s in done.tolist()]
-        full = slots[self._lanes.position[slots] >= self._cache.capacity_of[slots]]
+        finished = [self._slots.finish(s, "stop" if self._slots.stopped(s) else "length") for s in done.tolist()]
+        full = slots[self._slots.position[slots] >= self._cache.capacity_of[slots]]
         if len(done):
             full = np.setdiff1d(full, done, assume_unique=True)
         if len(done) or len(full):
@@ -113,7 +113,7 @@ class Engine:
 
     def abort(self, request_ids: Collection[str]) -> Finished:
         """End these requests with what they have, running or waiting. Unknown ids are passed over."""
-        aborted = self._release([s for s, r in self._lanes.running() if r.request_id in request_ids])
+        aborted = self._release([s for s, r in self._slots.running() if r.request_id in request_ids])
         waiting = [job for job in self._waiting if job.request.request_id in request_ids]
         self._waiting = deque(job for job in self._waiting if job.request.request_id not in request_ids)
         for job in waiting:
@@ -122,7 +122,7 @@ class Engine:
 
     def partial(self) -> dict[str, Completion]:
         """What running and waiting requests have so far, by request id."""
-        running = [self._lanes.peek(slot, "abort") for slot, _ in self._lanes.running()]
+        running = [self._slots.peek(slot, "abort") for slot, _ in self._slots.running()]
         waiting = [(job.request, job.output) for job in self._waiting if job.output is not None]
         return {request.request_id: completion for request, completion in [*running, *waiting]}
 
@@ -131,7 +131,7 @@ class Engine:
         the head of the queue, to be run again from their tokens; "in_place" leaves them as they are."""
         if how == "in_place":
             return []
-        released = self._release([slot for slot, _ in self._lanes.running()])
+        released = self._release([slot for slot, _ in self._slots.running()])
         if how == "abort":
             return released
         jobs = [Job.of(request, output) for request, output in released]
@@ -147,41 +147,41 @@ class Engine:
     def _release(self, slots: list[int]) -> Finished:
         if slots:
             self._cache.rearrange(np.array(slots), np.array([], dtype=np.int64))
-        return [self._lanes.finish(slot, "abort") for slot in slots]
+        return [self._slots.finish(slot, "abort") for slot in slots]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
     def _decode(self, slots: np.ndarray) -> Tensor:
         """Run the last sampled token of each lane: hidden states [n, hidden_size]."""
-        positions = self._lanes.position[slots]
-        tokens = self._tensor(self._lanes.last_token[slots])
+        positions = self._slots.position[slots]
+        tokens = self._tensor(self._slots.last_token[slots])
         hidden = self._model.decode(tokens, self._tensor(positions), int(positions.max()) + 1, self._cache)
-        self._lanes.position[slots] = positions + 1
+        self._slots.position[slots] = positions + 1
         return hidden
 
     def _sample(self, slots: np.ndarray, hidden: Tensor) -> np.ndarray:
         """Draw the next token of each slot and record it; returns the slots that are complete."""
-        lanes = self._lanes
+        running = self._slots
         logits = self._model.logits(hidden)
-        forbidden = lanes.forbidden(slots)
+        forbidden = running.forbidden(slots)
         if forbidden is not None:
             logits[self._tensor(forbidden[0]), self._tensor(forbidden[1])] = -torch.inf
         tokens, logprobs = sample(
             logits,
-            lanes.temperature[slots],
-            lanes.top_p[slots],
-            lanes.top_k[slots],
-            lanes.uniforms(slots),
+            running.temperature[slots],
+            running.top_p[slots],
+            running.top_k[slots],
+            running.uniforms(slots),
             vocab_size=self._vocab_size,
         )
-        return lanes.append(slots, tokens, logprobs, self.version)
+        return running.append(slots, tokens, logprobs, self.version)
 
     def _admit(self) -> list[tuple[np.ndarray, Tensor]]:
         """Move waiting requests to free slots: (slots [n], hidden states of their last tokens [n, hidden_size])."""
         batches: dict[tuple[int, int], list[Job]] = {}  # by padded length and capacity
         to_run: set[bytes] = set()
-        num_tokens, free = 0, len(self._lanes.free)
+        num_tokens, free = 0, len(self._slots.free)
         while self._waiting and free:
             job = self._waiting[0]
             shape = padded_length(len(job.prefix)), capacity_for(len(job.prefix) + 1)
@@ -197,7 +197,7 @@ class Engine:
     def _start(self, jobs: list[Job], length: int, capacity: int) -> tuple[np.ndarray, Tensor]:
         """Give jobs of one padded length their lanes. Each distinct prefix is run once; the others copy it."""
         jobs.sort(key=lambda job: job.key in self._prompts)
-        slots = self._lanes.start(jobs)
+        slots = self._slots.start(jobs)
         kv = self._cache.add(slots, capacity)
         fresh = [job for job in jobs if job.key not in self._prompts]
         hidden = [self._prefill(fresh, kv[:, :, : len(fresh), :, :length])] if fresh else []

@@ -50,7 +50,7 @@ class _Step:
 
 
 class _Pool:
-    """Lanes of one capacity. kv: [layers, 2, lanes, G, capacity, D], grown by doubling. peak: the most since trim()."""
+    """Slots of one capacity. kv: [layers, 2, lanes, G, capacity, D], grown by doubling. peak: the most since trim()."""
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
         self._cache = cache
@@ -146,7 +146,7 @@ class KVCache:
         return self._order
 
     def add(self, slots: np.ndarray, capacity: int) -> Tensor:
-        """Lanes for `slots` in the pool of this capacity: [layers, 2, n, G, capacity, D], for the caller to fill."""
+        """Slots for `slots` in the pool of this capacity: [layers, 2, n, G, capacity, D], for the caller to fill."""
         pool = self._pool(capacity)
         first = pool.n
         pool.reserve(len(slots))

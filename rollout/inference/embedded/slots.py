@@ -42,7 +42,7 @@ class Job:
         return Completion(token_ids=empty, logprobs=empty.astype(np.float32), versions=empty, finish_reason="abort")
 
 
-class Lanes:
+class Slots:
     """One row a slot; `free` holds the slots without a request. top_k is in [1, vocab_size], the latter meaning off."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:

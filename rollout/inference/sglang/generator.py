@@ -1,6 +1,6 @@
 """A SGLang server behind the `Generator` protocol.
 
-Versions are exact because the server tells them per token (sglang_inside.py), not because of when an answer arrives: a
+Versions are exact because the server tells them per token (hooks.py), not because of when an answer arrives: a
 request may run through any number of updates under interrupt modes retract and in_place. Under abort every answer is
 complete before new weights come. Invariant: between pause() and resume() no request is handed to the server.
 """
@@ -191,7 +191,7 @@ class SGLangGenerator:
         self._open.set()
 
     async def update_weights(self, bucket: WeightBucket) -> None:
-        """Copy a bucket through HTTP: for small models and tests. core/weight_sync/nccl.py and its neighbours are faster."""
+        """Copy a bucket through HTTP, for small models and tests; the senders of core/weight_sync are faster."""
         self._raise_unless_paused("update_weights()")
         payload = FlatBucket.of(bucket.tensors).payload()
         await self._post(receive_tensors([payload] * self.address.tp))

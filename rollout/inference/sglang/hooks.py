@@ -1,8 +1,8 @@
 """What runs inside a SGLang server's processes: the start, and hooks through SGLang's own plug-in interface.
 
-The file is run by path with the server's interpreter (`python -P rollout/inference/sglang/hooks.py`, settings as JSON on stdin),
-so it stands alone: of this project only the files beside it are read, by their paths. The hooks give the trainer what
-the HTTP interface lacks:
+The file is run by path with the server's interpreter (`python -P .../hooks.py`, settings as JSON on stdin), so it
+stands alone: of this project only the files beside it are read, by their paths. The hooks give the trainer what the
+HTTP interface lacks:
 
 - every token carries the version of the weights that its forward pass ran with (`weight_version` of a response is
   that of the moment of output, one for the whole response);
@@ -15,7 +15,7 @@ the HTTP interface lacks:
 - no step waits for a gathering of one rank's own figures;
 - prompts wait until there are places for many of them at once;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
-- what running and waiting requests have sampled so far is told to whoever asks for it (sglang_in_flight.py);
+- what running and waiting requests have sampled so far is told to whoever asks for it (in_flight.py);
 - whether the scheduler works can be asked without waiting for a second.
 """
 
@@ -134,7 +134,7 @@ class InFlight:
     """What requests have sampled, told between two steps of the scheduler; it costs nothing unless somebody asks."""
 
     def __init__(self) -> None:
-        self._module = beside("sglang_in_flight.py")
+        self._module = beside("in_flight.py")
 
     def add_routes(self) -> None:
         """In the process that answers HTTP: paths that ask the scheduler."""
@@ -205,7 +205,7 @@ class Sampling:
     its own, which sort the vocabulary, and twice where log-probabilities of what is left are asked for."""
 
     def __init__(self) -> None:
-        module = beside("sglang_truncate.py")
+        module = beside("top_k_top_p.py")
         self._keep_most_likely, self._draw = module.keep_most_likely, module.draw
 
     def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:

@@ -1,5 +1,5 @@
 """What the requests in flight have sampled, on its way out of a SGLang server: packed by its scheduler
-(sglang_inside.py), unpacked by the generator.
+(hooks.py), unpacked by the generator.
 
 A few arrays of bytes hold the tokens of all requests: a scheduler that is asked does not sample meanwhile, and 512
 requests of 2,000 tokens take it some tens of milliseconds. Stands alone: nothing of this project is imported.

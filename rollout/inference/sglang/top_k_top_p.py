@@ -1,4 +1,4 @@
-"""Drawing tokens, and top_k and top_p without sorting the vocabulary, inside a SGLang server (see sglang_inside.py).
+"""Drawing tokens, and top_k and top_p without sorting the vocabulary, inside a SGLang server (see hooks.py).
 
 The smallest probability that stays is found by bisection over the bits of floats: for numbers that are not negative,
 their order is that of their bits. 31 passes over a row are a few times less work on a GPU than a sort of it, and what

@@ -104,7 +104,7 @@ class FlatBucket:
         return base64.b64encode(pickle.dumps(content)).decode()
 
 
-# Updates do not flush the cache: prefixes are kept apart by version (sglang_inside.py), and a flush with requests
+# Updates do not flush the cache: prefixes are kept apart by version (hooks.py), and a flush with requests
 # waiting would fail and take the server down.
 _NO_FLUSH = {"flush_cache": False}
 
@@ -154,7 +154,7 @@ def pause_generation(mode: str) -> Call:
 
 
 def continue_generation(version: int) -> Call:
-    """Go on. The request id of this call carries the version to the schedulers (sglang_inside.py)."""
+    """Go on. The request id of this call carries the version to the schedulers (hooks.py)."""
     return "/continue_generation", {"rid": str(version), "torch_empty_cache": False}
 
 

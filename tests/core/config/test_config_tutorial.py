@@ -8,7 +8,7 @@ from config_inputs import ASYNC_PPO_EVERY_KEY, PPO_1_5B_8_GPUS, PPO_7B_128_GPUS,
 from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError
 from core.config.load import LoadedConfig, load_config
-from core.config.rules import cautions
+from core.config.rules import config_warnings
 from core.config.show import ignored_lines
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
@@ -32,8 +32,8 @@ def test_a_top_k_of_all_tokens_is_no_reason_for_a_warning(tmp_path: Path) -> Non
     texts = [text for experiment, text in TUTORIAL_FILES.values() if experiment == "ppo-math"]
     assert any("top_k: 1000000" in text for text in texts)
     for text in texts:
-        assert list(cautions(load(tmp_path, text, "ppo.gen.top_p=1").config)) == []
-    assert len(list(cautions(load(tmp_path, texts[0], "ppo.gen.top_p=1", "ppo.gen.top_k=50").config))) == 1
+        assert list(config_warnings(load(tmp_path, text, "ppo.gen.top_p=1").config)) == []
+    assert len(list(config_warnings(load(tmp_path, texts[0], "ppo.gen.top_p=1", "ppo.gen.top_k=50").config))) == 1
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_a_top_k_of_all_tokens_is_no_reason_for_a_warning(tmp_path: Path) -> Non
     ],
 )
 def test_keys_that_nothing_reads_are_named_in_one_warning(tmp_path: Path, overrides: str, keys: str) -> None:
-    warnings = list(cautions(load(tmp_path, PPO_7B_128_GPUS, *overrides.split()).config))
+    warnings = list(config_warnings(load(tmp_path, PPO_7B_128_GPUS, *overrides.split()).config))
     assert [line.partition(": nothing in this run reads")[0] for line in warnings] == [keys] * bool(keys)
 
 
 def test_what_sft_does_not_read_is_named_too(tmp_path: Path) -> None:
-    assert list(cautions(load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config)) == []
-    (warning,) = cautions(load(tmp_path, SFT_32B_128_GPUS, "model.sglang.a=1", experiment="sft").config)
+    assert list(config_warnings(load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config)) == []
+    (warning,) = config_warnings(load(tmp_path, SFT_32B_128_GPUS, "model.sglang.a=1", experiment="sft").config)
     assert warning == "model.sglang: nothing in this run reads it; leave it out"
 
 

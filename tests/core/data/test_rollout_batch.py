@@ -50,9 +50,9 @@ def test_experts_are_the_policy_s_alone_and_unknown_where_a_trajectory_does_not_
     batch = pack_trajectories([[silent], [replace(told, routed_experts=experts)]], positions=[0, 1])
     packed = batch.to_packed()
     assert set(packed.fields) == {"rollout_logprobs"}
-    replayed = packed.with_fields(**batch.replay()).fields["routed_experts"].numpy()
+    replayed = packed.with_fields(**batch.routing_replay()).fields["routed_experts"].numpy()
     assert (replayed[:2] == -1).all() and np.array_equal(replayed[2:], experts)
-    assert pack_trajectories([[silent]], positions=[0]).replay() == {}
+    assert pack_trajectories([[silent]], positions=[0]).routing_replay() == {}
 
 
 def test_minibatches_cover_every_sequence_once_and_differ_by_one_at_most() -> None:

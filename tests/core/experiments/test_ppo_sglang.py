@@ -153,7 +153,7 @@ def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
     )
     command.wait_for("global step 3)", timeout=240)
     children = process_of(command, "generator-1").children(recursive=True)
-    server = min((p for p in children if "sglang_inside.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+    server = min((p for p in children if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
     server.kill()
     came_back(command, 1, timeout=240)
     command.remember_family()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from core.launch.actors import ActorGenerator, GeneratorActor
+from core.launch.generator_actor import ActorGenerator, GeneratorActor
 from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
 

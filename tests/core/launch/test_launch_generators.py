@@ -16,7 +16,7 @@ from core.launch import generators as launch_generators
 from core.launch.generators import GeneratorPool, HealthSettings
 from core.recovery.memory import MemoryLimits
 from core.weight_sync.base import LocalPush
-from core.weight_sync.fault_tolerant import FleetPush
+from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 
 PENDING = object()
 
@@ -143,9 +143,9 @@ class Rollout:
         return {}
 
 
-def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> FleetPush:
+def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> FaultTolerantWeightSync:
     local = LocalPush(Trainer(cluster), pool, bucket_bytes=1, timeout_seconds=60.0)  # type: ignore[arg-type]
-    return FleetPush(local, pool, rollout, reconnect=lambda: None, patience_seconds=60.0)  # type: ignore[arg-type]
+    return FaultTolerantWeightSync(local, pool, rollout, reconnect=lambda: None, patience_seconds=60.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_killed_server_comes_back_alone_within_a_minute(assets, models, run_co
     command = run_command("ppo-math", asynchronous(assets, models, "sglang.d2m1p1+d1m1p1", 3, **changes))
     command.wait_for("global step 10)", timeout=400)
     children = process_of(command, "generator-1").children(recursive=True)
-    server = min((p for p in children if "sglang_inside.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+    server = min((p for p in children if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
     begin = time.monotonic()
     server.kill()
     came_back(command, 1, timeout=240)

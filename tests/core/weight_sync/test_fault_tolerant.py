@@ -18,7 +18,7 @@ from test_launch_generators import Actor, Cluster, Rollout, clock, make_pool
 from allocation import parse
 from core.errors import LaunchError
 from core.weight_sync.buckets import PushError
-from core.weight_sync.fault_tolerant import FleetPush
+from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import ServerPush
 from rollout.inference.sglang.weights import ServerError, ServerGone, continue_generation, pause_generation, post
 
@@ -83,7 +83,7 @@ class Fleet:
         self.pool = make_pool(Cluster(folder, list(self.actors)), 2)
         self.trainer.connect(self.pool.addresses(ALLOCATION.trainer))
         inner = ServerPush(self.trainer, self.pool, bucket_bytes=1, verify="always", timeout_seconds=20.0)
-        self._push = FleetPush(
+        self._push = FaultTolerantWeightSync(
             inner,
             self.pool,
             self.rollout,  # type: ignore[arg-type]

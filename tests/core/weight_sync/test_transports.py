@@ -33,7 +33,7 @@ from core.weight_sync.colocated import ColocatedPush
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from core.weight_sync.servers import ServerPush, beside_trainer
+from core.weight_sync.servers import ServerPush, with_colocated_ranks
 from rollout.inference.sglang.checksums import ModelShape
 from rollout.inference.sglang.weights import ServerAddress, ServerError
 
@@ -222,10 +222,10 @@ def test_layouts_that_a_transport_cannot_serve_are_errors_before_anything_moves(
 def test_a_server_finds_the_trainers_ranks_on_its_gpus() -> None:
     allocation = parse("sglang.d2m2p1|d4m1p1", n_nodes=1, n_gpus_per_node=4)
     servers = [ServerAddress(name=f"generator-{i}", url="", tp=2) for i in range(2)]
-    placed = beside_trainer(servers, allocation.generator.replicas, allocation.trainer)
+    placed = with_colocated_ranks(servers, allocation.generator.replicas, allocation.trainer)
     assert [server.trainer_ranks for server in placed] == [(0, 1), (2, 3)]
     apart = parse("sglang.d2m1p1+d2m1p1", n_nodes=1, n_gpus_per_node=4)
-    placed = beside_trainer(servers, apart.generator.replicas, apart.trainer)
+    placed = with_colocated_ranks(servers, apart.generator.replicas, apart.trainer)
     assert [server.trainer_ranks for server in placed] == [(), ()]
 
 
@@ -321,7 +321,7 @@ class TurnRecorder(Recorder):
 def test_sides_that_share_gpus_take_turns() -> None:
     sides = TurnRecorder()
     push = ColocatedPush(sides, sides, bucket_bytes=8, verify="first", timeout_seconds=1.0)
-    push.make_room()
+    push.offload_generators()
     push.push(4)
     assert sides.calls == [
         ("pause",),

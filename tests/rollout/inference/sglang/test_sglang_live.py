@@ -457,7 +457,7 @@ def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tm
             running = asyncio.create_task(generator.generate(request("k", [1, 2, 3], max_new_tokens=2000)))
             await asyncio.sleep(0.5)
             for process in psutil.Process().children():
-                if "sglang_inside" in " ".join(process.cmdline()):
+                if "hooks.py" in " ".join(process.cmdline()):
                     process.kill()
             with pytest.raises(ServerGone, match="generator-0 .* is gone"):
                 await running

@@ -1,0 +1,1 @@
+"""The configuration tree: schema, loading, rules and checks before the start."""

@@ -1,0 +1,1 @@
+"""Batches between the rollout side and the trainer."""

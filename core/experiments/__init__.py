@@ -1,0 +1,1 @@
+"""The experiments that core.quickstart starts: ppo-math and sft."""

@@ -1,0 +1,210 @@
+"""The Ray actor of one generator replica, and the replica as the rollout actor calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from core.data.wire import bucket_from_wire, bucket_to_wire
+from core.monitoring.logs import log_to_file
+from core.processes.stacks import forget_modules
+from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+
+if TYPE_CHECKING:
+    from rollout.inference.sglang.weights import ServerAddress
+
+logger = logging.getLogger(__name__)
+
+
+@ray.remote
+class GeneratorActor:
+    """One generator replica."""
+
+    def __init__(self, name: str, log_file: str, backend: str, threads: int, settings: dict[str, Any]):
+        log_to_file(name, log_file)
+        torch.set_num_threads(threads)
+        self._name, self._log_file, self._backend, self._settings = name, log_file, backend, settings
+        self._receiving = asyncio.Lock()
+        self._handed_out: dict[str, Completion | Exception] = {}
+
+    async def start(self) -> None:
+        if self._backend == "mock":
+            from rollout.inference.mock.generator import MockGenerator
+
+            self._generator: Any = MockGenerator(
+                self._settings["model_path"], seconds_per_token=self._settings["mock_seconds_per_token"]
+            )
+        elif self._backend == "sglang":
+            self._generator = await self._start_server()
+        else:
+            from rollout.inference.embedded import EmbeddedGenerator
+
+            # The first push brings the weights, before anything is asked of it.
+            config = json.loads((Path(self._settings["model_path"]) / "config.json").read_text(encoding="utf-8"))
+            self._generator = EmbeddedGenerator(
+                config,
+                max_running=self._settings["max_running"],
+                interrupt=self._settings["interrupt"],
+                dtype=self._settings["dtype"],
+            )
+        forget_modules()
+
+    async def _start_server(self) -> Any:
+        """Raises ValueError where the GPUs are missing or in use, ServerStartError with the server's last log lines."""
+        from rollout.inference.sglang.generator import SGLangGenerator
+        from rollout.inference.sglang.server import ServerSettings
+
+        settings = ServerSettings(
+            name=self._name,
+            model_path=self._settings["model_path"],
+            log_file=Path(self._log_file).with_suffix(".server.log"),
+            gpus=self._settings["gpus"],
+            tp=self._settings["tp"],
+            pp=self._settings["pp"],
+            dtype=self._settings["dtype"],
+            max_running=self._settings["max_running"],
+            colocated=self._settings["colocated"],
+            tells_experts=self._settings["tells_experts"],
+            flags=self._settings["sglang"],
+            host=ray.util.get_node_ip_address(),
+            python=self._settings["sglang_python"] or sys.executable,
+            startup_timeout_seconds=self._settings["startup_timeout_seconds"],
+        )
+        return await SGLangGenerator.start(settings, interrupt=self._settings["interrupt"])
+
+    async def submit(self, requests: list[GenerateRequest]) -> None:
+        self._generator.submit(requests)
+
+    async def drain(self) -> list[tuple[str, Completion | Exception]]:
+        """What has ended since the last call; an exception concerns its request alone."""
+        self._handed_out = dict(await self._generator.drain())
+        return list(self._handed_out.items())
+
+    async def receive(self, handles: list[Any], version: int) -> float:
+        """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
+        wires = await asyncio.gather(*handles)
+        buckets = [bucket_from_wire(wire) for wire in wires]
+        async with self._receiving:  # a push is repeated when another generator has died in it
+            start = time.perf_counter()
+            await self._generator.pause()
+            for bucket in buckets:
+                await self._generator.update_weights(bucket)
+            await self._generator.resume(version)
+            return time.perf_counter() - start
+
+    def address(self) -> ServerAddress:
+        """Of the SGLang server."""
+        return self._generator.address
+
+    async def pause(self) -> None:
+        self._paused_at = time.perf_counter()
+        await self._generator.pause()
+
+    async def update_weights(self, wire: dict[str, Any]) -> None:
+        await self._generator.update_weights(bucket_from_wire(wire))
+
+    async def resume(self, version: int) -> float:
+        """Seconds since pause()."""
+        await self._generator.resume(version)
+        return time.perf_counter() - self._paused_at
+
+    async def release_memory(self, tags: list[str]) -> None:
+        await self._generator.release_memory(tags)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        await self._generator.resume_memory(tags)
+
+    async def close(self) -> None:
+        """End the server, if there is one; killing this process would end it half a second later."""
+        await self._generator.close()
+
+    async def health(self) -> Health:
+        return await self._generator.health()
+
+    async def partial(self) -> dict[str, Completion]:
+        """What requests in flight have, and what the last drain() answered, which may still be on its way."""
+        running = await self._generator.partial()
+        return {name: end for name, end in self._handed_out.items() if isinstance(end, Completion)} | running
+
+
+class ActorGenerator(Generator):
+    """A generator replica in another process. Requests of one turn of the event loop travel together, and so do the
+    completions that are ready: two calls a batch, whatever its size."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._outbox: list[GenerateRequest] = []
+        self._pending: dict[str, asyncio.Future[Completion]] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self._flushing: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._pending[request.request_id] = future
+        if not self._outbox:
+            self._flushing = loop.create_task(self._flush())
+        self._outbox.append(request)
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._receive())
+        return await future
+
+    async def _flush(self) -> None:
+        """Hand over what came in this turn. Requests that are refused fail, all that came together."""
+        requests, self._outbox = self._outbox, []
+        try:
+            await self._actor.submit.remote(requests)
+        except ray.exceptions.RayTaskError as refusal:
+            for request in requests:
+                future = self._pending.pop(request.request_id, None)
+                if future is not None and not future.done():
+                    future.set_exception(refusal.cause if isinstance(refusal.cause, Exception) else refusal)
+
+    async def _receive(self) -> None:
+        try:
+            while self._pending:
+                for request_id, outcome in await self._actor.drain.remote():
+                    future = self._pending.pop(request_id, None)
+                    if future is None or future.done():
+                        continue
+                    if isinstance(outcome, Exception):
+                        future.set_exception(outcome)
+                    else:
+                        future.set_result(outcome)
+        except ray.exceptions.RayTaskError as failure:  # its process lives and says what is wrong with all of them
+            self._fail_pending(failure.cause if isinstance(failure.cause, Exception) else failure)
+        except ray.exceptions.RayError as e:
+            self._fail_pending(ConnectionError(f"the generator's process is gone: {e}"))
+
+    def _fail_pending(self, error: Exception) -> None:
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def pause(self) -> None:
+        await self._actor.pause.remote()
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        await self._actor.update_weights.remote(bucket_to_wire(dict(bucket.tensors)))
+
+    async def resume(self, version: int) -> None:
+        await self._actor.resume.remote(version)
+
+    async def health(self) -> Health:
+        return await self._actor.health.remote()
+
+    async def partial(self) -> dict[str, Completion]:
+        return await self._actor.partial.remote()
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()

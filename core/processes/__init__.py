@@ -1,0 +1,1 @@
+"""Processes of a run: attempts, signals and stack dumps."""

@@ -1,0 +1,1 @@
+"""Recover checkpoints and memory limits that outlive an attempt."""

@@ -1,0 +1,1 @@
+"""Weight updates from the trainer to the generators."""

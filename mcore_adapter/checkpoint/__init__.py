@@ -1,0 +1,1 @@
+"""Distributed checkpoints, in the background and tensor by tensor."""

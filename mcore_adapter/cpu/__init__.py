@@ -1,0 +1,1 @@
+"""Megatron-core on CPU: gloo and torch kernels."""

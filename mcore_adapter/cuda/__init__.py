@@ -1,0 +1,1 @@
+"""Megatron-core on NVIDIA GPUs: NCCL and fused kernels."""

@@ -1,0 +1,1 @@
+"""Packed batches and how they are cut into microbatches."""

@@ -1,0 +1,1 @@
+"""Megatron models of every supported family, and how their weights are named."""

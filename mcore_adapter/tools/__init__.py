@@ -1,0 +1,1 @@
+"""A second path to tools/convert.py."""

@@ -1,0 +1,1 @@
+"""Model shapes and features read from config.json; standard library only."""

@@ -1,0 +1,1 @@
+"""Prompts: rows of files, read, tokenized and put in training order."""

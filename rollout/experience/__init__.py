@@ -1,0 +1,1 @@
+"""Finished trajectories between the generators and the trainer, under the staleness bound."""

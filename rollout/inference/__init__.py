@@ -1,0 +1,1 @@
+"""Inference backends and the router in front of them."""

@@ -1,0 +1,1 @@
+"""A generator without a model, for tests and measurements."""

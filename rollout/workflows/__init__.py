@@ -1,0 +1,1 @@
+"""Workflows: from one prompt to its trajectories."""

@@ -1,0 +1,1 @@
+"""`python -m tools.bench`: measurements, each beside its baseline."""

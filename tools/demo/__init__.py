@@ -1,0 +1,1 @@
+"""`python -m tools.demo`: a small model learns addition."""

@@ -1,0 +1,1 @@
+"""`python -m tools.eval`: evaluation of models on benchmarks."""
