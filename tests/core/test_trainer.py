@@ -499,8 +499,9 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
     def one_step(number: int) -> list[str]:
         return [
             f"take {number}", "sync_rejoined", "offload_generators", "score", "score", "score",
-            "train critic", "train critic", "train actor", "train actor", f"push {number + 1}", f"set_version {number + 1}",
-            f"after_step {number + 1}", f"report {number + 1}", f"after_report {number + 1}",
+            "train critic", "train critic", "train actor", "train actor", f"push {number + 1}",
+            f"set_version {number + 1}", f"after_step {number + 1}", f"report {number + 1}",
+            f"after_report {number + 1}",
         ]  # fmt: skip
 
     assert events == one_step(0) + one_step(1)
