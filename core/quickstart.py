@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import logging
 import os
 import sys
@@ -18,11 +19,11 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.table import Table
 
-from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationRow
+from allocation import AllocationRow
 from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError
 from core.config.checks import run_checks
-from core.config.experiments import EXPERIMENTS, ExperimentConfig, PPOMATHConfig
+from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load_config
 from core.config.rules import config_warnings
 from core.config.show import help_text, ignored_lines, listing
@@ -149,25 +150,18 @@ def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attemp
 
 def _run(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
     # Not before the checks have passed: these modules import torch and Ray, which takes seconds.
-    if isinstance(config, PPOMATHConfig):
-        from core.experiments.ppo import run_ppo
-
-        run_ppo(config, paths, console, attempt)
-    else:
-        from core.experiments.sft import run_sft
-
-        run_sft(config, paths, console, attempt)
+    module, _, function = config.RUN.partition(":")
+    getattr(importlib.import_module(module), function)(config, paths, console, attempt)
 
 
 def allocation_table(config: ExperimentConfig) -> Table:
     """The roles of the run, each with its layout and place."""
     allocation = resolve_allocation(config)
-    roles = {GENERATOR_ROLE, *config.roles} if isinstance(config, PPOMATHConfig) else {TRAINER_ROLE}
     table = Table(title=f"Allocation: {allocation}", title_justify="left")
     for name in AllocationRow._fields:
         table.add_column(name.replace("_", " "))
     for row in allocation.table():
-        if row.role in roles:
+        if row.role in config.placed_roles:
             table.add_row(*(str(value) for value in row))
     return table
 

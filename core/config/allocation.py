@@ -15,18 +15,10 @@ from allocation import (
     parse,
     parse_device_mappings,
 )
-from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.models import GenerationRoleConfig
+from core.config.experiments import ExperimentConfig
 from rollout.inference.sglang.gpus import query_gpus
 
 _BY_MAPPING = ("", "manual")
-
-
-def placed_roles(config: ExperimentConfig) -> dict[str, GenerationRoleConfig]:
-    """Section of each role that may have a device_mapping, by the role's name; sft's is called `allocation`."""
-    if isinstance(config, PPOMATHConfig):
-        return {"actor_gen": config.actor_gen, **config.roles}
-    return {TRAINER_ROLE: config.allocation}
 
 
 def resolve_allocation(config: ExperimentConfig) -> Allocation:
@@ -37,9 +29,9 @@ def resolve_allocation(config: ExperimentConfig) -> Allocation:
         "n_gpus_per_node": config.n_gpus_per_node,
         "default_backend": _default_backend(),
     }
-    mapped = {role: s for role, s in placed_roles(config).items() if s.device_mapping is not None}
+    mapped = {role: s for role, s in config.placed_roles.items() if s.device_mapping is not None}
     if not mapped:
-        return parse(config.allocation_mode, trainer_only=not isinstance(config, PPOMATHConfig), **where)
+        return parse(config.allocation_mode, trainer_only=config.TRAINER_ONLY, **where)
     # The default says nothing that anybody meant.
     if "allocation_mode" in config.model_fields_set and config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
@@ -59,7 +51,7 @@ def resolve_allocation(config: ExperimentConfig) -> Allocation:
 
 def _key(config: ExperimentConfig, role: str) -> str:
     """The section of a role, as the user writes it."""
-    return "allocation" if role == TRAINER_ROLE and not isinstance(config, PPOMATHConfig) else role
+    return "allocation" if role == TRAINER_ROLE and config.TRAINER_ONLY else role
 
 
 def uses_gpus(allocation: Allocation, server_flags: Mapping[str, object] = {}) -> bool:

@@ -12,16 +12,16 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from allocation import GENERATOR_ROLE, TRAINER_ROLE, AllocationError, model_errors
+from allocation import AllocationError, model_errors
 from core.config.allocation import resolve_allocation, uses_gpus
 from core.config.base import Problem
 from core.config.check_models import ModelFolderError, read_model_folder
-from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.models import ModelTrainEvalConfig
+from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.models import ModelUse
 from core.data.answer_rows import read_pairs
 from core.paths import RunPaths
 from model_specs.hf_config import SUPPORTED, ModelConfig
@@ -32,22 +32,11 @@ from rollout.rewards.registry import REWARDS
 from rollout.workflows.single_turn import check_workflow
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelUse:
-    """A model folder that the run reads, and the roles it plays."""
-
-    key: str
-    section: ModelTrainEvalConfig
-    path: str
-    roles: tuple[str, ...]
-    tokenizer: bool = False
-
-
 def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Problem]:
     """Every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` says in which line a key was given."""
-    checks = (_models, _datasets, _reward, _workflow, _monitors, _fileroot, _ray, _port, _gpus)
+    checks = (_models, *_CHECKS[config.NAME], _monitors, _fileroot, _ray, _port, _gpus)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))
         for check in checks
@@ -55,25 +44,9 @@ def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Pr
     ]
 
 
-def model_uses(config: ExperimentConfig) -> list[ModelUse]:
-    """The models that a run of `config` loads."""
-    if not isinstance(config, PPOMATHConfig):
-        return [
-            ModelUse(key="model", section=config.model, path=config.model.path, roles=(TRAINER_ROLE,), tokenizer=True)
-        ]
-    actor_roles = (GENERATOR_ROLE, TRAINER_ROLE, "actor_inf")
-    uses = [ModelUse(key="actor", section=config.actor, path=config.actor.path, roles=actor_roles, tokenizer=True)]
-    if config.uses_critic:
-        roles = ("critic_train", "critic_inf")
-        uses.append(ModelUse(key="critic", section=config.critic, path=config.critic_path, roles=roles))
-    if config.uses_reference:
-        uses.append(ModelUse(key="ref", section=config.ref, path=config.ref_path, roles=("ref_inf",)))
-    return uses
-
-
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
     vocabularies: dict[str, int] = {}
-    for use in model_uses(config):
+    for use in config.model_uses:
         try:
             model = read_model_folder(use.path, weights=not use.section.init_from_scratch, tokenizer=use.tokenizer)
         except ModelFolderError as error:
@@ -81,7 +54,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
             continue
         vocabularies[use.key] = model.vocab_size
         yield from _family(use, model)
-        yield from _positions(config, use, model)
+        yield from _positions(config.longest_sequences, use, model)
         yield from _replay(use, model)
         yield from _split(config, use, model)
     if len(set(vocabularies.values())) > 1:
@@ -119,17 +92,12 @@ def _served(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
             )
 
 
-def _positions(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
     """A generator refuses a sequence longer than the model's positions: known before the first prompt is sampled."""
-    if not isinstance(config, PPOMATHConfig):
-        return
-    longest = {"ppo.gen.max_new_tokens": config.ppo.gen.max_new_tokens}
-    if config.evaluation.max_new_tokens is not None:
-        longest["evaluation.max_new_tokens"] = config.evaluation.max_new_tokens
-    for key, num_tokens in longest.items():
-        length, limit = config.dataset.max_prompt_len + num_tokens, model.max_position_embeddings
+    for key, (prompt_tokens, num_tokens) in longest.items():
+        length, limit = prompt_tokens + num_tokens, model.max_position_embeddings
         if length > limit:
-            message = f"{num_tokens} + dataset.max_prompt_len={config.dataset.max_prompt_len} is {length}, more than "
+            message = f"{num_tokens} + dataset.max_prompt_len={prompt_tokens} is {length}, more than "
             yield Problem(
                 key=key, message=message + f"max_position_embeddings={limit} of {use.path}; lower one of them"
             )
@@ -162,18 +130,16 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
                 yield Problem(key=error.key, message=message)
 
 
-def _datasets(config: ExperimentConfig) -> Iterator[Problem]:
-    scan: Callable[[str], object]
-    if isinstance(config, PPOMATHConfig):
-        paths = [("dataset.path", config.dataset.path), *(("evaluation.path", p) for p in config.evaluation.paths)]
-        scan = _scan_solved_rows if config.reward.function == "math" else scan_rows
-    else:
-        paths = [
-            ("dataset.train_path", config.dataset.train_path),
-            ("dataset.valid_path", config.dataset.valid_path or ""),
-        ]
-        scan = read_pairs
-    for key, path in paths:
+def _prompts(config: PPOMATHConfig) -> Iterator[Problem]:
+    return _data_files(config, _scan_solved_rows if config.reward.function == "math" else scan_rows)
+
+
+def _answers(config: SFTConfig) -> Iterator[Problem]:
+    return _data_files(config, read_pairs)
+
+
+def _data_files(config: ExperimentConfig, scan: Callable[[str], object]) -> Iterator[Problem]:
+    for key, path in config.data_files:
         if not path:
             continue
         try:
@@ -192,8 +158,8 @@ def _scan_solved_rows(path: str) -> None:
             )
 
 
-def _reward(config: ExperimentConfig) -> Iterator[Problem]:
-    if not isinstance(config, PPOMATHConfig) or config.reward.function in REWARDS:
+def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
+    if config.reward.function in REWARDS:
         return
     function = config.reward.function
     if ":" not in function:
@@ -206,13 +172,18 @@ def _reward(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem(key="reward.function", message=str(error))
 
 
-def _workflow(config: ExperimentConfig) -> Iterator[Problem]:
-    if not isinstance(config, PPOMATHConfig):
-        return
+def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
     try:
         check_workflow(config.workflow.type)
     except PluginError as error:
         yield Problem(key="workflow.type", message=str(error))
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
+    "ppo-math": (_prompts, _reward, _workflow),
+    "sft": (_answers,),
+}
+"""The checks that only one experiment has, by its name."""
 
 
 def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
@@ -284,7 +255,7 @@ def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
         allocation = resolve_allocation(config)
     except AllocationError:
         return []  # reported with the configuration
-    if not uses_gpus(allocation, config.actor.sglang if isinstance(config, PPOMATHConfig) else {}):
+    if not uses_gpus(allocation, config.server_flags):
         return []
     return sorted({slot.gpu for role in allocation.roles.values() for slot in role.slots})
 

@@ -1,7 +1,7 @@
-"""The two experiments as configuration trees: `ppo-math` and `sft`. Sections live in core/config_*.py.
+"""The experiments as configuration trees: `ppo-math` and `sft`. Sections live in the other modules of core/config.
 
-Whoever reads a key reads it here as an attribute: `config.ppo.eps_clip`. What a null stands for is a property or a
-method, so that the rule is written once.
+Code reads a key as an attribute: `config.ppo.eps_clip`. What a null stands for is a property or a method, so that the
+rule is written once. Every experiment has the properties of `SFTConfig`, so that callers never look at the class.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
+from allocation import GENERATOR_ROLE, TRAINER_ROLE
 from core.config.base import Section, key, section
-from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig
+from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     AlgorithmConfig,
     PPOHyperparameters,
@@ -140,6 +141,11 @@ class PPOMATHOptions(Section):
 class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     """`ppo-math`: asynchronous PPO on problems with verifiable answers."""
 
+    NAME: ClassVar[str] = "ppo-math"
+    RUN: ClassVar[str] = "core.experiments.ppo:run_ppo"
+    TRAINER_ONLY: ClassVar[bool] = False
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_prompt_len", "ppo.gen.max_new_tokens")
+    EVALUATION_KEY: ClassVar[str] = "evaluation.path"
     RENAMED = {
         **CommonExperimentConfig.RENAMED,
         "actor_infer": "actor_gen",
@@ -226,6 +232,60 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             roles |= {"ref_inf": self.ref_inf}
         return roles
 
+    @property
+    def batch_roles(self) -> tuple[str, ...]:
+        return tuple(self.roles)
+
+    @property
+    def placed_roles(self) -> dict[str, GenerationRoleConfig]:
+        return {GENERATOR_ROLE: self.actor_gen, **self.roles}
+
+    @property
+    def role_sections(self) -> dict[str, GenerationRoleConfig]:
+        optional = {"critic_train": self.critic_train, "critic_inf": self.critic_inf, "ref_inf": self.ref_inf}
+        return {**optional, **self.placed_roles}
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        return {"actor": self.actor, "critic": self.critic, "ref": self.ref}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        policy = (GENERATOR_ROLE, TRAINER_ROLE, "actor_inf")
+        uses = [ModelUse(key="actor", section=self.actor, path=self.actor.path, roles=policy, tokenizer=True)]
+        if self.uses_critic:
+            value = ("critic_train", "critic_inf")
+            uses.append(ModelUse(key="critic", section=self.critic, path=self.critic_path, roles=value))
+        if self.uses_reference:
+            uses.append(ModelUse(key="ref", section=self.ref, path=self.ref_path, roles=("ref_inf",)))
+        return tuple(uses)
+
+    @property
+    def batch_shape(self) -> dict[str, int]:
+        return {
+            "train_bs_n_seqs": self.dataset.train_bs_n_seqs,
+            "group_size": self.group_size,
+            "ppo_n_minibatches": self.ppo.ppo_n_minibatches,
+        }
+
+    @property
+    def longest_sequences(self) -> dict[str, tuple[int, int]]:
+        answers = {"ppo.gen": self.ppo.gen.max_new_tokens, "evaluation": self.evaluation.max_new_tokens}
+        prompt = self.dataset.max_prompt_len
+        return {f"{key}.max_new_tokens": (prompt, longest) for key, longest in answers.items() if longest is not None}
+
+    @property
+    def server_flags(self) -> Mapping[str, FlagValue]:
+        return self.actor.sglang
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.evaluation.paths)
+
+    @property
+    def data_files(self) -> tuple[tuple[str, str], ...]:
+        return (("dataset.path", self.dataset.path), *(("evaluation.path", path) for path in self.evaluation.paths))
+
     def max_tokens_per_mb(self, role: str) -> int:
         """Most tokens of one forward pass of `role` (a key of `roles`)."""
         for name in (role, "actor_train"):
@@ -246,13 +306,74 @@ class SFTOptions(Section):
 class SFTConfig(CommonExperimentConfig, SFTOptions):
     """`sft`: supervised fine-tuning."""
 
+    NAME: ClassVar[str] = "sft"
+    """The experiment's key in EXPERIMENTS."""
+    RUN: ClassVar[str] = "core.experiments.sft:run_sft"
+    """module:function that runs an attempt; imported after all checks have passed."""
+    TRAINER_ONLY: ClassVar[bool] = True
+    """No generators: allocation_mode is the layout of the trainer alone."""
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_seqlen",)
+    """Keys whose sum is max_seqlen."""
+    EVALUATION_KEY: ClassVar[str] = "dataset.valid_path"
+
     n_gpus_per_node: int = key(1, _N_GPUS, ge=1)
     allocation_mode: str = key("d1m1p1", "Layout of the trainer, d: data, m: tensor, p: pipeline parallel")
 
     @property
     def roles(self) -> dict[str, MFCConfig]:
-        """As in PPOMATHConfig."""
+        """The trainer's uses of models that this run has, by the section of their microbatches."""
         return {"allocation": self.allocation}
+
+    @property
+    def batch_roles(self) -> tuple[str, ...]:
+        """Roles of the allocation that a batch is dealt out to."""
+        return (TRAINER_ROLE,)
+
+    @property
+    def placed_roles(self) -> dict[str, GenerationRoleConfig]:
+        """Sections of the roles of the allocation that this run has, each of which may have a device_mapping."""
+        return {TRAINER_ROLE: self.allocation}
+
+    @property
+    def role_sections(self) -> dict[str, GenerationRoleConfig]:
+        """Sections of all roles, by their key, whether this run has them or not."""
+        return {"allocation": self.allocation}
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        """Sections of all models, by their key, whether this run loads them or not."""
+        return {"model": self.model}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        """The models that this run loads."""
+        roles = (TRAINER_ROLE,)
+        return (ModelUse(key="model", section=self.model, path=self.model.path, roles=roles, tokenizer=True),)
+
+    @property
+    def batch_shape(self) -> dict[str, int]:
+        """Arguments of allocation.batch_errors: what a batch is dealt out as."""
+        return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs}
+
+    @property
+    def longest_sequences(self) -> dict[str, tuple[int, int]]:
+        """What generators sample: key of the longest answer -> tokens of the longest (prompt, answer)."""
+        return {}
+
+    @property
+    def server_flags(self) -> Mapping[str, FlagValue]:
+        """Flags of the generators' servers."""
+        return {}
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        return bool(self.dataset.valid_path)
+
+    @property
+    def data_files(self) -> tuple[tuple[str, str], ...]:
+        """(key, path) of every data file; an empty path is none."""
+        return (("dataset.train_path", self.dataset.train_path), ("dataset.valid_path", self.dataset.valid_path))
 
     @property
     def max_seqlen(self) -> int:

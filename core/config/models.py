@@ -5,6 +5,7 @@ Key names and defaults follow the AReaL 0.2 schema that tutorials for this kind 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from core.config.base import Section, key, section
@@ -114,6 +115,17 @@ class ModelTrainEvalConfig(Section):
         if self.gradient_checkpointing is None:
             return "none" if embedded else "selective"
         return "full" if self.gradient_checkpointing else "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUse:
+    """A model that a run loads, and the roles that use it."""
+
+    key: str
+    section: ModelTrainEvalConfig
+    path: str
+    roles: tuple[str, ...]
+    tokenizer: bool = False
 
 
 class MicroBatchSpec(Section):

@@ -5,15 +5,16 @@ Every rule names the keys that it reads, so that a key that is wrong by itself i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from allocation import TRAINER_ROLE, Allocation, AllocationError, batch_errors
+from allocation import Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from allocation.plan import SAME_WEIGHTS
-from core.config.allocation import placed_roles, resolve_allocation, uses_gpus
-from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.models import GenerationRoleConfig, ModelTrainEvalConfig
+from core.config.allocation import resolve_allocation, uses_gpus
+from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.models import ModelTrainEvalConfig
 from core.config.push import choose_transport
 from rollout.inference.sglang.arguments import decided_elsewhere
 
@@ -38,13 +39,8 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
         yield Violation(("mode", "launch.ray_address"), message)
     yield from _microbatches(config)
     yield from _evaluation(config)
-    if isinstance(config, PPOMATHConfig):
-        yield from _sampling(config)
-        yield from _template(config)
-        yield from _ppo_models(config)
-        yield from _server_arguments(config)
-    else:
-        yield from _trained_model("model", config.model)
+    for rule in _RULES[config.NAME]:
+        yield from rule(config)
     yield from _allocation(config)
 
 
@@ -53,32 +49,29 @@ def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     if unread := list(_unread_keys(config)):
         them = "it" if len(unread) == 1 else "them"
         yield f"{', '.join(unread)}: nothing in this run reads {them}; leave {them} out"
-    if isinstance(config, PPOMATHConfig):
-        gen = config.ppo.gen
-        if gen.top_p < 1.0 or 0 < gen.top_k < _MORE_THAN_ALL_TOKENS:
-            yield (
-                f"ppo.gen.top_p={gen.top_p}, top_k={gen.top_k}: answers come from a part of the distribution, the "
-                "trainer's log-probabilities are of all of it, so importance weights miss the share that was cut; "
-                "top_p=1, top_k=-1 are exact"
-            )
-        if gen.min_new_tokens:
-            yield (
-                f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then answers are sampled without the tokens that "
-                "would end them, the trainer's log-probabilities count those in; min_new_tokens=0 is exact"
-            )
+    for warn in _WARNINGS[config.NAME]:
+        yield from warn(config)
+
+
+def _inexact_sampling(config: PPOMATHConfig) -> Iterator[str]:
+    gen = config.ppo.gen
+    if gen.top_p < 1.0 or 0 < gen.top_k < _MORE_THAN_ALL_TOKENS:
+        yield (
+            f"ppo.gen.top_p={gen.top_p}, top_k={gen.top_k}: answers come from a part of the distribution, the "
+            "trainer's log-probabilities are of all of it, so importance weights miss the share that was cut; "
+            "top_p=1, top_k=-1 are exact"
+        )
+    if gen.min_new_tokens:
+        yield (
+            f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then answers are sampled without the tokens that "
+            "would end them, the trainer's log-probabilities count those in; min_new_tokens=0 is exact"
+        )
 
 
 def _unread_keys(config: ExperimentConfig) -> Iterator[str]:
     """Keys that were given, and that this run has no use for."""
-    models: dict[str, ModelTrainEvalConfig]
-    sections: dict[str, GenerationRoleConfig]
-    if isinstance(config, PPOMATHConfig):
-        models = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-        sections = {"critic_train": config.critic_train, "critic_inf": config.critic_inf, "ref_inf": config.ref_inf}
-        running = placed_roles(config)
-    else:
-        models, sections, running = {"model": config.model}, {}, {"allocation": config.allocation}
-    for name, model in models.items():
+    running = config.placed_roles.values()
+    for name, model in config.models.items():
         if model.sglang and name != "actor":
             yield f"{name}.sglang"
         if model.moe_routing_replay and name != "actor":
@@ -88,19 +81,16 @@ def _unread_keys(config: ExperimentConfig) -> Iterator[str]:
         if name == "ref":
             given = [key for key in type(model.optimizer).model_fields if key in model.optimizer.model_fields_set]
             yield from (f"ref.optimizer.{key}" for key in given if (key, model.optimizer.type) != ("type", "empty"))
-    for name, section in {**sections, **running}.items():
-        if section.device_mapping is not None and name not in running:
+    for name, section in config.role_sections.items():
+        runs = any(section is used for used in running)
+        if section.device_mapping is not None and not runs:
             yield f"{name}.device_mapping"
-        if section.layout is not None and (section.device_mapping is None or name not in running):
+        if section.layout is not None and (section.device_mapping is None or not runs):
             yield f"{name}.layout"
 
 
 def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:
-    parts: tuple[str, ...]
-    if isinstance(config, PPOMATHConfig):
-        parts = ("dataset.max_prompt_len", "ppo.gen.max_new_tokens")
-    else:
-        parts = ("dataset.max_seqlen",)
+    parts = config.LENGTH_KEYS
     for role, section in config.roles.items():
         limit = section.mb_spec.max_tokens_per_mb
         if limit is not None and limit < config.max_seqlen:
@@ -112,13 +102,11 @@ def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:
 
 
 def _evaluation(config: ExperimentConfig) -> Iterator[Violation]:
-    if isinstance(config, PPOMATHConfig):
-        key, given = "evaluation.path", bool(config.evaluation.paths)
-    else:
-        key, given = "dataset.valid_path", bool(config.dataset.valid_path)
     control = config.exp_ctrl
-    if not given and (control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs):
-        yield Violation((key, "exp_ctrl"), "exp_ctrl.eval_freq_* asks for evaluation; set this to a jsonl file")
+    if not config.evaluates and (control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs):
+        yield Violation(
+            (config.EVALUATION_KEY, "exp_ctrl"), "exp_ctrl.eval_freq_* asks for evaluation; set this to a jsonl file"
+        )
 
 
 def _sampling(config: PPOMATHConfig) -> Iterator[Violation]:
@@ -142,6 +130,10 @@ def _template(config: PPOMATHConfig) -> Iterator[Violation]:
     if "{prompt}" not in template:
         message = f"prompt_template={template!r} has no {{prompt}}; write it where the prompt belongs"
         yield Violation(("workflow.prompt_template",), message)
+
+
+def _sft_model(config: SFTConfig) -> Iterator[Violation]:
+    return _trained_model("model", config.model)
 
 
 def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
@@ -183,34 +175,25 @@ def _allocation(config: ExperimentConfig) -> Iterator[Violation]:
         yield _violation(impossible, *size)
         return
     yield from _numerics(config, allocation)
-    if not isinstance(config, PPOMATHConfig):
-        batch = {"train_bs_n_seqs": config.dataset.train_bs_n_seqs}
-        for error in batch_errors(allocation.trainer.layout, TRAINER_ROLE, **batch):
-            yield _violation(error, *size)
-        return
-    try:
-        choose_transport(config.push.type, allocation)
-    except ValueError as impossible:
-        yield Violation(("push.type", *size), str(impossible))
-    yield from _shared_ranks(config, allocation)
-    yield from _interrupt(config, allocation)
-    yield from _routing_replay(config, allocation)
-    uneven = _minibatches(config)
-    if uneven:
+    for rule in _ALLOCATION_RULES[config.NAME]:
+        yield from rule(config, allocation)
+    shape = config.batch_shape
+    if uneven := _minibatches(**shape):
         yield uneven
         return
     seen: set[str] = set()
-    for role in config.roles:
-        for error in batch_errors(
-            allocation.roles[role].layout,
-            role,
-            train_bs_n_seqs=config.dataset.train_bs_n_seqs,
-            group_size=config.group_size,
-            ppo_n_minibatches=config.ppo.ppo_n_minibatches,
-        ):
+    for role in config.batch_roles:
+        for error in batch_errors(allocation.roles[role].layout, role, **shape):
             if error.key not in seen:  # roles of one layout break the same rule
                 seen.add(error.key)
-                yield _violation(error, *size, "group_size", "dataset.train_bs_n_seqs", "ppo.ppo_n_minibatches")
+                yield _violation(error, *size, *(_BATCH_KEYS[name] for name in shape))
+
+
+def _transport(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    try:
+        choose_transport(config.push.type, allocation)
+    except ValueError as impossible:
+        yield Violation(("push.type", "allocation_mode", "n_nodes", "n_gpus_per_node"), str(impossible))
 
 
 def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
@@ -260,14 +243,8 @@ def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[V
 
 def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
     """What only some devices and formats have."""
-    if isinstance(config, PPOMATHConfig):
-        gpus = uses_gpus(allocation, config.actor.sglang)
-        models = {"actor": config.actor}
-        models |= {"critic": config.critic} if config.uses_critic else {}
-        models |= {"ref": config.ref} if config.uses_reference else {}
-    else:
-        gpus, models = uses_gpus(allocation), {"model": config.model}
-    for name, model in models.items():
+    gpus = uses_gpus(allocation, config.server_flags)
+    for name, model in ((use.key, use.section) for use in config.model_uses):
         dtype = model.dtype(embedded=not gpus)
         if not gpus:
             for key, asked in ((f"{name}.fp8", model.fp8), (f"{name}.optimizer.offload", model.optimizer.offload)):
@@ -281,8 +258,8 @@ def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Viol
             yield Violation((f"{name}.grad_reduce_in_fp32", f"{name}.bf16"), message)
 
 
-def _minibatches(config: PPOMATHConfig) -> Violation | None:
-    parts, prompts = config.ppo.ppo_n_minibatches, config.dataset.train_bs_n_seqs
+def _minibatches(*, train_bs_n_seqs: int, ppo_n_minibatches: int = 1, group_size: int = 1) -> Violation | None:
+    parts, prompts = ppo_n_minibatches, train_bs_n_seqs
     if prompts % parts == 0:
         return None
     nearest = nearest_of(parts, divisors(prompts))
@@ -296,3 +273,20 @@ def _violation(error: AllocationError, *others: str) -> Violation:
     """An error of the allocation package; its text begins with the key, which is shown anyway."""
     text = str(error).removeprefix(error.key).removeprefix("=").removeprefix(": ")
     return Violation((error.key, *(key for key in others if key != error.key)), text)
+
+
+_BATCH_KEYS = {
+    "group_size": "group_size",
+    "train_bs_n_seqs": "dataset.train_bs_n_seqs",
+    "ppo_n_minibatches": "ppo.ppo_n_minibatches",
+}
+_RULES: Mapping[str, tuple[Callable[[Any], Iterator[Violation]], ...]] = {
+    "ppo-math": (_sampling, _template, _ppo_models, _server_arguments),
+    "sft": (_sft_model,),
+}
+_ALLOCATION_RULES: Mapping[str, tuple[Callable[[Any, Allocation], Iterator[Violation]], ...]] = {
+    "ppo-math": (_transport, _shared_ranks, _interrupt, _routing_replay),
+    "sft": (),
+}
+_WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {"ppo-math": (_inexact_sampling,), "sft": ()}
+"""Rules and warnings that only one experiment has, by its name."""
