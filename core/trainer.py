@@ -25,13 +25,13 @@ from core.recovery.recover import RunState
 from core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from core.algorithms.losses import LossFn
     from core.config.experiments import PPOMATHConfig
     from core.launch.rollout_client import RolloutClient
     from core.launch.trainer_group import TrainerGroup
     from core.periodic import PeriodicActions
     from core.weight_sync.base import RunPush
     from mcore_adapter.data.batch import PackedBatch
+    from mcore_adapter.engine import LossFn
 
 logger = logging.getLogger(__name__)
 

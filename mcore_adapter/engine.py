@@ -23,7 +23,9 @@ from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.microbatch import Microbatch, check_longest, plan_microbatches
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_microbatch
+from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.shared_prompts import prompt_units
+from mcore_adapter.data.weights import Divisors, token_mean, weigh_tokens
 from mcore_adapter.device import Device
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
@@ -44,8 +46,11 @@ from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.hf_config import ModelConfig, read_config
 
-LossFn = Callable[[ModelOutput, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(output, per-token fields with "loss_mask") -> (loss, metrics), all of them sums over the trained tokens."""
+LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
+"""(output, per-token fields with "loss_mask" and "token_weights", sequences) -> (loss, metrics), all of them weighted
+sums over the trained tokens of a microbatch; train_step() divides them."""
+TokenWeights = Callable[[PackedBatch], Tensor]
+"""minibatch -> [T], see train_step()."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,28 +131,31 @@ class MegatronEngine:
         *,
         max_tokens_per_mb: int,
         max_sequence_tokens: int = 0,
+        token_weights: TokenWeights = token_mean,
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> dict[str, float]:
         """One optimizer update on the whole of `batch` (the same on every rank), in microbatches of max_tokens_per_mb;
         where a sequence is longer, but not beyond max_sequence_tokens, of as many as that one has.
 
-        The sums of `loss_fn` are divided by the number of loss_mask tokens of the batch. Returns, on every rank,
-        "loss", the metrics of `loss_fn`, "grad_norm" (before clipping), "lr", "num_microbatches" and "update_skipped"
-        (1.0 when the gradient norm was not finite and nothing was changed). Raises StepOutOfMemory.
+        `token_weights(batch)` gives each token of the whole batch a weight [T]. The loss is divided by the sum of all
+        weights, its metrics by that of the trained tokens; `loss_fn` finds the weights of its tokens in the field
+        "token_weights" [t] float32. Returns, on every rank, "loss", the metrics of `loss_fn`, "grad_norm" (before
+        clipping), "lr", "num_microbatches" and "update_skipped" (1.0 when the gradient norm was not finite and nothing
+        was changed). Raises StepOutOfMemory.
         """
         if self._optimizer is None:
             raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
         limit = self._limit(batch, max_tokens_per_mb, max_sequence_tokens)
         plan = self._plan(batch, limit)
-        num_trained = max(1, int(batch.loss_mask.sum()))
+        batch, divisors = weigh_tokens(batch, token_weights)
         no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
 
         def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             strain("train", rank=self._parallel.rank, tokens=microbatch.token_ids.shape[1])
             result = self._head(microbatch, output, temperature, with_entropy)
-            loss, metrics = loss_fn(result, microbatch.fields)
-            return loss / num_trained, no_tokens, {"loss": loss.detach(), **metrics}
+            loss, metrics = loss_fn(result, microbatch.fields, self._sequences(microbatch))
+            return loss / divisors.loss, no_tokens, {"loss": loss.detach(), **metrics}
 
         def gradients() -> tuple[list[Any], int]:
             microbatches = self._pack(batch, plan[self._parallel.dp_rank])
@@ -160,7 +168,7 @@ class MegatronEngine:
         sums, num_microbatches = self._memory.gradients(gradients, sizes)
         update = self._memory.update(self._optimizer.step, sizes)
         return {
-            **self._reduce_metrics(sums, num_trained),
+            **self._reduce_metrics(sums, divisors),
             **self._finish_routers(applied=update.applied),
             "grad_norm": update.grad_norm,
             "lr": update.lr,
@@ -294,6 +302,13 @@ class MegatronEngine:
         largest = max(int(padded[microbatch].sum()) for rank in plan for microbatch in rank if microbatch)
         return PassSizes(largest=min(largest, max_tokens_per_mb), longest=int(padded.max()))
 
+    def _sequences(self, microbatch: PackedMicrobatch) -> Sequences:
+        return Sequences(
+            of_token=microbatch.sequence_of_token,
+            count=microbatch.num_sequences,
+            group=self._parallel.cp_group if self._parallel.layout.cp > 1 else None,
+        )
+
     def _head(
         self, microbatch: PackedMicrobatch, output: Tensor, temperature: float, with_entropy: bool
     ) -> ModelOutput:
@@ -340,7 +355,7 @@ class MegatronEngine:
             return result
         return result.new_zeros(microbatch.num_tokens).index_copy(0, microbatch.token_index.to(result.device), result)
 
-    def _reduce_metrics(self, sums: Sequence[Mapping[str, Tensor]], num_trained: int) -> dict[str, float]:
+    def _reduce_metrics(self, sums: Sequence[Mapping[str, Tensor]], divisors: Divisors) -> dict[str, float]:
         """Sums of each microbatch on the last stage -> means over the batch's trained tokens, on every rank."""
         parallel = self._parallel
         names: list[str] = list(sums[0]) if sums else []
@@ -349,7 +364,8 @@ class MegatronEngine:
             total = torch.stack([torch.stack([s[name].detach().float() for name in names]) for s in sums]).sum(0)
             if parallel.dp_cp_group.size() > 1:
                 dist.all_reduce(total, group=parallel.dp_cp_group)
-            values = (total / num_trained).tolist()
+            values = (total / divisors.metrics).tolist()
+            values[names.index("loss")] = (total[names.index("loss")] / divisors.loss).item()
         if parallel.layout.pp > 1:  # only the last stage knows the names
             packed = [dict(zip(names, values, strict=True))]
             source = dist.get_process_group_ranks(parallel.pp_group)[-1]

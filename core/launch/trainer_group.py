@@ -19,8 +19,8 @@ from core.launch.trainer_rank import TrainerRank
 from rollout.inference.sglang.gpus import device_names
 
 if TYPE_CHECKING:
-    from core.algorithms.losses import LossFn
     from mcore_adapter.data.batch import PackedBatch
+    from mcore_adapter.engine import LossFn
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,9 @@ from core.processes.stacks import forget_modules
 
 if TYPE_CHECKING:
     from allocation import ParallelLayout
-    from core.algorithms.losses import LossFn
     from core.weight_sync.buckets import Sender, SendReport
     from core.weight_sync.servers import SenderPlan
-    from mcore_adapter.engine import EngineSettings, MegatronEngine, OptimizerSettings
+    from mcore_adapter.engine import EngineSettings, LossFn, MegatronEngine, OptimizerSettings
     from rollout.inference.sglang.weights import ServerAddress
 
 logger = logging.getLogger(__name__)

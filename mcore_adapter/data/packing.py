@@ -64,6 +64,8 @@ class PackedMicrobatch:
     fields: Mapping[str, Tensor]  # [t] each, "loss_mask" among them
     token_index: Tensor | None  # [t] int64: place of each in the microbatch's own tokens; None: all of them, in order
     num_tokens: int  # of the microbatch, over all context-parallel ranks
+    num_sequences: int
+    sequence_of_token: Tensor  # [t] int64: the sequence of each token, 0 .. num_sequences - 1
     trained: Tensor  # [n] int64: places in [t] of the tokens with loss_mask
     rows: Tensor  # [n] int64: the packed position that predicts each of them
     targets: Tensor  # [n] int64: their token ids
@@ -81,8 +83,10 @@ def pack_microbatch(
         cast(Any, rows.params).routing = _routing_inputs(own, rows, layout, forced, batch_tokens, device)
     fields = {name: value for name, value in own.fields.items() if name != ROUTED_EXPERTS}
     fields["loss_mask"] = own.loss_mask
+    sequence_of_token = torch.arange(own.num_sequences).repeat_interleave(own.seq_lens)
     if rows.token_index is not None:
         fields = {name: value[rows.token_index] for name, value in fields.items()}
+        sequence_of_token = sequence_of_token[rows.token_index]
     trained = fields["loss_mask"].nonzero().squeeze(1)
     token_of_trained = trained if rows.token_index is None else rows.token_index[trained]
     return PackedMicrobatch(
@@ -92,6 +96,8 @@ def pack_microbatch(
         fields={name: value.to(device) for name, value in fields.items()},
         token_index=rows.token_index,
         num_tokens=own.num_tokens,
+        num_sequences=own.num_sequences,
+        sequence_of_token=sequence_of_token.to(device),
         trained=trained.to(device),
         rows=rows.predictor[trained].to(device),
         targets=own.token_ids[token_of_trained].to(device),

@@ -46,7 +46,7 @@ def random_batch(num_sequences: int = 12, seed: int = 0, *, shortest: int = 5, l
     )
 
 
-def policy_loss(output: Any, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(output: Any, fields: Mapping[str, Tensor], sequences: Any) -> tuple[Tensor, dict[str, Tensor]]:
     mask = fields["loss_mask"]
     nll = -(output.logprobs * mask).sum()
     loss = -(fields["advantages"] * output.logprobs * mask).sum()
@@ -56,7 +56,7 @@ def policy_loss(output: Any, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict
     return loss - 0.1 * entropy, {"nll": nll.detach(), "entropy": entropy.detach(), "tokens": mask.sum()}
 
 
-def value_loss(output: Any, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(output: Any, fields: Mapping[str, Tensor], sequences: Any) -> tuple[Tensor, dict[str, Tensor]]:
     error = ((output.values - fields["returns"]).square() * fields["loss_mask"]).sum()
     return error, {"mean_value": (output.values * fields["loss_mask"]).sum().detach()}
 
