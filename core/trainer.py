@@ -1,23 +1,21 @@
 """The loop: take a batch, score it, advantages, minibatch updates, push weights, report, save.
 
-Everything it drives (trainer ranks, generators, the rollout side, the monitor) is handed in; it knows the algorithm and
-nothing about processes. Invariant: step i (from 0) trains at version i and ends with version i + 1 everywhere.
+Everything it drives (the algorithm, trainer ranks, generators, the rollout side, the monitor) is handed in; it depends
+on no algorithm and on no process. Invariant: step i (from 0) trains at version i and ends with version i + 1
+everywhere.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from core.algorithms.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
-from core.algorithms.losses import KLEstimator, kl_estimate, ppo_loss, value_loss
+from core.algorithms.base import Algorithm, Objective, Pass, Unit
 from core.data.rollout_batch import RolloutBatch
 from core.monitoring.monitor import Monitor, StepTimer
 from core.recovery.memory import MemoryLimits
@@ -25,7 +23,6 @@ from core.recovery.recover import RunState
 from core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from core.config.experiments import PPOMATHConfig
     from core.launch.rollout_client import RolloutClient
     from core.launch.trainer_group import TrainerGroup
     from core.periodic import PeriodicActions
@@ -34,42 +31,6 @@ if TYPE_CHECKING:
     from mcore_adapter.engine import LossFn
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmSettings:
-    """What the update computes; the names are the configuration's."""
-
-    ppo_n_minibatches: int
-    kl_ctl: float
-    kl_in: Literal["reward", "loss"]
-    kl_estimator: KLEstimator
-    discount: float
-    gae_lambda: float
-    eps_clip: float
-    value_eps_clip: float
-    disable_value: bool
-    reward_output_scaling: float
-    reward_output_bias: float
-    adv_norm: bool
-    value_norm: bool
-    group_adv_norm: bool
-    mask_no_eos_with_zero: bool
-    decoupled: bool
-    behave_imp_weight_cap: float | None
-    entropy_coeff: float
-    temperature: float
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_ctl != 0.0
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """With one minibatch the proximal policy is the current one: the update's own forward pass gives it. Without
-        the decoupled objective the ratio is taken against the behaviour policy, which the generators have told."""
-        kl_in_reward = self.needs_reference and self.kl_in == "reward"
-        return self.decoupled and (kl_in_reward or self.ppo_n_minibatches > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +67,32 @@ class EngineRef:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """Per-token results of a model that an algorithm may need before the update."""
+
+    name: Pass
+    phase: str
+    method: Literal["logprobs", "values"]
+    field: str
+    engine: EngineRef
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """The updates of one model in a step."""
+
+    phase: str
+    engine: EngineRef
+    objective: Objective
+    prefix: str
+    """Of its metrics."""
+    options: Mapping[str, Any]
+
+
 class PPOTrainer:
-    """PPO with a critic, or without (`disable_value`: group-normalised advantages)."""
+    """The training loop of any algorithm (see core/algorithms/base.py): takes, scores, updates, pushes, reports."""
 
     def __init__(
         self,
@@ -118,23 +103,25 @@ class PPOTrainer:
         rollout: RolloutClient,
         weights: RunPush,
         memory: MemoryLimits,
-        settings: AlgorithmSettings,
+        algorithm: Algorithm,
+        num_minibatches: int,
+        temperature: float,
         schedule: Schedule,
         monitor: Monitor,
         timer: StepTimer,
         mean_batch_tokens: float,
     ) -> None:
-        self._actor, self._critic, self._reference = actor, critic, reference
+        self._actor, self._algorithm = actor, algorithm
+        self._passes = _passes(actor, critic, reference, temperature)
+        self._updates = _updates(actor, critic, algorithm, temperature)
         self._rollout, self._weights, self._memory = rollout, weights, memory
-        self._settings, self._schedule, self._monitor = settings, schedule, monitor
+        self._num_minibatches, self._schedule, self._monitor = num_minibatches, schedule, monitor
         self._mean_batch_tokens = mean_batch_tokens
-        self._value_norm = ValueNorm()
         self._timer = timer
 
     def run(self, start: RunState, periodic: PeriodicActions) -> None:
         """Train from `start` to the end of the schedule; periodic saves and evaluates when due."""
-        if start.extra:
-            self._value_norm = ValueNorm(**start.extra["value_norm"])  # type: ignore[arg-type]
+        self._algorithm.load_state_dict(start.extra)
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
                 rollout, figures = self._rollout.take(step, meanwhile=self._weights.sync_rejoined)
@@ -142,7 +129,8 @@ class PPOTrainer:
                 self._weights.offload_generators()
             routing_replay = rollout.routing_replay()
             batch, metrics = self._score(rollout, routing_replay)
-            metrics |= self._update(batch, routing_replay, step)
+            minibatches = deal_minibatches(units_of(rollout, self._algorithm.unit), self._num_minibatches, seed=step)
+            metrics |= self._update(batch, routing_replay, minibatches)
             with self._timer("push"):
                 pushed = self._weights.push(step + 1)
                 self._rollout.set_version(step + 1)
@@ -154,130 +142,53 @@ class PPOTrainer:
     @property
     def state(self) -> dict[str, object]:
         """What of this object a recover checkpoint must hold."""
-        return {"value_norm": asdict(self._value_norm), "memory": self._memory.state_dict()}
+        return {**self._algorithm.state_dict(), "memory": self._memory.state_dict()}
 
     def _score(
         self, rollout: RolloutBatch, routing_replay: Mapping[str, Tensor]
     ) -> tuple[PackedBatch, dict[str, float]]:
-        """Log-probabilities of the other policies, values, rewards and advantages of a batch."""
-        settings = self._settings
-        batch = rollout.to_packed()
+        """Run the passes of the algorithm over a batch, and add what it trains on as fields."""
+        batch, algorithm = rollout.to_packed(), self._algorithm
         fields: dict[str, Tensor] = {}
-        others_pass = self._reference is not None or self._critic is not None
-        handle = None
-        if others_pass or (settings.needs_old_logprobs and not routing_replay):
-            handle = self._actor.group.put(batch)
-        if settings.needs_old_logprobs:
-            with self._timer("old log-probs"):
-                own = batch.with_fields(**routing_replay)
-                own_handle = self._actor.group.put(own) if routing_replay else handle
-                fields["old_logprobs"] = self._logprobs(self._actor, own, own_handle)
-        if not settings.decoupled:
-            fields["old_logprobs"] = batch.fields["rollout_logprobs"]
-        if self._reference is not None:
-            with self._timer("ref log-probs"):
-                fields["ref_logprobs"] = self._logprobs(self._reference, batch, handle)
-        if self._critic is not None:
-            with self._timer("values"):
-                fields["old_values"] = self._critic.per_token("values", batch, handle, self._memory)
+        handles: dict[bool, Any] = {}
+        for needed in (p for p in self._passes if p.name in algorithm.passes):
+            replays = needed.engine is self._actor and bool(routing_replay)
+            source = batch.with_fields(**routing_replay) if replays else batch
+            with self._timer(needed.phase):
+                if replays not in handles:
+                    handles[replays] = needed.engine.group.put(source)
+                fields[needed.field] = needed.engine.per_token(
+                    needed.method, source, handles[replays], self._memory, **needed.options
+                )
         with self._timer("advantages"):
-            computed, metrics = self._advantages(rollout, batch, fields)
-        return batch.with_fields(**fields, **computed), metrics
+            known = {**batch.fields, **fields, "loss_mask": batch.loss_mask}
+            trained_on, metrics = algorithm.advantages(rollout, known)
+        return batch.with_fields(**fields, **trained_on), metrics | _figures_of(rollout, batch)
 
-    def _logprobs(self, engine: EngineRef, batch: PackedBatch, handle: Any) -> Tensor:
-        return engine.per_token("logprobs", batch, handle, self._memory, temperature=self._settings.temperature)
-
-    def _advantages(
-        self, rollout: RolloutBatch, batch: PackedBatch, fields: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Advantages (and returns, for the critic) of every trained token, and the tutorial's reward metrics."""
-        settings, mask = self._settings, batch.loss_mask
-        no_eos = torch.tensor(rollout.no_eos)
-        scores = shape_scores(
-            torch.tensor(rollout.rewards), no_eos,
-            bias=settings.reward_output_bias, scaling=settings.reward_output_scaling,
-            mask_no_eos_with_zero=settings.mask_no_eos_with_zero,
-        )  # fmt: skip
-        task_reward = scores.mean()
-        if settings.group_adv_norm:
-            scores = group_normalize(scores, torch.tensor(rollout.group_ids))
-        kl_penalty = None
-        if settings.needs_reference and settings.kl_in == "reward":
-            kl = kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.kl_estimator)
-            kl_penalty = settings.kl_ctl * kl
-        rewards = token_rewards(scores, batch.cu_seqlens, mask, kl_penalty=kl_penalty)
-        values = fields.get("old_values", torch.zeros_like(rewards))
-        if settings.value_norm:
-            values = self._value_norm.denormalize(values) * mask
-        last = batch.cu_seqlens[1:] - 1
-        advantages, returns = gae(
-            rewards, values, batch.cu_seqlens, mask, torch.where(no_eos, values[last], 0.0),
-            discount=settings.discount, gae_lambda=settings.gae_lambda,
-        )  # fmt: skip
-        computed: dict[str, Tensor] = {}
-        if self._critic is not None:
-            if settings.value_norm:
-                self._value_norm.update(returns, mask)
-                returns = self._value_norm.normalize(returns) * mask
-            computed["returns"] = returns
-        trained = mask.sum().clamp(min=1)
-        kl_reward = -(kl_penalty * mask).sum() / rollout.num_sequences if kl_penalty is not None else torch.zeros(())
-        metrics = {
-            "task_reward": float(task_reward),
-            "kl_reward": float(kl_reward),
-            "final_reward": float(task_reward + kl_reward),
-            "advantage": float(advantages.sum() / trained),
-            "avg_seq_len": float(batch.seq_lens.float().mean()),
-            "avg_prompt_len": float(rollout.prompt_lens.mean()),
-            "n_tokens": float((rollout.versions >= 0).sum()),
-            "n_valid_tokens": float(mask.sum()),
-            "n_seqs": float(rollout.num_sequences),
-            "no_eos_ratio": float(rollout.no_eos.mean()),
-            "disable_value": float(settings.disable_value),
-            "mask_no_eos_with_zero": float(settings.mask_no_eos_with_zero),
-        }
-        computed["advantages"] = whiten(advantages, mask) if settings.adv_norm else advantages
-        return computed, metrics
-
-    def _update(self, batch: PackedBatch, routing_replay: Mapping[str, Tensor], step: int) -> dict[str, float]:
+    def _update(
+        self, batch: PackedBatch, routing_replay: Mapping[str, Tensor], minibatches: list[list[int]]
+    ) -> dict[str, float]:
         """Run one pass over the batch in minibatches: critic first, as the actor's advantages are already fixed.
         `routing_replay` is for the actor alone: other models have experts of their own."""
-        settings = self._settings
-        minibatches = split_minibatches(batch.num_sequences, settings.ppo_n_minibatches, seed=step)
         metrics: dict[str, float] = {}
-        if self._critic is not None:
-            with self._timer("critic update"):
-                loss = partial(value_loss, value_eps_clip=settings.value_eps_clip)
-                metrics |= self._train(self._critic, batch, minibatches, loss, prefix="critic_")
-        with self._timer("update"):
-            loss = partial(
-                ppo_loss,
-                eps_clip=settings.eps_clip,
-                behave_imp_weight_cap=settings.behave_imp_weight_cap if settings.decoupled else None,
-                kl_coeff=settings.kl_ctl if settings.kl_in == "loss" else 0.0,
-                kl_estimator=settings.kl_estimator,
-                entropy_coeff=settings.entropy_coeff,
-            )
-            metrics |= self._train(
-                self._actor, batch.with_fields(**routing_replay), minibatches, loss, prefix="",
-                temperature=settings.temperature, with_entropy=settings.entropy_coeff != 0.0,
-            )  # fmt: skip
+        for update in self._updates:
+            source = batch.with_fields(**routing_replay) if update.engine is self._actor else batch
+            with self._timer(update.phase):
+                metrics |= self._train(update, source, minibatches)
         return metrics
 
-    def _train(
-        self,
-        engine: EngineRef,
-        batch: PackedBatch,
-        minibatches: list[list[int]],
-        loss: Any,
-        *,
-        prefix: str,
-        **kwargs: Any,
-    ) -> dict[str, float]:
+    def _train(self, update: _Update, batch: PackedBatch, minibatches: list[list[int]]) -> dict[str, float]:
         """Metrics averaged over the minibatches; `loss`, `grad_norm`, `lr` ... get the prefix."""
+        engine, objective = update.engine, update.objective
         handle = engine.group.put(batch)
-        every = [engine.train_step(handle, sequences, loss, self._memory, **kwargs) for sequences in minibatches]
-        return {prefix + k: float(np.mean([m[k] for m in every])) for k in every[0]}
+        every = [
+            engine.train_step(
+                handle, sequences, objective.loss, self._memory, token_weights=objective.token_weights,
+                with_entropy=objective.needs_entropy, **update.options,
+            )
+            for sequences in minibatches
+        ]  # fmt: skip
+        return {update.prefix + k: float(np.mean([m[k] for m in every])) for k in every[0]}
 
     def _report(
         self, step: int, rollout: RolloutBatch, metrics: dict[str, float], figures: Mapping[str, float]
@@ -288,7 +199,7 @@ class PPOTrainer:
             "task_reward", "kl_reward", "final_reward", "advantage", "avg_seq_len", "avg_prompt_len", "n_tokens",
             "n_valid_tokens", "n_seqs", "no_eos_ratio", "disable_value", "mask_no_eos_with_zero",
         )  # fmt: skip
-        ordered = {k: metrics[k] for k in first + rewards}
+        ordered = {k: metrics[k] for k in first + rewards if k in metrics}
         ordered |= {k: v for k, v in metrics.items() if k not in ordered}
         self._monitor.rpc("actor_train", ordered)
         ages = rollout.ages(step)
@@ -305,33 +216,76 @@ class PPOTrainer:
         )  # fmt: skip
 
 
-def split_minibatches(num_sequences: int, count: int, *, seed: int) -> list[list[int]]:
-    """Sequences dealt at random into `count` minibatches whose sizes differ by at most one; none is empty."""
-    order = np.random.default_rng(seed).permutation(num_sequences)
-    return [sorted(map(int, part)) for part in np.array_split(order, min(count, num_sequences))]
+def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | None, temperature: float) -> list[_Pass]:
+    """The passes that these models can run, in the order in which they run."""
+    at_temperature = {"temperature": temperature}
+    passes = [
+        _Pass(
+            name="old_logprobs", phase="old log-probs", method="logprobs", field="old_logprobs", engine=actor,
+            options=at_temperature,
+        )
+    ]  # fmt: skip
+    if reference is not None:
+        passes.append(
+            _Pass(
+                name="ref_logprobs", phase="ref log-probs", method="logprobs", field="ref_logprobs", engine=reference,
+                options=at_temperature,
+            )
+        )  # fmt: skip
+    if critic is not None:
+        passes.append(
+            _Pass(name="values", phase="values", method="values", field="old_values", engine=critic, options={})
+        )
+    return passes
 
 
-def settings_from_config(config: PPOMATHConfig) -> AlgorithmSettings:
-    """The algorithm's part of the configuration, derived values filled in."""
-    ppo, algorithm = config.ppo, config.algorithm
-    return AlgorithmSettings(
-        ppo_n_minibatches=ppo.ppo_n_minibatches,
-        kl_ctl=ppo.kl_ctl,
-        kl_in=algorithm.kl_in,
-        kl_estimator=config.kl_estimator,
-        discount=ppo.discount,
-        gae_lambda=ppo.gae_lambda,
-        eps_clip=ppo.eps_clip,
-        value_eps_clip=ppo.value_eps_clip,
-        disable_value=ppo.disable_value,
-        reward_output_scaling=ppo.reward_output_scaling,
-        reward_output_bias=ppo.reward_output_bias,
-        adv_norm=ppo.adv_norm,
-        value_norm=ppo.value_norm and not ppo.disable_value,
-        group_adv_norm=config.group_adv_norm,
-        mask_no_eos_with_zero=ppo.mask_no_eos_with_zero,
-        decoupled=config.decoupled,
-        behave_imp_weight_cap=algorithm.behave_imp_weight_cap,
-        entropy_coeff=algorithm.entropy_coeff,
-        temperature=ppo.gen.temperature,
-    )
+def _updates(actor: EngineRef, critic: EngineRef | None, algorithm: Algorithm, temperature: float) -> list[_Update]:
+    """The models that a step updates, in this order."""
+    updates = [
+        _Update(phase="update", engine=actor, objective=algorithm, prefix="", options={"temperature": temperature})
+    ]
+    if critic is not None and algorithm.critic is not None:
+        first = _Update(phase="critic update", engine=critic, objective=algorithm.critic, prefix="critic_", options={})
+        updates.insert(0, first)
+    return updates
+
+
+def _figures_of(rollout: RolloutBatch, batch: PackedBatch) -> dict[str, float]:
+    """What every step reports about the shape of its batch."""
+    return {
+        "avg_seq_len": float(batch.seq_lens.float().mean()),
+        "avg_prompt_len": float(rollout.prompt_lens.mean()),
+        "n_tokens": float((rollout.versions >= 0).sum()),
+        "n_valid_tokens": float(batch.loss_mask.sum()),
+        "n_seqs": float(rollout.num_sequences),
+        "no_eos_ratio": float(rollout.no_eos.mean()),
+    }
+
+
+def units_of(rollout: RolloutBatch, unit: Unit) -> np.ndarray:
+    """The unit of each sequence, [N] int64, from 0 on without gaps. Raises ValueError where a pair is incomplete."""
+    if unit == "sequence":
+        return np.arange(rollout.num_sequences)
+    if unit == "group":
+        return rollout.group_ids
+    if (np.bincount(rollout.group_ids) % 2).any():
+        raise ValueError("algorithms of pairs need an even number of answers to each prompt; set group_size to one")
+    return np.arange(rollout.num_sequences) // 2  # a group's sequences are adjacent
+
+
+def deal_minibatches(units: np.ndarray, count: int, *, seed: int) -> list[list[int]]:
+    """Deal the sequences at random into `count` minibatches of whole units.
+
+    Where every sequence is a unit, these are the parts of split_minibatches(), whatever the algorithm."""
+    parts = split_minibatches(int(units.max()) + 1, count, seed=seed)
+    members: list[list[int]] = [[] for _ in range(int(units.max()) + 1)]
+    for sequence, unit in enumerate(units.tolist()):
+        members[unit].append(sequence)
+    return [sorted(i for unit in part for i in members[unit]) for part in parts]
+
+
+def split_minibatches(num_units: int, count: int, *, seed: int) -> list[list[int]]:
+    """Deal the numbers of sequences, or of other units, at random into `count` parts whose sizes differ by at most one;
+    none is empty."""
+    order = np.random.default_rng(seed).permutation(num_units)
+    return [sorted(map(int, part)) for part in np.array_split(order, min(count, num_units))]

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from mcore_adapter.data.weights import TOKEN_WEIGHTS
+
 if TYPE_CHECKING:
     from mcore_adapter.data.sequences import Sequences
     from mcore_adapter.engine import ModelOutput
 
 KLEstimator = Literal["k1", "k2", "k3"]
-TOKEN_WEIGHTS = "token_weights"
 
 
 def trained_weights(fields: Mapping[str, Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from allocation import AllocationError, model_errors
+from core.config.algorithm import check_algorithm
 from core.config.allocation import resolve_allocation, uses_gpus
 from core.config.base import Problem
 from core.config.check_models import ModelFolderError, read_model_folder
@@ -180,7 +181,7 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-    "ppo-math": (_prompts, _reward, _workflow),
+    "ppo-math": (_prompts, _reward, _workflow, check_algorithm),
     "sft": (_answers,),
 }
 """The checks that only one experiment has, by its name."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
+from core.algorithms import ALGORITHMS
 from core.config.base import Section, key, section
 from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
@@ -130,7 +131,7 @@ class PPOMATHOptions(Section):
     group_size: int = key(1, "Answers sampled for each prompt", ge=1)
     group_adv_norm: bool = key(False, "Normalise advantages over the answers to one prompt (GRPO)")
     staleness: StalenessConfig = section(StalenessConfig, "How far off policy")
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Off-policy correction, KL, entropy")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Which algorithm, off-policy correction, KL, entropy")
     generator: GeneratorConfig = section(GeneratorConfig, "The generators")
     workflow: WorkflowConfig = section(WorkflowConfig, "From prompt to trajectories")
     reward: RewardConfig = section(RewardConfig, "Scoring")
@@ -192,8 +193,14 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     }
 
     @property
+    def algorithm_name(self) -> str:
+        """A key of ALGORITHMS, or package.module:Class."""
+        return self.algorithm.name or "ppo"
+
+    @property
     def uses_critic(self) -> bool:
-        return not self.ppo.disable_value
+        known = ALGORITHMS.get(self.algorithm_name)
+        return not self.ppo.disable_value and (known is None or known.has_critic)
 
     @property
     def uses_reference(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from core.algorithms import ALGORITHMS
 from core.config.base import Section, key, section
+from core.config.models import FlagValue
 
 
 class PromptOnlyDatasetConfig(Section):
@@ -97,8 +99,16 @@ class StalenessConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Off-policy correction, KL divergence, entropy."""
+    """Which algorithm, off-policy correction, KL divergence, entropy."""
 
+    name: str | None = key(
+        None,
+        f"One of {', '.join(ALGORITHMS)}, or your own as package.module:Class. null: PPO as ppo.* says, which is GRPO "
+        "with ppo.disable_value and group_adv_norm",
+    )
+    options: dict[str, FlagValue] = key(
+        {}, "Settings of the named algorithm alone, by name, as in clip_low: 3e-4 (gspo); see core/algorithms"
+    )
     decoupled: bool | None = key(
         None,
         "Clip around the trainer's policy, weigh by trainer/generator. null: if max_staleness > 0",

@@ -12,6 +12,7 @@ from typing import Any
 from allocation import Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from allocation.plan import SAME_WEIGHTS
+from core.config.algorithm import unread_settings
 from core.config.allocation import resolve_allocation, uses_gpus
 from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
@@ -46,7 +47,7 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
 
 def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     """What is allowed and may not be meant."""
-    if unread := list(_unread_keys(config)):
+    if unread := [*_unread_keys(config), *(key for find in _UNREAD[config.NAME] for key in find(config))]:
         them = "it" if len(unread) == 1 else "them"
         yield f"{', '.join(unread)}: nothing in this run reads {them}; leave {them} out"
     for warn in _WARNINGS[config.NAME]:
@@ -288,5 +289,6 @@ _ALLOCATION_RULES: Mapping[str, tuple[Callable[[Any, Allocation], Iterator[Viola
     "ppo-math": (_transport, _shared_ranks, _interrupt, _routing_replay),
     "sft": (),
 }
+_UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {"ppo-math": (unread_settings,), "sft": ()}
 _WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {"ppo-math": (_inexact_sampling,), "sft": ()}
 """Rules and warnings that only one experiment has, by its name."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core.config.algorithm import build_algorithm
 from core.config.allocation import resolve_allocation, uses_gpus
 from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.experiments.workers import (
@@ -24,7 +25,7 @@ from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity
 from core.schedule import Schedule
-from core.trainer import PPOTrainer, settings_from_config
+from core.trainer import PPOTrainer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,6 +117,8 @@ def _train(
     attempt: Attempt,
 ) -> None:
     """Wire loop and periodic, give the generators their first weights, and go."""
+    algorithm = build_algorithm(config)
+    logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
     trainer = PPOTrainer(
         actor=workers.actor,
         critic=workers.critic,
@@ -123,7 +126,9 @@ def _train(
         rollout=workers.rollout,
         weights=weights,
         memory=memory,
-        settings=settings_from_config(config),
+        algorithm=algorithm,
+        num_minibatches=config.ppo.ppo_n_minibatches,
+        temperature=config.ppo.gen.temperature,
         schedule=schedule,
         monitor=monitor,
         timer=StepTimer(lambda phase: attempt.tell(phase=phase)),

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from core.algorithms.losses import sft_loss
+from core.algorithms.sft import SFT
 from core.config.allocation import resolve_allocation, uses_gpus
 from core.data.answers import AnswerDataset
 from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
@@ -52,7 +52,7 @@ class SFTTrainer:
         memory: MemoryLimits,
     ) -> None:
         self._engine, self._train, self._valid = engine, train, valid
-        self._timer = timer
+        self._timer, self._objective = timer, SFT()
         self._schedule, self._monitor, self._memory = schedule, monitor, memory
         self._batch_size, self._valid_batch_size = batch_size, valid_batch_size
 
@@ -65,7 +65,10 @@ class SFTTrainer:
                 batch = self._train.batch(epoch, epoch_step, self._batch_size)
                 handle = self._engine.group.put(batch)
             with timer("update"):
-                metrics = self._engine.train_step(handle, range(batch.num_sequences), sft_loss, self._memory)
+                metrics = self._engine.train_step(
+                    handle, range(batch.num_sequences), self._objective.loss, self._memory,
+                    token_weights=self._objective.token_weights,
+                )  # fmt: skip
             metrics = {"loss": metrics["nll"], "ppl": math.exp(min(metrics["nll"], 700.0)), **metrics}
             periodic.after_step(step, timer)
             self._monitor.rpc("trainDefault", metrics)

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from core.algorithms.advantages import ValueNorm, gae, group_normalize, shape_scores, token_rewards, whiten
+from core.algorithms.advantages import (
+    ValueNorm,
+    gae,
+    group_normalize,
+    last_trained,
+    shape_scores,
+    token_rewards,
+    whiten,
+)
 
 
 def gae_by_definition(rewards, values, bootstrap, discount, lam):
@@ -102,3 +110,88 @@ def test_value_norm_scales_returns_that_are_all_equal_by_a_tenth_at_least() -> N
     norm = ValueNorm()
     norm.update(torch.tensor([4.0, 4.0]), torch.tensor([True, True]))
     assert norm.denormalize(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([4.0, 4.1])
+
+
+def two_turns(gap: int, *, trailing: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cu_seqlens, loss_mask): a prompt of 2, a turn of 2, `gap` masked tokens, a turn of 3, `trailing` masked ones."""
+    mask = [False] * 2 + [True] * 2 + [False] * gap + [True] * 3 + [False] * trailing
+    return torch.tensor([0, len(mask)]), torch.tensor(mask)
+
+
+def test_lambda_does_not_decay_through_the_tokens_between_two_turns() -> None:
+    cu, mask = two_turns(200)
+    rewards, values = token_rewards(torch.tensor([1.0]), cu, mask, kl_penalty=None), 0.4 * mask
+    advantages, returns = gae(rewards, values, cu, mask, torch.zeros(1), discount=1.0, gae_lambda=0.95)
+    # Every value is 0.4: the only step with a surprise is the last one, 1 - 0.4.
+    expected = [0.6 * 0.95**k for k in (4, 3, 2, 1, 0)]
+    assert advantages[mask].tolist() == pytest.approx(expected)
+    assert advantages[3].item() == pytest.approx(0.51, abs=0.005)
+    assert returns[mask].tolist() == pytest.approx([a + 0.4 for a in expected])
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+@pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_runs_over_the_trained_tokens_of_each_sequence_whatever_lies_between_them(
+    discount: float, lam: float
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    lens = [9, 1, 14, 6, 11]
+    cu = torch.tensor([0, *lens]).cumsum(0)
+    total = int(cu[-1])
+    rewards, values = torch.randn(2, total, generator=generator)
+    mask = torch.rand(total, generator=generator) < 0.5
+    mask[cu[3] : cu[4]] = False  # a sequence without trained tokens
+    bootstrap = torch.randn(len(lens), generator=generator)
+    advantages, returns = gae(rewards, values, cu, mask, bootstrap, discount=discount, gae_lambda=lam)
+    expected = [0.0] * total
+    for i, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
+        steps = [t for t in range(start, end) if mask[t]]
+        # What is earned from a trained token on, up to the next one.
+        own = [rewards[t:u].sum().item() for t, u in zip(steps, [*steps, end][1:], strict=True)]
+        found = gae_by_definition(own, values[steps].tolist(), bootstrap[i].item(), discount, lam)
+        for t, advantage in zip(steps, found, strict=True):
+            expected[t] = advantage
+    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(returns, (advantages + values) * mask)
+
+
+def gae_of_all_tokens(rewards, values, cu, mask, bootstrap, discount, lam):
+    """The scan over every token, trained or not: what gae() must equal bit for bit where sequences have no gaps."""
+    out = torch.zeros_like(rewards)
+    for i, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
+        following, running = bootstrap[i], None
+        for t in reversed(range(start, end)):
+            delta = rewards[t] + discount * following - values[t]
+            running = delta if running is None else delta.add(running, alpha=discount * lam)
+            out[t], following = running, values[t]
+    return out * mask
+
+
+def test_without_gaps_the_advantages_are_those_of_the_scan_over_all_tokens_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(3)
+    lens, prompts = [12, 5, 30], [4, 1, 11]
+    cu = torch.tensor([0, *lens]).cumsum(0)
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lens, prompts, strict=True)])
+    rewards, values = torch.randn(2, int(cu[-1]), generator=generator) * mask
+    bootstrap = torch.randn(len(lens), generator=generator)
+    advantages, _ = gae(rewards, values, cu, mask, bootstrap, discount=0.99, gae_lambda=0.95)
+    assert torch.equal(advantages, gae_of_all_tokens(rewards, values, cu, mask, bootstrap, 0.99, 0.95))
+
+
+def test_a_score_on_a_masked_last_token_reaches_the_last_trained_token() -> None:
+    cu, mask = two_turns(3, trailing=4)
+    rewards = token_rewards(torch.tensor([2.0]), cu, mask, kl_penalty=None)
+    assert rewards[-1] == 2.0 and not mask[-1]
+    advantages, _ = gae(rewards, torch.zeros(len(mask)), cu, mask, torch.zeros(1), discount=0.5, gae_lambda=1.0)
+    assert advantages[mask].tolist() == [0.125, 0.25, 0.5, 1.0, 2.0]
+
+
+def test_a_batch_without_trained_tokens_has_no_advantages() -> None:
+    cu, mask = torch.tensor([0, 2, 5]), torch.zeros(5, dtype=torch.bool)
+    advantages, returns = gae(torch.ones(5), torch.ones(5), cu, mask, torch.ones(2), discount=1.0, gae_lambda=1.0)
+    assert not advantages.any() and not returns.any()
+
+
+def test_the_last_trained_token_is_found_in_every_sequence() -> None:
+    mask = torch.tensor([False, True, True, False, False, False, False, True])
+    assert last_trained(torch.tensor([0, 4, 6, 8]), mask).tolist() == [2, 4, 7]

@@ -58,8 +58,12 @@ def test_a_minibatch_without_trained_tokens_is_divided_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [(lambda b: torch.ones(3), "expected"), (lambda b: b.loss_mask * float("nan"), "nan"), (lambda b: -b.loss_mask.float(), "sum of -")],
-)  # fmt: skip
+    [
+        (lambda batch: torch.ones(3), "expected"),
+        (lambda batch: batch.loss_mask * float("nan"), "nan"),
+        (lambda batch: -batch.loss_mask.float(), "sum of -"),
+    ],
+)
 def test_weights_that_nothing_can_be_divided_by_are_one_clear_error(weights, message: str) -> None:
     with pytest.raises(ValueError, match=f"token_weights: .*{message}"):
         weigh_tokens(random_batch(num_sequences=2), weights)

@@ -1,0 +1,83 @@
+"""The seam between the training loop and an algorithm.
+
+The loop computes the passes that the algorithm names, takes advantages from it, deals minibatches by its unit, and
+updates; the engine divides each loss once. Objectives are sent to the trainer ranks, so they can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from torch import Tensor
+
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.weights import token_mean
+
+if TYPE_CHECKING:
+    from core.data.rollout_batch import RolloutBatch
+    from mcore_adapter.forward import ModelOutput
+
+Metrics = dict[str, Tensor]
+Pass = Literal["old_logprobs", "ref_logprobs", "values"]
+Unit = Literal["sequence", "group", "pair"]
+
+
+class Objective(Protocol):
+    """What the updates of one model minimise. Subclass it explicitly to have the defaults below."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `loss` reads output.entropy."""
+        return False
+
+    def token_weights(self, minibatch: PackedBatch) -> Tensor:
+        """Weight of every token of the minibatch, [T], 0 outside loss_mask; the loss is divided by their sum.
+
+        mcore_adapter/data/weights.py has token_mean (the default), sequence_mean and token_sum."""
+        return token_mean(minibatch)
+
+    def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
+        """(loss, metrics) of one microbatch, all of them weighted sums over its trained tokens.
+
+        `fields` holds "loss_mask", "token_weights" and per-token tensors [t] by name. `sequences` sums over the tokens
+        of each sequence, on all context-parallel ranks."""
+        raise NotImplementedError
+
+
+class Algorithm(Objective, Protocol):
+    """How a batch becomes updates of the policy, and of a critic if there is one."""
+
+    unit: Unit = "sequence"
+    """What minibatches must not split: single sequences, the answers to one prompt, or pairs of them."""
+    reads: frozenset[str] | None = None
+    """Names of the AlgorithmSettings that it reads; other ones are reported at the start where they were given. None:
+    nothing is reported."""
+
+    @property
+    def passes(self) -> frozenset[Pass]:
+        """What the loop computes first, as fields of the batch: "old_logprobs" (the policy before the update),
+        "ref_logprobs" and "values", whose field is "old_values"."""
+        return frozenset()
+
+    @property
+    def critic(self) -> Objective | None:
+        """What the critic minimises; None: there is no critic."""
+        return None
+
+    def advantages(
+        self, batch: RolloutBatch, fields: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Fields to train on ([T] each, "advantages" among them), and metrics of the whole batch.
+
+        `fields` holds "loss_mask", "rollout_logprobs" and the results of `passes`, [T] each. The metrics include
+        task_reward, kl_reward, final_reward and advantage, which every step reports."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, object]:
+        """What a recover checkpoint must hold of this object."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state_dict(); other keys are not looked at."""
