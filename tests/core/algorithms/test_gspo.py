@@ -1,0 +1,279 @@
+"""GSPO against its formula in plain Python, its gradients, and on gloo ranks in every layout and cut."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from batches import batch_of, by_answer, settings
+from engine_cases import make_engine, random_batch
+from mcore_ranks import Rank, RankPool
+from tiny_models import write_model
+
+from allocation import ParallelLayout
+from core.algorithms.gspo import GSPO, gspo_policy_loss, standardise
+from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.weights import sequence_mean, weigh_tokens
+
+CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+# ---- the loss as a pure function
+
+LENS = [3, 2, 4, 2]
+OF_TOKEN = torch.arange(4).repeat_interleave(torch.tensor(LENS))
+SEQUENCES = Sequences(of_token=OF_TOKEN, count=4)
+MASK = torch.tensor([0, 1, 1, 0, 1, 0, 1, 0, 1, 0, 0]).bool()
+"""The last sequence has no trained token."""
+ADVANTAGES = [1.0, -2.0, 0.5, 9.0]
+
+
+def weights() -> list[float]:
+    """1 / L of the trained tokens."""
+    trained = [int(MASK[i == OF_TOKEN].sum()) for i in range(4)]
+    return [1 / trained[i] if m else 0.0 for i, m in zip(OF_TOKEN.tolist(), MASK.tolist(), strict=True)]
+
+
+def inputs(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probabilities, old ones): they differ by about `scale`."""
+    generator = torch.Generator().manual_seed(4)
+    old = -torch.rand(len(MASK), generator=generator, dtype=torch.float64)
+    return old + scale * torch.randn(len(MASK), generator=generator, dtype=torch.float64), old
+
+
+def loss_of(logprobs: torch.Tensor, old: torch.Tensor, rollout: torch.Tensor | None = None, **options: Any) -> Any:
+    options = {**CLIP, "behave_imp_weight_cap": None, **options}
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[OF_TOKEN]
+    rollout = old if rollout is None else rollout
+    weight = torch.tensor(weights(), dtype=torch.float64)
+    return gspo_policy_loss(logprobs, old, rollout, advantages, MASK, weight, SEQUENCES, **options)
+
+
+def by_formula(logprobs: list[float], old: list[float], *, clip_low: float, clip_high: float) -> tuple[float, list]:
+    """Sum over sequences of the mean over trained tokens, and its gradient: one ratio a sequence, plain Python."""
+    total, gradient = 0.0, [0.0] * len(logprobs)
+    for i, advantage in enumerate(ADVANTAGES):
+        tokens = [t for t in range(len(logprobs)) if OF_TOKEN[t] == i and MASK[t]]
+        if not tokens:
+            continue
+        s = math.exp(min(sum(logprobs[t] - old[t] for t in tokens) / len(tokens), 10.0))
+        clipped = min(max(s, 1 - clip_low), 1 + clip_high)
+        total += max(-advantage * s, -advantage * clipped)
+        if -advantage * s >= -advantage * clipped and s < math.exp(10.0):
+            for t in tokens:
+                gradient[t] = -advantage * s / len(tokens)
+    return total, gradient
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-3, 0.5])
+def test_the_loss_and_its_gradient_are_those_of_the_formula(scale: float) -> None:
+    logprobs, old = inputs(scale)
+    logprobs.requires_grad_()
+    loss, metrics = loss_of(logprobs, old)
+    loss.backward()
+    expected, gradient = by_formula(logprobs.tolist(), old.tolist(), **CLIP)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-12)
+    assert metrics["actor_loss"].item() == loss.item()
+
+
+def test_the_gradient_is_that_of_the_ratio_of_whole_sequences_by_finite_differences() -> None:
+    """The token form holds the sequence's ratio fixed, yet its gradient is that of the formula without it."""
+    logprobs, old = inputs(1e-4)
+    logprobs.requires_grad_()
+    loss_of(logprobs, old, clip_low=0.5, clip_high=0.5)[0].backward()
+    assert logprobs.grad is not None
+    for t in range(len(MASK)):
+        moved = [logprobs.detach().clone() for _ in range(2)]
+        moved[0][t] += 1e-6
+        moved[1][t] -= 1e-6
+        up, down = (by_formula(x.tolist(), old.tolist(), clip_low=0.5, clip_high=0.5)[0] for x in moved)
+        assert logprobs.grad[t].item() == pytest.approx((up - down) / 2e-6, abs=1e-8)
+
+
+def test_a_ratio_is_clipped_where_that_is_pessimistic_and_cut_off_at_exp_10() -> None:
+    old = torch.zeros(len(MASK), dtype=torch.float64)
+    logprobs = (0.01 * MASK).double().requires_grad_()
+    loss, metrics = loss_of(logprobs, old)
+    # Sequences 0 and 2 have positive advantages: clipped at 1 + 4e-4. Sequence 1 is not: 2 * exp(0.01).
+    assert loss.item() == pytest.approx(-1.5 * (1 + 4e-4) + 2 * math.exp(0.01))
+    assert metrics["actor_clip_ratio"].item() == pytest.approx(2)
+    assert metrics["importance_weight"].item() == pytest.approx(3 * math.exp(0.01))
+    far = (50.0 * MASK).double().requires_grad_()
+    loss, _ = loss_of(far, old)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.5 * (1 + 4e-4) + 2 * math.exp(10.0))
+    assert far.grad is not None and not far.grad.any()
+
+
+def test_tokens_are_weighted_by_proximal_over_behaviour_and_dropped_over_the_cap() -> None:
+    old = torch.full((len(MASK),), -1.0, dtype=torch.float64)
+    rollout = old.clone()
+    rollout[1], rollout[4] = old[1] - math.log(2.0), old[4] - math.log(8.0)
+    loss, metrics = loss_of(old, old, rollout, behave_imp_weight_cap=5.0)
+    # Ratios are 1. Sequence 0: tokens 1 and 2 of weight 2 and 1; sequence 1: its token is dropped; sequence 2: 1 and 1.
+    assert loss.item() == pytest.approx(-1.0 * (2 + 1) / 2 + 0.0 - 0.5)
+    assert metrics["behave_capped_ratio"].item() == pytest.approx(1)
+
+
+def test_masked_tokens_change_nothing_even_when_their_inputs_are_far_off() -> None:
+    logprobs, old = inputs(0.1)
+    expected = loss_of(logprobs, old)[0]
+    dirty = torch.where(MASK, logprobs, -900.0).requires_grad_()
+    loss, _ = loss_of(dirty, old)
+    loss.backward()
+    assert loss.item() == expected.item() and dirty.grad is not None and not dirty.grad[~MASK].any()
+
+
+# ---- advantages
+
+
+def test_advantages_are_rewards_standardised_over_each_group_with_the_deviation_of_a_sample() -> None:
+    batch, fields = batch_of([1.0, 0.0, 0.0, 0.0], [3.0, 5.0], [2.0], lens=[1, 2, 1, 1, 1, 2, 1])
+    trained_on, _ = GSPO(settings(), {}).advantages(batch, fields)
+    half = 0.5**0.5
+    expected = [[1.5], [-0.5] * 2, [-0.5], [-0.5], [-half], [half] * 2, [0.0]]
+    for found, wanted in zip(by_answer(batch, trained_on["advantages"]), expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    assert standardise(torch.tensor([7.0, 7.0]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+
+
+def test_gspo_needs_no_critic_averages_over_sequences_and_keeps_groups_together() -> None:
+    gspo = GSPO(settings(decoupled=True, ppo_n_minibatches=4), {})
+    assert gspo.passes == {"old_logprobs"} and gspo.critic is None and gspo.unit == "group"
+    packed = batch_of([1.0, 0.0], lens=[2, 5])[0].to_packed()
+    assert torch.equal(gspo.token_weights(packed), sequence_mean(packed))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip": 0.1}, "clip: unknown option; did you mean 'clip_"),
+        ({"clip_low": "x"}, "clip_low: must be a float, got 'x'"),
+        ({"clip_high": 0}, "clip_high: must be between 0 and 1, got 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_clear_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.options\." + message):
+        GSPO(settings(), options)
+
+
+# ---- on trainer ranks
+
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2), "cp2": ParallelLayout(cp=2), "pp2": ParallelLayout(pp=2), "dp2": ParallelLayout(dp=2),
+}  # fmt: skip
+WIDE = {"clip_low": 0.02, "clip_high": 0.03}
+"""So wide that some sequences of the random batch are clipped and others are not."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("gspo") / "model"
+    write_model("qwen2_tied", folder)
+    return str(folder)
+
+
+def gspo_batch() -> Any:
+    """Sequences with one advantage each; one of them has no trained token. The old policy is fixed by its seed."""
+    batch = random_batch(num_sequences=12)
+    batch.loss_mask[batch.cu_seqlens[5] : batch.cu_seqlens[6]] = False
+    generator = torch.Generator().manual_seed(9)
+    advantages = torch.randn(batch.num_sequences, generator=generator).repeat_interleave(batch.seq_lens)
+    noise = 0.2 * torch.randn(batch.num_tokens, generator=generator)
+    return batch.with_fields(advantages=advantages, noise=noise)
+
+
+def gspo_run(rank: Rank, layout: ParallelLayout, model: str, limits: list[int]) -> list[list[dict[str, float]]]:
+    """Two updates with each limit of a microbatch, the first from the same weights."""
+    gspo = GSPO(settings(), WIDE)
+    with rank.joined(layout) as (parallel, device):
+        runs = []
+        for limit in limits:
+            engine, steps = make_engine(parallel, device, model), []
+            for _ in range(2):
+                steps.append(
+                    engine.train_step(
+                        gspo_batch(), _from_old_policy(gspo), max_tokens_per_mb=limit, token_weights=gspo.token_weights
+                    )
+                )
+            runs.append(steps)
+        return runs
+
+
+def _from_old_policy(gspo: GSPO) -> Any:
+    """The loss with an old policy that is the model's own of this pass, moved by the batch's noise."""
+
+    def loss(output: Any, fields: Any, sequences: Any) -> Any:
+        old = (output.logprobs.detach() + fields["noise"]) * fields["loss_mask"]
+        return gspo.loss(output, {**fields, "old_logprobs": old, "rollout_logprobs": old}, sequences)
+
+    return loss
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, model: str) -> list[list[dict[str, float]]]:
+    """All in one microbatch, a few, and every sequence alone."""
+    longest = int(gspo_batch().seq_lens.max())
+    return ranks.run(gspo_run, 1, ParallelLayout(), model, [10_000, 128, longest], timeout=1200.0)[0]
+
+
+def assert_same(steps: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, reference in zip(steps, expected, strict=True):
+        assert step.keys() == reference.keys()
+        for key in step.keys() - {"num_microbatches"}:
+            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
+
+
+def test_loss_and_gradient_are_the_same_in_any_cut_into_microbatches(one_process: Any) -> None:
+    whole, few, alone = one_process
+    assert [steps[0]["num_microbatches"] for steps in one_process][0] == 1 and alone[0]["num_microbatches"] >= 8
+    assert 0.05 < whole[0]["actor_clip_ratio"] < 0.95, "some sequences are clipped, others are not"
+    assert_same(few, whole)
+    assert_same(alone, whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_are_the_same_in_every_layout(
+    ranks: RankPool, model: str, one_process: Any, layout: str
+) -> None:
+    longest = int(gspo_batch().seq_lens.max())
+    for runs in ranks.run(gspo_run, 2, LAYOUTS[layout], model, [128, longest + 8], timeout=1200.0):
+        for steps in runs:
+            assert_same(steps, one_process[0])
+
+
+def test_one_process_computes_the_formula_over_the_outputs_of_transformers(model: str, one_process: Any) -> None:
+    """Each sequence alone through the Hugging Face model: loss and gradient norm of the mean over sequences."""
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
+    batch, total, counted = gspo_batch(), torch.zeros(()), 0
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        if not one.loss_mask.any():
+            continue
+        logits = reference(one.token_ids[None]).logits[0, :-1].log_softmax(-1)
+        mask = one.loss_mask[1:]
+        own = logits.gather(1, one.token_ids[1:, None])[:, 0][mask]
+        old = own.detach() + one.fields["noise"][1:][mask]
+        s, advantage = (own - old).mean().exp(), one.fields["advantages"][0]
+        total = total + torch.maximum(-advantage * s, -advantage * s.clamp(1 - 0.02, 1 + 0.03))
+        counted += 1
+    loss = total / counted
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    assert counted == 11
+    first = one_process[0][0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
+    assert weigh_tokens(batch, sequence_mean)[1].loss == pytest.approx(11, rel=1e-14)

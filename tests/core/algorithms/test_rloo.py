@@ -1,0 +1,85 @@
+"""RLOO against its definition written as plain loops, and in the training seam."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from batches import batch_of, by_answer, settings
+
+from core.algorithms.losses import ppo_loss
+from core.algorithms.rloo import RLOO, leave_one_out
+from mcore_adapter.data.sequences import Sequences
+
+
+def mean_of_the_others(rewards: list[float]) -> list[float]:
+    """Of one group, plain Python."""
+    n = len(rewards)
+    return [r - (sum(rewards) - r) / (n - 1) for r in rewards] if n > 1 else [0.0]
+
+
+def test_the_baseline_of_an_answer_is_the_mean_of_the_other_answers_of_its_group() -> None:
+    groups = [[1.0, 0.0, 0.0, 0.0], [3.0, -1.0], [0.5, 0.25, 2.0]]
+    scores = torch.tensor([r for group in groups for r in group])
+    ids = torch.tensor([i for i, group in enumerate(groups) for _ in group])
+    expected = [a for group in groups for a in mean_of_the_others(group)]
+    assert leave_one_out(scores, ids).tolist() == pytest.approx(expected, rel=1e-6)
+    assert leave_one_out(scores, ids)[:4].tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_an_answer_without_others_has_no_baseline_and_no_advantage() -> None:
+    assert leave_one_out(torch.tensor([5.0, 1.0, 0.0]), torch.tensor([0, 1, 1])).tolist() == [0.0, 1.0, -1.0]
+
+
+def test_every_trained_token_has_the_advantage_of_its_answer() -> None:
+    batch, fields = batch_of([1.0, 0.0], [2.0, 6.0, 4.0], lens=[1, 3, 2, 1, 2])
+    trained_on, metrics = RLOO(settings(), {}).advantages(batch, fields)
+    assert by_answer(batch, trained_on["advantages"]) == [[1.0], [-1.0] * 3, [-3.0] * 2, [3.0], [0.0] * 2]
+    assert not trained_on["advantages"][~fields["loss_mask"]].any()
+    assert metrics["task_reward"] == pytest.approx(13 / 5) and metrics["kl_reward"] == 0.0
+    assert torch.equal(trained_on["old_logprobs"], fields["rollout_logprobs"])
+
+
+def test_the_kl_penalty_of_all_tokens_is_part_of_the_reward_before_the_baseline() -> None:
+    batch, fields = batch_of([1.0, 0.0], lens=[2, 1])
+    fields["ref_logprobs"] = torch.tensor([0.0, -1.5, -2.0, 0.0, -0.5])
+    rloo = RLOO(settings(kl_ctl=0.1), {})
+    assert rloo.passes == {"ref_logprobs"}
+    trained_on, metrics = rloo.advantages(batch, fields)
+    # k1 to the reference: 0.5 + 1 and -0.5. Rewards 1 - 0.15 and 0 + 0.05.
+    assert by_answer(batch, trained_on["advantages"]) == [pytest.approx([0.8, 0.8]), pytest.approx([-0.8])]
+    assert metrics["kl_reward"] == pytest.approx(-(0.15 - 0.05) / 2)
+    assert metrics["final_reward"] == pytest.approx(0.5 - 0.05)
+
+
+def test_normalize_whitens_over_the_trained_tokens() -> None:
+    batch, fields = batch_of([1.0, 0.0], lens=[1, 1])
+    trained_on, _ = RLOO(settings(), {"normalize": True}).advantages(batch, fields)
+    first, second = by_answer(batch, trained_on["advantages"])
+    assert first == pytest.approx([1.0], abs=1e-4) and second == pytest.approx([-1.0], abs=1e-4)
+
+
+def test_the_loss_is_the_clipped_surrogate_of_ppo_averaged_over_tokens() -> None:
+    rloo = RLOO(settings(entropy_coeff=0.1, kl_ctl=0.5, kl_in="loss", kl_estimator="k3"), {})
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, rollout, ref, advantages, entropy = torch.randn(6, 5, generator=generator)
+    mask = torch.tensor([False, True, True, False, True])
+    fields = {
+        "loss_mask": mask, "old_logprobs": old, "rollout_logprobs": rollout, "ref_logprobs": ref,
+        "advantages": advantages,
+    }  # fmt: skip
+    output = SimpleNamespace(logprobs=logprobs, entropy=entropy)
+    loss, metrics = rloo.loss(output, fields, Sequences(of_token=torch.zeros(5, dtype=torch.int64), count=1))
+    expected, _ = ppo_loss(
+        output, fields, eps_clip=0.2, behave_imp_weight_cap=None, kl_coeff=0.5, kl_estimator="k3", entropy_coeff=0.1
+    )
+    assert loss.item() == expected.item() and {"ref_kl", "entropy"} <= metrics.keys()
+    assert rloo.needs_entropy and rloo.unit == "group" and rloo.critic is None
+    batch, _ = batch_of([1.0, 0.0], lens=[2, 5])
+    assert torch.equal(rloo.token_weights(batch.to_packed()), batch.to_packed().loss_mask.double())
+
+
+def test_an_option_that_does_not_exist_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.options\.normalise: unknown option; did you mean 'normalize'\?"):
+        RLOO(settings(), {"normalise": True})
+    with pytest.raises(ValueError, match=r"algorithm\.options\.normalize: must be a bool, got 1"):
+        RLOO(settings(), {"normalize": 1})
