@@ -155,3 +155,28 @@ def test_sft_loss_is_the_negative_log_likelihood_of_the_answer_tokens() -> None:
         SimpleNamespace(logprobs=tokens(-1.0, -2.0, -4.0)), {"loss_mask": torch.tensor([False, True, True])}
     )
     assert loss.item() == 6.0 and metrics["nll"].item() == 6.0
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.0, 2.0), (7.0, 1.0, 2.0)], ids=["zero where masked", "not zero"])
+def test_losses_and_their_metrics_are_sums_weighted_by_the_token_weights_of_trained_tokens(weights: tuple) -> None:
+    """An untrained token may have a weight (of a constant divisor) and still adds nothing."""
+    mask = torch.tensor([weights[0] < 1, weights[1] > 0, True])
+    fields = {
+        "loss_mask": mask, "token_weights": tokens(*weights), "rollout_logprobs": tokens(-1.0, -1.0, -1.0),
+        "old_logprobs": tokens(-1.0, -1.0, -1.0), "ref_logprobs": tokens(-2.0, -2.0, -2.0),
+        "advantages": tokens(1.0, 10.0, 100.0), "returns": tokens(1.0, 1.0, 1.0), "old_values": tokens(0.0, 0.0, 0.0),
+    }  # fmt: skip
+    used = [w if m else 0.0 for w, m in zip(weights, mask.tolist(), strict=True)]
+    output = SimpleNamespace(
+        logprobs=tokens(-1.0, -1.0, -1.0), entropy=tokens(3.0, 3.0, 3.0), values=tokens(0.0, 0.0, 0.0)
+    )
+    loss, metrics = ppo_loss(
+        output, fields, eps_clip=0.2, behave_imp_weight_cap=None, kl_coeff=0.5, kl_estimator="k1", entropy_coeff=0.1
+    )
+    policy = -sum(w * a for w, a in zip(used, (1.0, 10.0, 100.0), strict=True))
+    assert metrics["actor_loss"].item() == pytest.approx(policy)
+    assert loss.item() == pytest.approx(policy + (0.5 * 1.0 - 0.1 * 3.0) * sum(used))
+    for name, of_token in {"importance_weight": 1.0, "behave_imp_weight": 1.0, "ref_kl": 1.0, "entropy": 3.0}.items():
+        assert metrics[name].item() == pytest.approx(of_token * sum(used)), name
+    assert sft_loss(output, fields)[0].item() == pytest.approx(sum(used))
+    assert value_loss(output, fields, value_eps_clip=0.2)[0].item() == pytest.approx(0.5 * sum(used))
