@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from core.config.algorithm import build_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.config.ppo import AlgorithmConfig, GenerationHyperparameters, PPOHyperparameters, StalenessConfig
 from core.config.runtime import ExperimentSaveEvalControl
@@ -29,9 +30,10 @@ from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
 from core.schedule import Schedule
-from core.trainer import EngineRef, PPOTrainer, settings_from_config
+from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.types import PROMPT_VERSION, Trajectory
 
@@ -215,7 +217,9 @@ def train(
             rollout=_Rollout(run, steps, start.step),  # type: ignore[arg-type]
             weights=_Push(run),
             memory=MemoryLimits(),
-            settings=settings_from_config(config),
+            algorithm=build_algorithm(config),
+            num_minibatches=config.ppo.ppo_n_minibatches,
+            temperature=config.ppo.gen.temperature,
             schedule=schedule,
             monitor=monitor,
             timer=StepTimer(run.phases.append),
@@ -352,9 +356,10 @@ class _Ranks:
 
     def train_step(
         self, engine: str, batch: PackedBatch, sequences: Sequence[int], loss_fn: Callable[..., Any], *,
-        max_tokens_per_mb: int, max_sequence_tokens: int, temperature: float = 1.0, with_entropy: bool = False,
+        max_tokens_per_mb: int, max_sequence_tokens: int, token_weights: Callable[[PackedBatch], Tensor],
+        temperature: float = 1.0, with_entropy: bool = False,
     ) -> dict[str, float]:  # fmt: skip
-        """As MegatronEngine.train_step: the sums of the loss are divided by the number of trained tokens."""
+        """As MegatronEngine.train_step: the sums of the loss are divided by the sum of the token weights."""
         self._raise_if_too_large(f"train {engine}", batch, max_tokens_per_mb)
         self._run.events.append(f"train {engine}")
         step, chosen = self._steps[self._index], batch.select(sequences)
@@ -367,8 +372,15 @@ class _Ranks:
             entropy = self._spread(step.entropy, batch)[index].requires_grad_() if with_entropy else None
             output = _Output(logprobs=leaf, entropy=entropy)
         fields = {name: value for name, value in chosen.fields.items() if name != ROUTED_EXPERTS}
-        loss, metrics = loss_fn(output, {**fields, "loss_mask": chosen.loss_mask})
-        num_trained = int(chosen.loss_mask.sum())
+        weights = token_weights(chosen)
+        count = chosen.num_sequences
+        of_token = torch.arange(count).repeat_interleave(chosen.seq_lens)
+        loss, metrics = loss_fn(
+            output,
+            {**fields, "loss_mask": chosen.loss_mask, "token_weights": weights},
+            Sequences(of_token=of_token, count=count),
+        )
+        num_trained = float(weights.sum())
         (loss / num_trained).backward()
 
         def split(values: Tensor | None) -> dict[int, list]:

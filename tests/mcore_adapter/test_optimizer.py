@@ -65,7 +65,7 @@ def test_an_update_applies_the_gradient_that_torch_clips(ranks: RankPool, model:
             torch.testing.assert_close(updated[name], weight, rtol=1e-5, atol=1e-5)
 
 
-def scaled_loss(output: Any, fields: Any, *, factor: float) -> Any:
+def scaled_loss(output: Any, fields: Any, sequences: Any, *, factor: float) -> Any:
     return output.logprobs.sum() * factor, {}
 
 
