@@ -29,6 +29,8 @@ class Device(Protocol):
     overlaps_communication: bool
     """Whether collectives run beside the computation; where both want the same cores there is nothing to overlap."""
     has_fp8: bool
+    has_grouped_products: bool
+    """Whether one kernel computes the products of many experts: then their weights are stacked."""
 
     def setup(self) -> None:
         """Make this process ready: idempotent, before the first Megatron object and before process groups."""

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = "weights"
 _ALIGNMENT = 64
 _MOST_PARTS = 4
-"""That a checkpoint has of one parameter, which lie apart in the copy: gate and up are two."""
+"""That a checkpoint has of one matrix, which lie apart in the copy: gate and up are two."""
 
 
 def save_checkpoint(
@@ -140,7 +140,7 @@ def copied_sizes(
     ranks than the first of data parallelism may hold."""
     sizes = gathered_sizes(optimizer.megatron.chained_optimizers if optimizer else [])
     if parallel.dp_cp_group.rank() == 0:
-        sizes[_WEIGHTS] = sum(t.nbytes + _ALIGNMENT * _MOST_PARTS for t in _parameters(model))
+        sizes[_WEIGHTS] = sum(t.nbytes + _ALIGNMENT * _MOST_PARTS * _matrices(t) for t in _parameters(model))
     return sizes
 
 
@@ -148,6 +148,11 @@ def _parameters(model: Sequence[ModelChunk]) -> Iterator[torch.Tensor]:
     for chunk in model:
         yield from chunk.parameters()
         yield from chunk.buffers()
+
+
+def _matrices(tensor: torch.Tensor) -> int:
+    """How many lie in a parameter: those of experts may be stacked."""
+    return len(tensor) if tensor.dim() == 3 else 1
 
 
 def _aligned(num_bytes: int) -> int:

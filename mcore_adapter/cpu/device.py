@@ -117,6 +117,7 @@ class CpuDevice:
     shares_prompts = True
     overlaps_communication = False
     has_fp8 = False
+    has_grouped_products = False
 
     def __init__(self) -> None:
         self._mode = _CudaMeansCpu()

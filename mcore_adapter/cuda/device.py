@@ -71,7 +71,9 @@ class CudaDevice:
             raise ValueError("device='cuda' needs transformer-engine: pip install 'slipstream[gpu]'")
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         self.torch_device = torch.device("cuda", index)
-        self.has_fp8 = torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        self.has_fp8 = capability >= (8, 9)
+        self.has_grouped_products = capability in ((9, 0), (10, 0))  # elsewhere torch computes expert by expert
 
     def setup(self) -> None:
         torch.cuda.set_device(self.torch_device)

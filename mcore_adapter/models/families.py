@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from torch import Tensor
+
 from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV, OfExpert, Replicated, Split
 from model_specs.hf_config import ModelConfig
 from model_specs.moe import MLAConfig, MoEConfig
@@ -22,6 +24,8 @@ _OTHER_SPELLINGS = {
 }
 # Its experts lie in one grouped layer, with a weight for each.
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+# Ours on GPUs have one weight for all of them.
+_STACKED = {"mlp.experts.gate_up": "linear_fc1", "mlp.experts.down": "linear_fc2"}
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 
 EMBEDDING, FINAL_NORM, OUTPUT = (
@@ -43,6 +47,13 @@ def canonical_name(name: str, first_expert: int = 0) -> str:
     if expert := _EXPERT.fullmatch(name):
         return f"mlp.experts.local_experts.{first_expert + int(expert[1])}.{expert[2]}"
     return name
+
+
+def unstacked(name: str, param: Tensor) -> list[tuple[str, Tensor]]:
+    """A parameter of a layer -> itself, or each expert's part of it, in spellings for canonical_name()."""
+    if name not in _STACKED:
+        return [(name, param)]
+    return [(f"mlp.experts.{_STACKED[name]}.weight{i}", part) for i, part in enumerate(param.detach())]
 
 
 def layer_table(config: ModelConfig, layer: int) -> dict[str, Conversion]:

@@ -28,8 +28,9 @@ from allocation import ParallelLayout
 from mcore_adapter.data.shared_prompts import SharedPromptParams
 from mcore_adapter.device import Device
 from mcore_adapter.models.conversions import Conversion, OfExpert
-from mcore_adapter.models.families import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table
+from mcore_adapter.models.families import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table, unstacked
 from mcore_adapter.models.router import Balance, RoutedLayer, Router
+from mcore_adapter.models.stacked_experts import stack_experts
 from mcore_adapter.models.transformer_config import Recompute, transformer_config
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import Llama3RopeScaling, ModelConfig, ModelConfigError
@@ -108,6 +109,8 @@ class ModelChunk(GPTModel):
         spec = device.block_spec(megatron, vp_stage)
         if model_config.moe is not None:
             _install_router(spec, model_config.moe, balance, device.torch_device)
+            if device.has_grouped_products:
+                stack_experts(spec, megatron, device.torch_device)
         super().__init__(
             megatron,
             spec,
@@ -223,7 +226,8 @@ def lm_head_weight(chunk: ModelChunk) -> Tensor:
 def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[Tensor, Conversion]]:
     """Every parameter (and correction bias) that this rank holds, with the Hugging Face tensors that it is made of.
 
-    A tied model's last stage holds a second copy of the embedding: it comes with the embedding's conversion.
+    A tied model's last stage holds a second copy of the embedding: it comes with the embedding's conversion. Experts
+    whose weights are stacked come one by one, as views.
     """
     config = chunks[0].model_config
     outer = outer_table(config, is_critic=chunks[0].is_critic)
@@ -244,7 +248,8 @@ def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[Tensor, Co
             layer = offset + int(local)
             if layer not in tables:
                 tables[layer] = layer_table(config, layer)
-            yield param, tables[layer][canonical_name(rest, first_expert)]
+            for part_name, part in unstacked(rest, param):
+                yield part, tables[layer][canonical_name(part_name, first_expert)]
 
 
 def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:

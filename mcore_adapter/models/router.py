@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_adapter.data.routing_inputs import RoutingInputs
+from mcore_adapter.models.stacked_experts import LocalDispatcher, StackedExperts
 from model_specs.moe import MoEConfig
 
 
@@ -35,11 +36,11 @@ class Balance:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """probs, with `loss` added to what is differentiated."""
+    """weights, with `loss` added to what is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, loss: Tensor) -> Tensor:
-        return probs.view_as(probs)
+    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+        return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -62,6 +63,8 @@ class Router(TopKRouter):
         if not self.weight.is_meta:
             self.weight.data = self.weight.data.to(device)
         self.moe, self.balance = moe, balance
+        self.numbers_experts = False
+        """Whether forward() returns the chosen experts' numbers, or a mask of all experts."""
         self.inputs: RoutingInputs | None = None
         """Of the microbatch under way; None: nothing is known of it."""
         zeros = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
@@ -73,19 +76,21 @@ class Router(TopKRouter):
         """This rank's part of the auxiliary loss since the last update, before its coefficient."""
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """input [s, 1, h] -> the weight of each expert [s, num_experts], 0 where not chosen, and a mask of those."""
+        """input [s, 1, h] -> the weight of each expert [s, num_experts], 0 where not chosen, and a mask of those; with
+        numbers_experts the weights of the chosen ones [s, k], and their numbers [s, k]."""
         logits = self.gating(input).view(-1, self.moe.num_experts)
         scores = logits.softmax(-1) if self.moe.score_function == "softmax" else logits.sigmoid()
         experts = self._chosen(scores.detach())
         weights = scores.gather(1, experts)
         if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        probs = torch.zeros_like(scores).scatter(1, experts, weights * self.moe.scaling)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+        weights = weights * self.moe.scaling
         # Where activations are recomputed, the first pass has no gradient: every token is counted once.
         if self.training and torch.is_grad_enabled() and self.inputs is not None:
-            probs = self._balanced(probs, scores, chosen, self.inputs)
-        return probs, chosen
+            weights = self._balanced(weights, scores, experts, self.inputs)
+        if self.numbers_experts:
+            return weights, experts
+        return torch.zeros_like(scores).scatter(1, experts, weights), _mask(scores, experts)
 
     def _chosen(self, scores: Tensor) -> Tensor:
         """[s, num_experts] -> [s, k] int64"""
@@ -103,14 +108,14 @@ class Router(TopKRouter):
             experts = torch.where((forced >= 0).all(-1, keepdim=True), forced, experts)
         return experts
 
-    def _balanced(self, probs: Tensor, scores: Tensor, chosen: Tensor, inputs: RoutingInputs) -> Tensor:
-        """Count the load, and attach the auxiliary loss to probs."""
+    def _balanced(self, weights: Tensor, scores: Tensor, experts: Tensor, inputs: RoutingInputs) -> Tensor:
+        """Count the load, and attach the auxiliary loss to the weights."""
         if not (self.balance.aux_loss_coeff or self.balance.bias_update_rate):
-            return probs
-        own = chosen.index_select(0, inputs.rows).to(torch.float32)
+            return weights
+        own = _mask(scores, experts).index_select(0, inputs.rows).to(torch.float32)
         self.load += own.sum(0)
         if not self.balance.aux_loss_coeff:
-            return probs
+            return weights
         empty = scores.new_zeros(len(inputs.lens), self.moe.num_experts, dtype=torch.float32)
         counts = empty.index_add(0, inputs.sequences, own)
         if self.tp_cp_group.size() > 1:  # other ranks hold other tokens of the same sequences
@@ -120,11 +125,22 @@ class Router(TopKRouter):
         per_sequence = (counts * mass).sum(-1) / inputs.lens.clamp(min=1)
         loss = per_sequence.sum() * (self.moe.num_experts / (self.moe.top_k * inputs.batch_tokens))
         self.aux_loss += loss.detach()
-        return _AttachLoss.apply(probs, loss * self.balance.aux_loss_coeff)
+        return _AttachLoss.apply(weights, loss * self.balance.aux_loss_coeff)
+
+
+def _mask(scores: Tensor, experts: Tensor) -> Tensor:
+    """[s, num_experts] bool: which experts [s, k] are."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
 
 
 class RoutedLayer(TransformerLayer):
     """A layer whose router is told about the microbatch: its packing carries a `routing` beside it."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if isinstance(self.mlp.experts, StackedExperts) and config.expert_model_parallel_size == 1:
+            self.mlp.token_dispatcher = LocalDispatcher(config)
+            self.mlp.router.numbers_experts = True
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         router = self.mlp.router

@@ -24,7 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from rollout.inference.sglang.gpus import query_gpus
-from tools.bench import convert, cpu, gpu, gpu_mismatch, gpu_models, gpu_push, gpu_ranks, gpu_runs, gpu_servers
+from tools.bench import (
+    convert,
+    cpu,
+    gpu,
+    gpu_experts,
+    gpu_mismatch,
+    gpu_models,
+    gpu_push,
+    gpu_ranks,
+    gpu_runs,
+    gpu_servers,
+)
 from tools.bench.figure import Figure
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
@@ -60,6 +71,7 @@ GPU: dict[str, Callable[[gpu.Scene], Iterator[Figure]]] = {
     "update": gpu.update,
     "options": gpu.options,
     "lengths": gpu.lengths,
+    "experts": gpu_experts.experts,
     "rollout": gpu_servers.rollout,
     "push": gpu_push.push,
     "mismatch": gpu_mismatch.mismatch,

@@ -1,0 +1,156 @@
+"""The computation of all experts of a layer in one grouped product per linear layer, without waiting for the host.
+
+Copies of tokens are laid out sorted by expert. How many each expert has stays on the device: a grouped product takes
+the end of each expert's rows as a tensor. Between the products, device_cuda_experts.py computes on GPUs what the torch
+operators in this file define.
+Invariant: from forward to backward one layer keeps its input and the output of the first linear layer, or its input
+alone; the sorted copies and the activations are made again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which expert computes which row: r rows, sorted by expert."""
+
+    ends: Tensor  # [num_experts] int32: the row behind each expert's last
+    of_copy: Tensor | None = None
+    """[t, k] int32: the row of each token's k copies, r = t * k; None: the rows are given, not copied from tokens."""
+    copies: Tensor | None = None
+    """[r] int64: its inverse, places in [t, k] flattened."""
+
+
+def sorted_rows(experts: Tensor, num_experts: int) -> Rows:
+    """experts [t, k]: what each token has chosen. Within an expert, tokens keep their order."""
+    narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32  # half the passes of int32
+    by_expert, copies = experts.flatten().to(narrow).sort(stable=True)
+    numbers = torch.arange(len(copies), dtype=torch.int32, device=copies.device)
+    of_copy = torch.empty_like(numbers).scatter_(0, copies, numbers).view(experts.shape)
+    every = torch.arange(num_experts, dtype=narrow, device=copies.device)
+    return Rows(torch.searchsorted(by_expert, every, right=True, out_int32=True), of_copy, copies)
+
+
+def experts_output(
+    x: Tensor,  # [t, h], or [r, h] where the rows are given
+    weights: Tensor,  # [t, k] float32, or [r]: of each copy
+    gate_up: Tensor,  # [num_experts, 2 * f, h]
+    down: Tensor,  # [num_experts, h, f]
+    rows: Rows,
+    *,
+    keep_halves: bool = True,
+) -> Tensor:
+    """x's shape: for each token the sum over its experts of weight * down(silu(gate(x)) * up(x)); for given rows the
+    summands. Without `keep_halves` the backward pass computes gate and up again."""
+    return cast(Tensor, _Experts.apply(x, weights, gate_up, down, rows, keep_halves))
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows, keep_halves: bool
+    ) -> Tensor:
+        halves = _product(spread(x, rows), gate_up.transpose(1, 2), rows)
+        ctx.save_for_backward(x, weights, gate_up, down, *([halves] if keep_halves else []))
+        ctx.rows = rows
+        product = weighted_swiglu(halves, weights, rows)
+        del halves
+        return collect(_product(product, down.transpose(1, 2), rows), rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, gate_up, down, *kept = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        inputs = None
+        if not kept:
+            inputs = spread(x, rows)
+            kept = [_product(inputs, gate_up.transpose(1, 2), rows)]
+        grad_rows = spread(grad.contiguous(), rows)
+        grad_product = _product(grad_rows, down, rows)
+        product, grad_halves, grad_weights = weighted_swiglu_backward(kept.pop(), weights, grad_product, rows)
+        del grad_product
+        grad_down = _product(grad_rows.t(), product, rows)
+        del grad_rows, product
+        if inputs is None:
+            inputs = spread(x, rows)
+        grad_gate_up = _product(grad_halves.t(), inputs, rows)
+        del inputs
+        grad_x = collect(_product(grad_halves, gate_up, rows), rows)
+        return grad_x, grad_weights, grad_gate_up, grad_down, None, None
+
+
+def _product(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
+    """a [r, i] by b [n, i, j] -> [r, j], each row by its expert's; a [i, r] by b [r, j] -> [n, i, j], for each
+    expert the sum over its rows."""
+    if not a.numel():  # torch refuses
+        return a.new_zeros((0, b.shape[2]) if b.dim() == 3 else (len(rows.ends), a.shape[0], b.shape[1]))
+    return F.grouped_mm(a, b, offs=rows.ends)
+
+
+def spread(x: Tensor, rows: Rows) -> Tensor:
+    """x [t, h] -> its copies [r, h]."""
+    if rows.of_copy is None or rows.copies is None:
+        return x
+    if x.is_cuda:
+        from mcore_adapter.cuda.experts import spread as fused
+
+        return fused(x, rows.of_copy)
+    return x.index_select(0, rows.copies // rows.of_copy.shape[1])
+
+
+def collect(y: Tensor, rows: Rows) -> Tensor:
+    """y [r, h] -> the sum of each token's copies [t, h], in float32 and then rounded."""
+    if rows.of_copy is None:
+        return y
+    if y.is_cuda:
+        from mcore_adapter.cuda.experts import collect as fused
+
+        return fused(y, rows.of_copy)
+    t, k = rows.of_copy.shape
+    return y.index_select(0, rows.of_copy.flatten()).view(t, k, -1).sum(1, dtype=torch.float32).to(y.dtype)
+
+
+def weighted_swiglu(halves: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+    """halves [r, 2 * f] -> [r, f]: silu(first) * second * the row's weight."""
+    if halves.is_cuda:
+        from mcore_adapter.cuda.experts import weighted_swiglu as fused
+
+        return fused(halves, weights, rows.copies)
+    gate, up = halves.float().chunk(2, -1)
+    return (F.silu(gate) * up * _of_rows(weights, rows)).to(halves.dtype)
+
+
+def weighted_swiglu_backward(
+    halves: Tensor, weights: Tensor, grad: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad [r, f] of weighted_swiglu()'s result -> (that result, the gradients of halves and weights). `grad` may be
+    overwritten."""
+    if halves.is_cuda:
+        from mcore_adapter.cuda.experts import weighted_swiglu_backward as fused
+
+        return fused(halves, weights, grad, rows.copies)
+    gate, up = halves.float().chunk(2, -1)
+    wide, weight = grad.float(), _of_rows(weights, rows)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    by_product = wide * weight
+    grad_gate = by_product * up * (sigmoid + silu * (1 - sigmoid))
+    grad_halves = torch.cat((grad_gate, by_product * silu), -1).to(halves.dtype)
+    by_row = (wide * silu * up).sum(-1)
+    by_copy = by_row if rows.copies is None else torch.empty_like(by_row).index_copy_(0, rows.copies, by_row)
+    return (silu * up * weight).to(halves.dtype), grad_halves, by_copy.view(weights.shape).to(weights.dtype)
+
+
+def _of_rows(weights: Tensor, rows: Rows) -> Tensor:
+    """[r, 1] float32"""
+    flat = weights.flatten().float()
+    return (flat if rows.copies is None else flat.index_select(0, rows.copies)).unsqueeze(1)
