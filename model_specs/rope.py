@@ -62,6 +62,17 @@ def parse_rope(raw: Mapping[str, Any], supported: tuple[str, ...]) -> tuple[floa
     )
 
 
+def rotary_factor(raw: Mapping[str, Any], default: float, supported: tuple[float, ...]) -> float:
+    """Return the fraction of each head's dimensions that are rotated. Newer files have it in rope_parameters. Raises
+    ModelConfigError where it is not one of `supported`."""
+    key = "partial_rotary_factor"
+    parameters = {key: raw.get(key), **json_object(raw, "rope_scaling"), **json_object(raw, "rope_parameters")}
+    factor = number(parameters, key, default)
+    if factor not in supported:
+        raise ModelConfigError(f"{key}={factor!r} is not supported; supported: {', '.join(map(str, supported))}")
+    return factor
+
+
 def _yarn(parameters: Mapping[str, Any]) -> YarnRopeScaling:
     if parameters.get("factor") is None:
         raise ModelConfigError("rope_type='yarn' needs factor")

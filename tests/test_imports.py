@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "tools": {"allocation", "model_specs", "rollout", "mcore_adapter", "core"},
 }
 ORDER = {
+    "model_specs": ("values", "moe rope", "config", "server_parts", "family", "families", "hf_config"),
     "rollout": (
         "types plugins",
         "data rewards experience ledger",

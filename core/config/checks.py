@@ -25,7 +25,8 @@ from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.data.answer_rows import read_pairs
 from core.paths import RunPaths
-from model_specs.hf_config import SUPPORTED, ModelConfig
+from model_specs.config import ModelConfig
+from model_specs.families import FAMILIES
 from rollout.data.rows import DatasetError, scan_rows
 from rollout.inference.sglang.gpus import check_gpus
 from rollout.plugins import PluginError, load_plugin
@@ -66,7 +67,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
 def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
     family = use.section.type.family
     if family not in ("auto", model.model_type):
-        known = "" if family in SUPPORTED else f" ({family!r} is not one of {', '.join(sorted(SUPPORTED))})"
+        known = "" if family in FAMILIES else f" ({family!r} is not one of {', '.join(sorted(FAMILIES))})"
         message = f"{family!r}, but config.json of {use.path} says {model.model_type!r}{known}; write that, or auto"
         yield Problem(key=f"{use.key}.type._class", message=message)
 
@@ -78,19 +79,13 @@ def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _served(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
-    """What SGLang's own Qwen3-MoE does not look at in config.json, and samples something else for."""
-    if model.model_type != "qwen3_moe" or model.moe is None:
-        return
-    for key, ignored in (
-        ("mlp_only_layers, decoder_sparse_step", not all(model.moe.sparse_layers)),
-        ("tie_word_embeddings", model.tied),
-    ):
-        if ignored:
-            yield Problem(
-                key="actor.path",
-                message=f"{use.path} is a qwen3_moe whose config.json uses {key}, which SGLang servers ignore; take a "
-                "model with experts in every layer and an output layer of its own",
-            )
+    """What SGLang's own model of the family does not read in config.json, and samples something else for."""
+    for key in FAMILIES[model.model_type].ignored_by_servers(model):
+        yield Problem(
+            key="actor.path",
+            message=f"{use.path} is a {model.model_type} whose config.json uses {key}, which SGLang servers ignore; "
+            "take a model with experts in every layer and an output layer of its own",
+        )
 
 
 def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: ModelConfig) -> Iterator[Problem]:

@@ -41,7 +41,8 @@ from mcore_adapter.models.families import (
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.parallel import ParallelState
-from model_specs.hf_config import SUPPORTED, ModelConfig
+from model_specs.config import ModelConfig
+from model_specs.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -196,11 +197,10 @@ def check_names(folder: SafetensorsFolder, config: ModelConfig, *, is_critic: bo
     if missing:
         raise WeightsError(f"{folder.folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     ignored = {"lm_head.weight"} if is_critic or config.tied else set()
-    # Layers behind the last one predict further tokens: other programs sample faster with them, none trains them.
-    extra = f"model.layers.{config.num_layers}."
+    prefixes = FAMILIES[config.model_type].ignored_tensors(config)
     unknown = sorted(
         n for n in folder.names - expected - ignored
-        if not n.endswith("rotary_emb.inv_freq") and not (config.model_type == "deepseek_v3" and n.startswith(extra))
+        if not n.endswith("rotary_emb.inv_freq") and not n.startswith(prefixes)
     )  # fmt: skip
     if unknown:
         raise WeightsError(
@@ -413,7 +413,7 @@ def hf_config_json(config: ModelConfig, *, dtype: torch.dtype, is_critic: bool) 
     """The content of config.json for these weights: the one that was read, with the architecture and dtype of now."""
     content = dict(config.raw)
     content["dtype" if "dtype" in content else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    architecture = SUPPORTED[config.model_type]
+    architecture = FAMILIES[config.model_type].architecture
     if is_critic:
         architecture = architecture.replace("ForCausalLM", "ForSequenceClassification")
         content.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})

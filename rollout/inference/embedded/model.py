@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.inference.embedded.config import InferenceConfig, Llama3Rope
+from model_specs.rope import Llama3RopeScaling
+from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.kv_cache import KVCache
 from rollout.inference.embedded.sampler import padded_size
 from rollout.inference.embedded.weights import LayerWeights, ModelWeights
@@ -139,7 +140,7 @@ def inverse_frequencies(config: InferenceConfig) -> Tensor:
     return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
 
 
-def _stretched(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
+def _stretched(frequencies: Tensor, rope: Llama3RopeScaling) -> Tensor:
     wavelengths = 2 * math.pi / frequencies
     turns = rope.original_max_position_embeddings / wavelengths  # within the original context
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)

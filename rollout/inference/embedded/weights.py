@@ -49,7 +49,7 @@ class ModelWeights:
         self.norm = self._empty(config.hidden_size)
         self._register("model.embed_tokens.weight", self.embedding)
         self._register("model.norm.weight", self.norm)
-        if config.tie_word_embeddings:
+        if config.tied:
             self.head = self.embedding
         else:
             self.head = torch.zeros_like(self.embedding)
@@ -122,7 +122,7 @@ class ModelWeights:
 
     def _is_derived(self, name: str) -> bool:
         """Tensors that some checkpoints carry although other parameters determine them."""
-        return name.endswith("rotary_emb.inv_freq") or (self._config.tie_word_embeddings and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (self._config.tied and name == "lm_head.weight")
 
     def load_folder(self, path: str | Path) -> None:
         """Read the weights of a Hugging Face folder. Raises ValueError where a file is missing, truncated or does not

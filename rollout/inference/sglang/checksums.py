@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from model_specs.config import ModelConfig
+from model_specs.families import FAMILIES
+from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary
 from rollout.inference.sglang.hooks import position_checksum
 
 
@@ -27,16 +29,16 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    parts: ServerParts = field(default_factory=lambda: DECODER)
 
     @staticmethod
-    def from_config(config: Mapping[str, Any]) -> ModelShape:
-        """From a parsed config.json."""
-        heads = config["num_attention_heads"]
+    def from_config(config: ModelConfig) -> ModelShape:
         return ModelShape(
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            parts=FAMILIES[config.model_type].server_parts,
         )
 
 
@@ -55,8 +57,8 @@ class ExpectedChecksums:
     def add(self, name: str, tensor: Tensor) -> None:
         """`tensor` as the server will hold it (its format included)."""
         for rank in range(self._tp):
-            param, part, start = self._part(name, tensor, rank)
-            self._sums[rank, param].append(position_checksum(part, start))
+            for param, part, start in self._parts(name, tensor, rank):
+                self._sums[rank, param].append(position_checksum(part, start))
 
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
         """Parameters whose checksum differs, is missing, or was not expected: "name (rank r)" each. `received` is
@@ -73,40 +75,43 @@ class ExpectedChecksums:
             if expected.get((rank, name)) != actual.get((rank, name))
         ]
 
-    def _part(self, name: str, tensor: Tensor, rank: int) -> tuple[str, Tensor, int]:
-        """(the server's parameter, the part of `tensor` that rank holds of it, the first element's position there)."""
+    def _parts(self, name: str, tensor: Tensor, rank: int) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield (the server's parameter, what `rank` holds of `tensor` in it, the first element's position there)."""
         if found := _OF_EXPERT.fullmatch(name):
-            number = int(found["number"])
-            if found["kind"] == "down":
-                part = tensor.chunk(self._tp, dim=1)[rank]
-                return f"{found['layer']}.w2_weight", part, number * part.numel()
-            part = tensor.chunk(self._tp)[rank]
-            return f"{found['layer']}.w13_weight", part, (2 * number + (found["kind"] == "up")) * part.numel()
-        for i, member in enumerate(("gate_proj", "up_proj")):
-            if f".{member}." in name:
-                part = tensor.chunk(self._tp)[rank]
-                return name.replace(member, "gate_up_proj"), part, i * part.numel()
-        start = 0
-        for member, rows, replicas in self._of_attention():
-            if f".{member}." in name:
-                first = rank // replicas * rows
-                part = tensor[first : first + rows]
-                return name.replace(member, "qkv_proj"), part, start * tensor.shape[1:].numel()
-            start += rows
-        if ".o_proj." in name or ".down_proj." in name:
-            return name, tensor.chunk(self._tp, dim=1)[rank], 0
-        if "embed_tokens" in name or "lm_head" in name:
+            yield self._of_expert(found, tensor, rank)
+            return
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        place = self._shape.parts.get(module)
+        if isinstance(place, Heads):
+            start, first, rows = self._heads(place, rank)
+            part = tensor[first : first + rows]
+            yield name.replace(module, place.into), part, start * tensor.shape[1:].numel()
+        elif isinstance(place, Rows):
+            for i, piece in enumerate(tensor.chunk(place.pieces), place.first):
+                part = piece.chunk(self._tp)[rank]
+                yield name.replace(module, place.into), part, i * part.numel()
+        elif isinstance(place, Columns):
+            yield name, tensor.chunk(self._tp, dim=1)[rank], 0
+        elif isinstance(place, Vocabulary):
             padded = -(-self._shape.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
             rows = padded // self._tp
-            return name, tensor[rank * rows : (rank + 1) * rows], 0
-        return name, tensor, 0
+            yield name, tensor[rank * rows : (rank + 1) * rows], 0
+        else:
+            yield name, tensor, 0
 
-    def _of_attention(self) -> list[tuple[str, int, int]]:
-        """What qkv_proj consists of, in order: (name, rows a rank, ranks that share the same rows)."""
+    def _of_expert(self, found: re.Match[str], tensor: Tensor, rank: int) -> tuple[str, Tensor, int]:
+        number = int(found["number"])
+        if found["kind"] == "down":
+            part = tensor.chunk(self._tp, dim=1)[rank]
+            return f"{found['layer']}.w2_weight", part, number * part.numel()
+        part = tensor.chunk(self._tp)[rank]
+        return f"{found['layer']}.w13_weight", part, (2 * number + (found["kind"] == "up")) * part.numel()
+
+    def _heads(self, place: Heads, rank: int) -> tuple[int, int, int]:
+        """(row of the rank's parameter where they start, first row of the tensor, number of rows)."""
         s, tp = self._shape, self._tp
-        kv_rows, replicas = max(1, s.num_kv_heads // tp) * s.head_dim, max(1, tp // s.num_kv_heads)
-        return [
-            ("q_proj", s.num_heads // tp * s.head_dim, 1),
-            ("k_proj", kv_rows, replicas),
-            ("v_proj", kv_rows, replicas),
-        ]
+        query_rows = s.num_heads // tp * s.head_dim
+        if place.kind == "query":
+            return 0, rank * query_rows, query_rows
+        rows, replicas = max(1, s.num_kv_heads // tp) * s.head_dim, max(1, tp // s.num_kv_heads)
+        return query_rows + (rows if place.kind == "value" else 0), rank // replicas * rows, rows

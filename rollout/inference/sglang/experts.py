@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from model_specs.config import ModelConfig
 from rollout.inference.sglang.weights import WRITTEN_FOR, ServerError
 
 
 class ExpertsOfTokens:
     """Asks for the experts of one model's tokens, and reads them."""
 
-    def __init__(self, model: Mapping[str, Any]) -> None:
-        """`model`: the parsed config.json. Raises ValueError for a model without experts."""
-        if not model.get("num_experts_per_tok"):
+    def __init__(self, model: ModelConfig) -> None:
+        """Raises ValueError for a model without experts."""
+        if model.moe is None:
             raise ValueError(
-                f"actor.moe_routing_replay=true, but a model of type {model.get('model_type')!r} has no experts; write "
-                "false"
+                f"actor.moe_routing_replay=true, but a model of type {model.model_type!r} has no experts; write false"
             )
-        self._shape = int(model["num_hidden_layers"]), int(model["num_experts_per_tok"])
+        self._shape = model.num_layers, model.moe.top_k
 
     def question(self, known: np.ndarray | None) -> dict[str, Any]:
         """What is asked in a request, given the experts of the tokens before."""

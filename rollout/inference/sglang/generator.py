@@ -83,8 +83,8 @@ class SGLangGenerator:
         self._server, self._interrupt, self._timeout = server, interrupt, control_timeout_seconds
         self._owns_server = False
         model = read_model_config(settings.model_path)
-        self._vocab_size: int = model["vocab_size"]
-        self._max_length = int(settings.flags.get("context_length") or model["max_position_embeddings"])  # type: ignore[arg-type]
+        self._vocab_size = model.vocab_size
+        self._max_length = int(settings.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
         self._experts = ExpertsOfTokens(model) if settings.tells_experts else None
         self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
         self._client = SGLangClient(settings.name, server.address.url)

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model_specs.config import ModelConfig
+from model_specs.hf_config import read_config
 from rollout.inference.sglang.arguments import decided_elsewhere
 from rollout.inference.sglang.gpus import check_gpus, device_names
 from rollout.inference.sglang.hooks import EXIT_USAGE
@@ -87,8 +89,8 @@ class ServerSettings:
                 raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
 
 
-def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: int, nccl_port: int) -> dict[str, Any]:
-    """Every server argument by name. `model` is the parsed config.json."""
+def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, nccl_port: int) -> dict[str, Any]:
+    """Return every server argument by name."""
     flags: dict[str, Any] = {
         "model_path": settings.model_path,
         "host": settings.host,
@@ -116,14 +118,14 @@ def server_flags(settings: ServerSettings, model: Mapping[str, Any], *, port: in
         if not settings.flags.keys() & {"cuda_graph_bs_decode", "cuda_graph_max_bs_decode"}:
             flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.max_running)
         # A small model would otherwise get a cache that nothing can fill, and run out of memory on its index.
-        flags["max_total_tokens"] = 2 * settings.max_running * model["max_position_embeddings"]
+        flags["max_total_tokens"] = 2 * settings.max_running * model.max_position_embeddings
         given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
         if settings.pp == 1 and not given.get("disable_overlap_schedule"):
             flags |= BATCHED_PREFILLS
         if settings.colocated:
             flags |= {"enable_memory_saver": True, "mem_fraction_static": COLOCATED_MEM_FRACTION}
-        head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        latent = "kv_lora_rank" in model  # multi-head latent attention has backends of its own
+        head_dim = model.head_dim
+        latent = model.mla is not None  # multi-head latent attention has backends of its own
         if head_dim not in FA3_HEAD_DIMS and not latent and "attention_backend" not in settings.flags:
             logger.warning(
                 "%s: head dimension %d is not one of FlashAttention 3's %s: attention_backend=triton, which is slower",
@@ -157,12 +159,13 @@ def decode_graph_sizes(max_running: int) -> list[int]:
     return sorted({*(size for size in small if size < max_running), *range(step, max_running, step), max_running})
 
 
-def read_model_config(path: str) -> dict[str, Any]:
-    """The parsed config.json of a Hugging Face folder. Raises ValueError when there is none."""
+def read_model_config(path: str) -> ModelConfig:
+    """Return the model in a Hugging Face folder. Raises ValueError where its config.json is missing or describes a
+    model that is not supported."""
     try:
-        return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        return read_config(path)
     except (OSError, ValueError) as e:
-        raise ValueError(f"actor.path={path}: no readable config.json there ({e}); give a Hugging Face folder") from e
+        raise ValueError(f"actor.path={path}: {e}") from e
 
 
 def free_ports(count: int) -> list[int]:

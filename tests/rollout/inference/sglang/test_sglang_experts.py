@@ -13,13 +13,20 @@ import pytest
 import torch
 from sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 
+from model_specs.hf_config import parse_config
 from rollout.inference.sglang.experts import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
 from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams, WeightBucket
 from rollout.workflows.single_turn import build_trajectory
 
-MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts_per_tok": 2}
+SHAPE = dict(
+    vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,
+    max_position_embeddings=64,
+)  # fmt: skip
+MODEL = parse_config(
+    {**SHAPE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+)
 EXPERTS = np.arange(10 * 3 * 2, dtype=np.int32).reshape(10, 3, 2)
 
 
@@ -54,7 +61,7 @@ def test_experts_that_are_not_told_are_unknown_after_an_abort_and_else_an_error(
 
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"actor.moe_routing_replay=true, but .* 'qwen2' has no experts; write false"):
-        ExpertsOfTokens({"model_type": "qwen2", "num_hidden_layers": 3})
+        ExpertsOfTokens(parse_config({**SHAPE, "model_type": "qwen2"}))
 
 
 def test_a_trajectory_has_experts_for_every_token_unknown_ones_for_the_last() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import json
 import logging
 import os
 import pickle
@@ -28,6 +29,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model_specs.hf_config import parse_config
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
@@ -42,7 +44,10 @@ from rollout.inference.sglang.server import (
 from rollout.inference.sglang.weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
-MODEL = {"hidden_size": 1536, "num_attention_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512}
+MODEL = {
+    "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512,
+}  # fmt: skip
 
 
 def settings(**changes: Any) -> ServerSettings:
@@ -51,7 +56,7 @@ def settings(**changes: Any) -> ServerSettings:
 
 
 def flags(model: dict[str, Any] = MODEL, **changes: Any) -> dict[str, Any]:
-    return server_flags(settings(**changes), model, port=1, nccl_port=2)
+    return server_flags(settings(**changes), parse_config(model), port=1, nccl_port=2)
 
 
 def test_the_cuda_graphs_cover_what_may_run_at_once() -> None:
@@ -179,7 +184,7 @@ def test_the_gpus_of_a_run_are_those_that_cuda_shows_it(
 
 
 def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "sglang").mkdir()  # an empty package: what the server needs of it is missing
     (tmp_path / "sglang" / "__init__.py").touch()
     dying = settings(

@@ -1,0 +1,30 @@
+"""What config.json says for each model_type, one file a family; FAMILIES lists them all.
+
+A family has two files: here, with the standard library alone, what its checkpoint is (how config.json is read, how an
+inference server holds its tensors); in mcore_adapter/models, how Megatron builds it (layers, conversion table,
+TransformerConfig). Adding one: both files, one line in each of the two dicts, and entries in the tests' MODELS tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from model_specs.families.deepseek_v2 import DEEPSEEK_V2
+from model_specs.families.deepseek_v3 import DEEPSEEK_V3
+from model_specs.families.llama import LLAMA
+from model_specs.families.mistral import MISTRAL
+from model_specs.families.qwen2 import QWEN2
+from model_specs.families.qwen3 import QWEN3
+from model_specs.families.qwen3_moe import QWEN3_MOE
+from model_specs.family import Family
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+"""model_type of config.json -> its family."""

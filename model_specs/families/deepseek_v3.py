@@ -1,0 +1,44 @@
+"""DeepSeek-V3 and R1: as V2, with scores by sigmoid, groups of experts and correction biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from model_specs.config import ModelConfig, parse_decoder
+from model_specs.family import Family
+from model_specs.moe import MoEConfig, parse_experts, parse_groups, parse_mla
+from model_specs.values import number, positive, require
+
+
+def _parse(raw: Mapping[str, Any]) -> ModelConfig:
+    return parse_decoder(raw, rope_types=("default", "yarn"), moe=_experts(raw), mla=parse_mla(raw))
+
+
+def _experts(raw: Mapping[str, Any]) -> MoEConfig:
+    num_experts, top_k = parse_experts(raw)
+    require(raw, {"scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1, "topk_method": "noaux_tc"})
+    groups = parse_groups(raw, num_experts, top_k)
+    dense, width = raw.get("first_k_dense_replace") or 0, positive(raw, "moe_intermediate_size")
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=width,
+        shared_intermediate_size=width * positive(raw, "n_shared_experts"),
+        sparse_layers=tuple(i >= dense for i in range(positive(raw, "num_hidden_layers"))),
+        score_function="sigmoid",
+        normalize=bool(raw.get("norm_topk_prob", True)),
+        scaling=number(raw, "routed_scaling_factor", 2.5),
+        num_groups=groups[0],
+        top_k_groups=groups[1],
+        group_score="top2",
+        correction_bias=True,
+    )
+
+
+def _ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Layers behind the last one predict further tokens: other programs sample faster with them, none trains them."""
+    return (f"model.layers.{config.num_layers}.",)
+
+
+DEEPSEEK_V3 = Family(architecture="DeepseekV3ForCausalLM", parse=_parse, ignored_tensors=_ignored_tensors)

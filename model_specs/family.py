@@ -1,0 +1,30 @@
+"""One model family: what model_type means for config.json, for checkpoints and for inference servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_specs.config import ModelConfig
+from model_specs.server_parts import DECODER, ServerParts
+
+
+def _nothing(config: ModelConfig) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """An entry of families.FAMILIES."""
+
+    architecture: str
+    """Class of its language model in transformers."""
+    parse: Callable[[Mapping[str, Any]], ModelConfig]
+    """Read a decoded config.json of this model_type. Raises ModelConfigError."""
+    server_parts: ServerParts = field(default_factory=lambda: DECODER)
+    """Where an inference server holds the checkpoint's tensors."""
+    ignored_by_servers: Callable[[ModelConfig], tuple[str, ...]] = _nothing
+    """Keys of this model's config.json that change the model, but that SGLang servers ignore."""
+    ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = _nothing
+    """Prefixes of checkpoint tensors that are no part of the model that is trained."""
