@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from core.config.base import Section, key, section
+from model_specs.families import FAMILIES
 
 Dtype = Literal["float32", "bfloat16"]
 FlagValue = bool | int | float | str | list[int] | None
@@ -22,8 +23,7 @@ class ModelFamily(Section):
 
     family: str = key(
         "auto",
-        "Model family (qwen2, qwen3, llama, mistral, qwen3_moe, deepseek_v2, deepseek_v3); must agree with "
-        "config.json. auto: what config.json says",
+        f"Model family ({', '.join(FAMILIES)}); must agree with config.json. auto: what config.json says",
         alias="_class",
     )
     is_critic: bool = key(False, "True for a model with a value head")

@@ -14,7 +14,7 @@ from core.config.models import ModelFamily
 from core.config.show import help_text, listing
 from core.experiments import common as run
 from core.paths import RunPaths
-from model_specs.hf_config import SUPPORTED
+from model_specs.families import FAMILIES
 
 
 def sections(model: type[Section]) -> set[type[Section]]:
@@ -79,7 +79,7 @@ def test_help_has_every_key_with_type_default_and_meaning(experiment: str) -> No
 
 def test_the_help_of_a_models_family_names_every_one_there_is() -> None:
     description = ModelFamily.model_fields["family"].description or ""
-    assert f"({', '.join(SUPPORTED)})" in description
+    assert f"({', '.join(FAMILIES)})" in description
 
 
 def test_help_shows_choices_defaults_and_what_is_ignored() -> None:
