@@ -42,8 +42,9 @@ from mcore_adapter.hf.safetensors_folder import (
 )
 from mcore_adapter.hf.weights import check_names, hf_config_json, tensor_specs, write_config
 from mcore_adapter.models.conversions import Conversion, OfExpert
-from mcore_adapter.models.families import CORRECTION_BIAS, EMBEDDING, hf_shapes, outer_table
+from mcore_adapter.models.families import EMBEDDING, hf_shapes, outer_table
 from mcore_adapter.models.gpt import check_layout
+from mcore_adapter.models.parts import CORRECTION_BIAS
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig

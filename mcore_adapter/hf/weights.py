@@ -31,7 +31,6 @@ from mcore_adapter.hf.safetensors_folder import (
 )
 from mcore_adapter.models.conversions import Conversion, OfExpert, Piece
 from mcore_adapter.models.families import (
-    CORRECTION_BIAS,
     EMBEDDING,
     HF_VALUE_HEAD,
     hf_shapes,
@@ -39,6 +38,7 @@ from mcore_adapter.models.families import (
     outer_table,
 )
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
+from mcore_adapter.models.parts import CORRECTION_BIAS
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.parallel import ParallelState
 from model_specs.config import ModelConfig

@@ -1,1 +1,1 @@
-"""Megatron models of every supported family, and how their weights are named."""
+"""Megatron models: one file a family (families.FAMILIES), what layers are made of, how weights are named."""

@@ -1,4 +1,4 @@
-"""How one Megatron parameter relates to Hugging Face tensors: what the tables of families.py are made of.
+"""How one Megatron parameter relates to Hugging Face tensors: what the tables of parts.py are made of.
 
 One description serves both directions. A `Conversion` lists, for a tensor-parallel rank, the pieces of Hugging Face
 tensors that lie one after the other in its Megatron parameter; loading copies pieces in, exporting copies them out.
@@ -89,6 +89,24 @@ class MergeGateUp:
     def pieces(self, sizes: Mapping[str, int], *, rank: int, tp: int) -> tuple[Piece, ...]:
         share = _divide(self.gate, sizes[self.gate], tp)
         return tuple(Piece(name, rank * share, (rank + 1) * share) for name in self.names)
+
+
+@dataclass(frozen=True)
+class SplitGateUp:
+    """gate_up [2 * F, E], gate before up <-> linear_fc1 [2 * F / tp, E]: this rank's rows of gate, then of up."""
+
+    name: str
+    tp_dim: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def pieces(self, sizes: Mapping[str, int], *, rank: int, tp: int) -> tuple[Piece, ...]:
+        width = _divide(self.name, sizes[self.name], 2)
+        share = _divide(self.name, width, tp)
+        starts = (rank * share, width + rank * share)
+        return tuple(Piece(self.name, start, start + share) for start in starts)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""Hugging Face <-> Megatron, as tables: which Hugging Face tensors each Megatron parameter is made of.
+"""Every family that Megatron builds, and its models' tables: which Hugging Face tensors a parameter is made of.
 
-A layer is an attention (plain or latent) and an MLP (dense or with experts); each contributes its own table and shapes.
 Invariant: over all ranks the pieces of a parameter cover each of its Hugging Face tensors exactly once (replicated
 ones: on each rank whole), so the round trip is the identity.
 """
@@ -8,12 +7,32 @@ ones: on each rank whole), so the round trip is the identity.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV, OfExpert, Replicated, Split
-from model_specs.hf_config import ModelConfig
-from model_specs.moe import MLAConfig, MoEConfig
+from mcore_adapter.models.conversions import Conversion, Replicated, Split
+from mcore_adapter.models.deepseek_v2 import DEEPSEEK_V2
+from mcore_adapter.models.deepseek_v3 import DEEPSEEK_V3
+from mcore_adapter.models.family import MegatronFamily
+from mcore_adapter.models.llama import LLAMA
+from mcore_adapter.models.mistral import MISTRAL
+from mcore_adapter.models.parts import Shapes
+from mcore_adapter.models.qwen2 import QWEN2
+from mcore_adapter.models.qwen3 import QWEN3
+from mcore_adapter.models.qwen3_moe import QWEN3_MOE
+from model_specs.config import ModelConfig
+
+FAMILIES: Mapping[str, MegatronFamily] = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+"""The same model types as in model_specs.families.FAMILIES."""
 
 # Megatron's TransformerEngine layers keep a norm inside the linear layer after it: the same parameter by another name.
 _OTHER_SPELLINGS = {
@@ -34,10 +53,6 @@ EMBEDDING, FINAL_NORM, OUTPUT = (
     "output_layer.weight",
 )
 HF_EMBEDDING, HF_VALUE_HEAD = "model.embed_tokens.weight", "score.weight"
-CORRECTION_BIAS = "e_score_correction_bias"
-"""Ends the name of the one kind of tensor that is float32 in every checkpoint."""
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def canonical_name(name: str, first_expert: int = 0) -> str:
@@ -56,65 +71,9 @@ def unstacked(name: str, param: Tensor) -> list[tuple[str, Tensor]]:
     return [(f"mlp.experts.{_STACKED[name]}.weight{i}", part) for i, part in enumerate(param.detach())]
 
 
-def layer_table(config: ModelConfig, layer: int) -> dict[str, Conversion]:
-    """Parameter name inside a layer -> conversion, for layer `layer` (from 0, over the whole model)."""
-    hf = f"model.layers.{layer}."
-    table: dict[str, Conversion] = {"input_layernorm.weight": Replicated(f"{hf}input_layernorm.weight")}
-    table |= _latent_attention(config.mla, hf) if config.mla else _attention(config, hf)
-    table["self_attention.linear_proj.weight"] = Split(f"{hf}self_attn.o_proj.weight", 1)
-    table["pre_mlp_layernorm.weight"] = Replicated(f"{hf}post_attention_layernorm.weight")
-    has_experts = config.moe is not None and config.moe.sparse_layers[layer]
-    return table | (_experts(config.moe, hf) if config.moe and has_experts else _mlp("mlp.", f"{hf}mlp."))
-
-
-def _attention(config: ModelConfig, hf: str) -> dict[str, Conversion]:
-    def qkv(kind: str) -> MergeQKV:
-        q, k, v = (f"{hf}self_attn.{x}_proj.{kind}" for x in "qkv")
-        return MergeQKV(q, k, v, num_kv_heads=config.num_kv_heads)
-
-    table: dict[str, Conversion] = {"self_attention.linear_qkv.weight": qkv("weight")}
-    if config.qkv_bias:
-        table["self_attention.linear_qkv.bias"] = qkv("bias")
-    if config.qk_norm:
-        table["self_attention.q_layernorm.weight"] = Replicated(f"{hf}self_attn.q_norm.weight")
-        table["self_attention.k_layernorm.weight"] = Replicated(f"{hf}self_attn.k_norm.weight")
-    return table
-
-
-def _latent_attention(mla: MLAConfig, hf: str) -> dict[str, Conversion]:
-    """The projections down are whole on every tensor-parallel rank; those up are split by heads."""
-    table: dict[str, Conversion] = {}
-    if mla.q_lora_rank is None:
-        table["self_attention.linear_q_proj.weight"] = Split(f"{hf}self_attn.q_proj.weight", 0)
-    else:
-        table["self_attention.linear_q_down_proj.weight"] = Replicated(f"{hf}self_attn.q_a_proj.weight")
-        table["self_attention.q_layernorm.weight"] = Replicated(f"{hf}self_attn.q_a_layernorm.weight")
-        table["self_attention.linear_q_up_proj.weight"] = Split(f"{hf}self_attn.q_b_proj.weight", 0)
-    table["self_attention.linear_kv_down_proj.weight"] = Replicated(f"{hf}self_attn.kv_a_proj_with_mqa.weight")
-    table["self_attention.kv_layernorm.weight"] = Replicated(f"{hf}self_attn.kv_a_layernorm.weight")
-    table["self_attention.linear_kv_up_proj.weight"] = Split(f"{hf}self_attn.kv_b_proj.weight", 0)
-    return table
-
-
-def _mlp(megatron: str, hf: str) -> dict[str, Conversion]:
-    return {
-        f"{megatron}linear_fc1.weight": MergeGateUp(f"{hf}gate_proj.weight", f"{hf}up_proj.weight"),
-        f"{megatron}linear_fc2.weight": Split(f"{hf}down_proj.weight", 1),
-    }
-
-
-def _experts(moe: MoEConfig, hf: str) -> dict[str, Conversion]:
-    table: dict[str, Conversion] = {"mlp.router.weight": Replicated(f"{hf}mlp.gate.weight")}
-    if moe.correction_bias:
-        table["mlp.router.expert_bias"] = Replicated(f"{hf}mlp.gate.{CORRECTION_BIAS}")
-    for i in range(moe.num_experts):
-        ours, theirs = f"mlp.experts.local_experts.{i}.", f"{hf}mlp.experts.{i}."
-        gate_up = MergeGateUp(f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-        table[f"{ours}linear_fc1.weight"] = OfExpert(i, gate_up)
-        table[f"{ours}linear_fc2.weight"] = OfExpert(i, Replicated(f"{theirs}down_proj.weight"))
-    if moe.shared_intermediate_size:
-        table |= _mlp("mlp.shared_experts.", f"{hf}mlp.shared_experts.")
-    return table
+def layer_table(config: ModelConfig, layer: int) -> Mapping[str, Conversion]:
+    """Return parameter name inside a layer -> conversion, for layer `layer` (from 0, over the whole model)."""
+    return FAMILIES[config.model_type].layer(config, layer).table
 
 
 def outer_table(config: ModelConfig, *, is_critic: bool) -> dict[str, Conversion]:
@@ -131,67 +90,14 @@ def outer_table(config: ModelConfig, *, is_critic: bool) -> dict[str, Conversion
 
 
 def hf_shapes(config: ModelConfig, *, is_critic: bool) -> Shapes:
-    """Every tensor of the Hugging Face checkpoint, in the order of the network, with its shape."""
+    """Return every tensor of the Hugging Face checkpoint, in the order of the network, with its shape."""
     e, v = config.hidden_size, config.vocab_size
     shapes: Shapes = {HF_EMBEDDING: (v, e)}
     for layer in range(config.num_layers):
-        hf = f"model.layers.{layer}."
-        shapes[f"{hf}input_layernorm.weight"] = (e,)
-        shapes |= _latent_attention_shapes(config, config.mla, hf) if config.mla else _attention_shapes(config, hf)
-        shapes[f"{hf}post_attention_layernorm.weight"] = (e,)
-        if config.moe and config.moe.sparse_layers[layer]:
-            shapes |= _expert_shapes(config.moe, e, hf)
-        else:
-            shapes |= _mlp_shapes(f"{hf}mlp.", e, config.intermediate_size)
+        shapes |= FAMILIES[config.model_type].layer(config, layer).shapes
     shapes["model.norm.weight"] = (e,)
     if is_critic:
         shapes[HF_VALUE_HEAD] = (1, e)
     elif not config.tied:
         shapes["lm_head.weight"] = (v, e)
-    return shapes
-
-
-def _attention_shapes(config: ModelConfig, hf: str) -> Shapes:
-    e, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: Shapes = {}
-    for name, rows in (("q", q), ("k", kv), ("v", kv)):
-        shapes[f"{hf}self_attn.{name}_proj.weight"] = (rows, e)
-        if config.qkv_bias:
-            shapes[f"{hf}self_attn.{name}_proj.bias"] = (rows,)
-        if config.qk_norm and name != "v":
-            shapes[f"{hf}self_attn.{name}_norm.weight"] = (config.head_dim,)
-    shapes[f"{hf}self_attn.o_proj.weight"] = (e, q)
-    return shapes
-
-
-def _latent_attention_shapes(config: ModelConfig, mla: MLAConfig, hf: str) -> Shapes:
-    e, heads = config.hidden_size, config.num_heads
-    attention = f"{hf}self_attn."
-    shapes: Shapes = {}
-    if mla.q_lora_rank is None:
-        shapes[f"{attention}q_proj.weight"] = (heads * mla.qk_head_dim, e)
-    else:
-        shapes[f"{attention}q_a_proj.weight"] = (mla.q_lora_rank, e)
-        shapes[f"{attention}q_a_layernorm.weight"] = (mla.q_lora_rank,)
-        shapes[f"{attention}q_b_proj.weight"] = (heads * mla.qk_head_dim, mla.q_lora_rank)
-    shapes[f"{attention}kv_a_proj_with_mqa.weight"] = (mla.kv_lora_rank + mla.qk_rope_head_dim, e)
-    shapes[f"{attention}kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
-    shapes[f"{attention}kv_b_proj.weight"] = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    shapes[f"{attention}o_proj.weight"] = (e, heads * mla.v_head_dim)
-    return shapes
-
-
-def _mlp_shapes(mlp: str, hidden: int, width: int) -> Shapes:
-    shapes: Shapes = dict.fromkeys((f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"), (width, hidden))
-    return {**shapes, f"{mlp}down_proj.weight": (hidden, width)}
-
-
-def _expert_shapes(moe: MoEConfig, hidden: int, hf: str) -> Shapes:
-    shapes: Shapes = {f"{hf}mlp.gate.weight": (moe.num_experts, hidden)}
-    if moe.correction_bias:
-        shapes[f"{hf}mlp.gate.{CORRECTION_BIAS}"] = (moe.num_experts,)
-    for i in range(moe.num_experts):
-        shapes |= _mlp_shapes(f"{hf}mlp.experts.{i}.", hidden, moe.intermediate_size)
-    if moe.shared_intermediate_size:
-        shapes |= _mlp_shapes(f"{hf}mlp.shared_experts.", hidden, moe.shared_intermediate_size)
     return shapes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -30,11 +30,14 @@ from mcore_adapter.device import Device
 from mcore_adapter.models.conversions import Conversion, OfExpert
 from mcore_adapter.models.families import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table, unstacked
 from mcore_adapter.models.router import Balance, RoutedLayer, Router
+from mcore_adapter.models.sandwich import install_post_norms
 from mcore_adapter.models.stacked_experts import stack_experts
 from mcore_adapter.models.transformer_config import Recompute, transformer_config
 from mcore_adapter.parallel import ParallelState
-from model_specs.hf_config import Llama3RopeScaling, ModelConfig, ModelConfigError
+from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
+from model_specs.rope import Llama3RopeScaling
+from model_specs.values import ModelConfigError
 
 FP8_ROWS = 16
 """8-bit matrix products want every dimension, the number of tokens included, to be a multiple of this."""
@@ -111,6 +114,8 @@ class ModelChunk(GPTModel):
             _install_router(spec, model_config.moe, balance, device.torch_device)
             if device.has_grouped_products:
                 stack_experts(spec, megatron, device.torch_device)
+        if model_config.post_norms:
+            install_post_norms(spec)
         super().__init__(
             megatron,
             spec,
@@ -120,6 +125,7 @@ class ModelChunk(GPTModel):
             post_process=parallel.is_last_stage and stage == num_stages - 1,
             share_embeddings_and_output_weights=model_config.tied and not is_critic,
             position_embedding_type="rope",
+            rotary_percent=model_config.rotary_dim / model_config.head_dim,
             rotary_base=model_config.rope_theta,
             vp_stage=vp_stage,
         )
@@ -234,7 +240,7 @@ def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[Tensor, Co
     outer.setdefault(OUTPUT, outer[EMBEDDING])
     for chunk in chunks:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
-        tables: dict[int, dict[str, Conversion]] = {}
+        tables: dict[int, Mapping[str, Conversion]] = {}
         first_expert = 0
         if config.moe is not None:
             held = config.moe.num_experts // chunk.config.expert_model_parallel_size

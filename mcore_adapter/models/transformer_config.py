@@ -11,10 +11,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from allocation import ParallelLayout
 from mcore_adapter.device import Device
+from mcore_adapter.models.families import FAMILIES
 from mcore_adapter.parallel import ParallelState
-from model_specs.hf_config import ModelConfig
-from model_specs.moe import MLAConfig, MoEConfig
-from model_specs.rope import RopeScaling, YarnRopeScaling
+from model_specs.config import ModelConfig
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -47,9 +46,7 @@ def transformer_config(
     """Megatron's own configuration of this model on this device."""
     layout = parallel.layout
     interleaved = layout.vpp > 1
-    family: dict[str, Any] = {**_latent_attention(config.mla, config.rope_scaling, config.rope_theta)}
-    if config.moe is not None:
-        family |= _experts(config.moe)
+    family: dict[str, Any] = {**FAMILIES[config.model_type].overrides(config)}
     if config.num_layers % (layout.pp * layout.vpp):
         family["pipeline_model_parallel_layout"] = _uneven(config.num_layers, layout)
     make = MLATransformerConfig if config.mla else TransformerConfig
@@ -91,43 +88,6 @@ def transformer_config(
         fp8_recipe="tensorwise",
         **_RECOMPUTE[recompute],
         **{**device.config_overrides(), **family},
-    )
-
-
-def _experts(moe: MoEConfig) -> dict[str, Any]:
-    """How tokens choose is not Megatron's business here: see router.py."""
-    return dict(
-        num_moe_experts=moe.num_experts,
-        moe_ffn_hidden_size=moe.intermediate_size,
-        moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
-        moe_layer_freq=1 if all(moe.sparse_layers) else [int(sparse) for sparse in moe.sparse_layers],
-        moe_router_topk=moe.top_k,
-        moe_router_pre_softmax=True,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-    )
-
-
-def _latent_attention(mla: MLAConfig | None, scaling: RopeScaling, theta: float) -> dict[str, Any]:
-    if mla is None:
-        return {}
-    rope: dict[str, Any] = dict(rope_type="rope", rotary_base=theta, apply_rope_fusion=False)
-    if isinstance(scaling, YarnRopeScaling):
-        rope |= dict(
-            rope_type="yarn",
-            rotary_scaling_factor=scaling.factor,
-            original_max_position_embeddings=scaling.original_max_position_embeddings,
-            beta_fast=scaling.beta_fast,
-            beta_slow=scaling.beta_slow,
-            mscale=scaling.mscale,
-            mscale_all_dim=scaling.mscale_all_dim,
-        )
-    return rope | dict(
-        q_lora_rank=mla.q_lora_rank,
-        kv_lora_rank=mla.kv_lora_rank,
-        qk_head_dim=mla.qk_nope_head_dim,
-        qk_pos_emb_head_dim=mla.qk_rope_head_dim,
-        v_head_dim=mla.v_head_dim,
     )
 
 

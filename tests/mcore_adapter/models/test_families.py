@@ -10,8 +10,11 @@ import torch
 from test_hf_config import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
 from tiny_models import MODELS, checkpoint_tensors, make_model
 
+import model_specs.families
+from mcore_adapter.models import families
 from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV
-from mcore_adapter.models.families import CORRECTION_BIAS, canonical_name, hf_shapes, layer_table, outer_table
+from mcore_adapter.models.families import canonical_name, hf_shapes, layer_table, outer_table
+from mcore_adapter.models.parts import CORRECTION_BIAS
 from model_specs.hf_config import ModelConfigError, parse_config
 
 FAMILIES: list[dict[str, Any]] = [
@@ -24,6 +27,11 @@ FAMILIES: list[dict[str, Any]] = [
     DEEPSEEK_V2,
     DEEPSEEK_V3,
 ]
+
+
+def test_megatron_builds_every_family_whose_config_is_read() -> None:
+    assert list(families.FAMILIES) == list(model_specs.families.FAMILIES)
+    assert {family["model_type"] for family in FAMILIES} == set(families.FAMILIES)
 
 
 @pytest.mark.parametrize("is_critic", [False, True])
