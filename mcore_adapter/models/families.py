@@ -15,6 +15,7 @@ from mcore_adapter.models.conversions import Conversion, Replicated, Split
 from mcore_adapter.models.deepseek_v2 import DEEPSEEK_V2
 from mcore_adapter.models.deepseek_v3 import DEEPSEEK_V3
 from mcore_adapter.models.family import MegatronFamily
+from mcore_adapter.models.glm4 import GLM4
 from mcore_adapter.models.llama import LLAMA
 from mcore_adapter.models.mistral import MISTRAL
 from mcore_adapter.models.parts import Shapes
@@ -28,6 +29,7 @@ FAMILIES: Mapping[str, MegatronFamily] = {
     "qwen3": QWEN3,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "glm4": GLM4,
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,

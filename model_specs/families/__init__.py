@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from model_specs.families.deepseek_v2 import DEEPSEEK_V2
 from model_specs.families.deepseek_v3 import DEEPSEEK_V3
+from model_specs.families.glm4 import GLM4
 from model_specs.families.llama import LLAMA
 from model_specs.families.mistral import MISTRAL
 from model_specs.families.qwen2 import QWEN2
@@ -23,6 +24,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": QWEN3,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "glm4": GLM4,
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,

@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama2": ("Llama", {"tie_word_embeddings": False, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "mistral": ("Mistral", {"tie_word_embeddings": False, "sliding_window": None, "head_dim": 16}),
+    "glm4": ("Glm4", {"tie_word_embeddings": False, "head_dim": 16, "pad_token_id": None, "rms_norm_eps": 1e-5}),
     "llama3_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
     "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 16, "num_experts": 4, "norm_topk_prob": True}),
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "n_shared_experts": 2, "q_lora_rank": None}),

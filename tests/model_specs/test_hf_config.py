@@ -70,6 +70,15 @@ def test_experts_and_latent_attention_are_read() -> None:
     )  # fmt: skip
 
 
+def test_a_fused_sandwiched_partly_rotated_decoder_is_read() -> None:
+    glm4 = parse_config({**QWEN2, "model_type": "glm4", "head_dim": 16})
+    assert (glm4.rotary_dim, glm4.rope_interleaved, glm4.post_norms, glm4.fused_gate_up) == (8, True, True, True)
+    assert (glm4.qkv_bias, glm4.qk_norm) == (True, False)
+    assert not parse_config({**QWEN2, "model_type": "glm4", "attention_bias": False}).qkv_bias
+    llama = parse_config({**QWEN2, "model_type": "llama"})
+    assert (llama.rotary_dim, llama.rope_interleaved, llama.post_norms) == (8, False, False)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -89,7 +98,7 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gpt2"}, ("model_type='gpt2'", "deepseek_v2, deepseek_v3, llama, mistral, qwen2, qwen3")),
+        ({"model_type": "gpt2"}, ("model_type='gpt2'", "deepseek_v2, deepseek_v3, glm4, llama, mistral, qwen2, qwen3")),
         ({"model_type": None}, ("model_type=None",)),
         ({"hidden_size": 0}, ("hidden_size=0", "positive")),
         ({"vocab_size": "100"}, ("vocab_size='100'", "integer")),
@@ -114,6 +123,10 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
         ({"model_type": "llama", "attention_bias": True}, ("attention_bias=True",)),
         ({"model_type": "llama", "mlp_bias": True}, ("mlp_bias=True",)),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_type='yarn'", "llama3")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5", "1.0")),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor=0.5", "1.0")),
+        ({"model_type": "glm4", "partial_rotary_factor": 1.0}, ("partial_rotary_factor=1.0", "0.5")),
+        ({"model_type": "gemma3_text"}, ("model_type='gemma3_text'", "glm4")),
         ({"rope_scaling": "yarn"}, ("rope_scaling='yarn'", "object")),
         ({"rope_scaling": {**LLAMA3, "factor": "8"}, "original_max_position_embeddings": 64}, ("factor='8'", "number")),
         ({"rope_theta": "1e6"}, ("rope_theta='1e6'", "number")),

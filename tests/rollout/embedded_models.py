@@ -46,6 +46,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 8, "num_key_value_heads": 1}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "mistral": ("Mistral", {"tie_word_embeddings": False, "sliding_window": None}),
+    "glm4": ("Glm4", {"tie_word_embeddings": False, "head_dim": 16, "pad_token_id": None}),
+    "glm4_tied": ("Glm4", {"tie_word_embeddings": True, "head_dim": 8, "pad_token_id": None, "attention_bias": False}),
     "llama3_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
 }
 

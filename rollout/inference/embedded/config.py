@@ -47,7 +47,8 @@ class InferenceConfig:
                 f"model_type={model.model_type!r} has experts or latent attention, and the embedded generator samples "
                 "dense models with plain attention; use sglang"
             )
-        assert model.rope_interleaved or model.rotary_dim == model.head_dim, "weights.py pairs halves of whole heads"
+        halves = not model.rope_interleaved and model.rotary_dim == model.head_dim
+        assert halves or (model.rope_interleaved and not model.qk_norm), "what weights.py lays out"
         return cls(**{field.name: getattr(model, field.name) for field in fields(cls)})
 
     @classmethod

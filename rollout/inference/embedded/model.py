@@ -38,7 +38,7 @@ class Transformer:
         self._rotary_columns = self._query_columns + config.num_kv_heads * config.head_dim
         self._scale = 1.0 / math.sqrt(config.head_dim)
         self._frequencies = inverse_frequencies(config).to(self._device)
-        self._rotations = self._frequencies.new_empty(0, config.head_dim // 2, dtype=torch.complex64)
+        self._rotations = self._frequencies.new_empty(0, config.rotary_dim // 2, dtype=torch.complex64)
         self._logits = torch.empty(0)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, store: Store) -> Tensor:
@@ -91,17 +91,25 @@ class Transformer:
         return self._logits[:n]
 
     def _layers(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
-        """All decoder layers over t tokens; residual sums are taken by the products themselves."""
+        """Run all decoder layers over t tokens."""
         x = F.embedding(tokens, self._weights.embedding)
-        rotation = self._rotation_table(longest)[positions][:, None]  # [t, 1, D / 2]
+        rotation = self._rotation_table(longest)[positions][:, None]  # [t, 1, R / 2]
         width, eps = self.config.intermediate_size, self.config.rms_norm_eps
         for i, layer in enumerate(self._weights.layers):
             qkv = F.linear(F.rms_norm(x, x.shape[1:], layer.input_norm, eps), layer.qkv, layer.qkv_bias)
             self._rotate(qkv, layer, rotation)
-            x.addmm_(attend(i, qkv), layer.out.t())
+            self._add_product(x, attend(i, qkv), layer.out, layer.out_norm)
             gate_up = F.linear(F.rms_norm(x, x.shape[1:], layer.post_norm, eps), layer.gate_up)
-            x.addmm_(F.silu(gate_up[:, :width]).mul_(gate_up[:, width:]), layer.down.t())
+            gated = F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+            self._add_product(x, gated, layer.down, layer.down_norm)
         return x
+
+    def _add_product(self, x: Tensor, y: Tensor, weight: Tensor, norm: Tensor | None) -> None:
+        """Add y weight^T [t, E] to the residual x in place, normed first where the family has a norm there."""
+        if norm is None:
+            x.addmm_(y, weight.t())
+        else:
+            x.add_(F.rms_norm(F.linear(y, weight), x.shape[1:], norm, self.config.rms_norm_eps))
 
     def _rotate(self, qkv: Tensor, layer: LayerWeights, rotation: Tensor) -> None:
         """Norm (Qwen3) and rotate queries and keys [t, (H + G) D] in place."""
@@ -109,7 +117,7 @@ class Transformer:
         qk = qkv[:, : self._rotary_columns].view(qkv.shape[0], -1, c.head_dim)
         if layer.qk_norm is not None:
             qk.copy_(F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps).mul_(layer.qk_norm))
-        pairs = qk.view(*qk.shape[:2], -1, 2)
+        pairs = qk[..., : c.rotary_dim].unflatten(-1, (-1, 2))
         if qk.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(rotation)
         else:
@@ -119,7 +127,7 @@ class Transformer:
         return F.rms_norm(x, x.shape[1:], self._weights.norm, self.config.rms_norm_eps)
 
     def _rotation_table(self, length: int) -> Tensor:
-        """[at least length, D / 2] complex64: e^(i * position * frequency)."""
+        """[at least length, R / 2] complex64, R: rotary_dim: e^(i * position * frequency)."""
         if self._rotations.shape[0] < length:
             positions = torch.arange(2 * length, dtype=torch.float32, device=self._device)
             angles = positions[:, None] * self._frequencies
@@ -134,8 +142,8 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: InferenceConfig) -> Tensor:
-    """[head_dim / 2] float32: radians a position, of each rotated pair of dimensions."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """[rotary_dim / 2] float32: radians a position, of each rotated pair of dimensions."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
 

@@ -1,9 +1,9 @@
 """Parameters in the layout that decoding wants, addressable by their Hugging Face names.
 
 Query, key and value projections lie in one matrix, gate and up projections in another, so that each is one product.
-Rows of query and key heads are interleaved: Hugging Face rotates dimension i together with i + head_dim / 2, here the
-two stand side by side, so that a rotation is one multiplication of complex numbers (scores do not change: queries and
-keys are permuted alike).
+Dimensions that are rotated together stand side by side, so that a rotation is one multiplication of complex numbers.
+Most families rotate dimension i together with i + head_dim / 2: the rows of their query and key heads are interleaved
+(scores do not change: queries and keys are permuted alike).
 Invariant: `names` maps each Hugging Face name to a view into that storage, so that loading a tensor is one copy.
 """
 
@@ -33,9 +33,11 @@ class LayerWeights:
     qkv_bias: Tensor | None  # [(H + 2 G) D]
     qk_norm: Tensor | None  # [H + G, D]: the q norm for every query head, the k norm for every key head
     out: Tensor  # [E, H D]
+    out_norm: Tensor | None  # [E]: of what is added to the residual
     post_norm: Tensor  # [E]
     gate_up: Tensor  # [2 I, E]
     down: Tensor  # [E, I]
+    down_norm: Tensor | None  # [E]: of what is added to the residual
 
 
 class ModelWeights:
@@ -70,15 +72,23 @@ class ModelWeights:
             qkv_bias=self._empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim) if c.qkv_bias else None,
             qk_norm=self._empty(c.num_heads + c.num_kv_heads, c.head_dim) if c.qk_norm else None,
             out=self._empty(c.hidden_size, c.num_heads * c.head_dim),
+            out_norm=self._empty(c.hidden_size) if c.post_norms else None,
             post_norm=self._empty(c.hidden_size),
             gate_up=self._empty(2 * width, c.hidden_size),
             down=self._empty(c.hidden_size, width),
+            down_norm=self._empty(c.hidden_size) if c.post_norms else None,
         )
         self._register(prefix + "input_layernorm.weight", layer.input_norm)
         self._register(prefix + "post_attention_layernorm.weight", layer.post_norm)
         self._register(prefix + "self_attn.o_proj.weight", layer.out)
-        self._register(prefix + "mlp.gate_proj.weight", layer.gate_up[:width])
-        self._register(prefix + "mlp.up_proj.weight", layer.gate_up[width:])
+        if layer.out_norm is not None and layer.down_norm is not None:
+            self._register(prefix + "post_self_attn_layernorm.weight", layer.out_norm)
+            self._register(prefix + "post_mlp_layernorm.weight", layer.down_norm)
+        if c.fused_gate_up:
+            self._register(prefix + "mlp.gate_up_proj.weight", layer.gate_up)
+        else:
+            self._register(prefix + "mlp.gate_proj.weight", layer.gate_up[:width])
+            self._register(prefix + "mlp.up_proj.weight", layer.gate_up[width:])
         self._register(prefix + "mlp.down_proj.weight", layer.down)
         self._register_attention(prefix + "self_attn.", layer)
         return layer
@@ -93,7 +103,7 @@ class ModelWeights:
                 if storage is None:
                     continue
                 view = storage[rows]
-                if part != "v":
+                if part != "v" and not c.rope_interleaved:
                     view = view.view(*interleaved, *view.shape[1:]).transpose(1, 2)
                 self._register(f"{prefix}{part}_proj.{kind}", view, storage[rows].shape)
         if layer.qk_norm is not None:

@@ -12,7 +12,7 @@ from tiny_models import MODELS, checkpoint_tensors, make_model
 
 import model_specs.families
 from mcore_adapter.models import families
-from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV
+from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV, SplitGateUp
 from mcore_adapter.models.families import canonical_name, hf_shapes, layer_table, outer_table
 from mcore_adapter.models.parts import CORRECTION_BIAS
 from model_specs.hf_config import ModelConfigError, parse_config
@@ -23,6 +23,8 @@ FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen3", "head_dim": 16},
     {"model_type": "llama", "tie_word_embeddings": False},
     {"model_type": "mistral", "sliding_window": None},
+    {"model_type": "glm4", "head_dim": 16},
+    {"model_type": "glm4", "head_dim": 16, "attention_bias": False},
     QWEN3_MOE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -73,6 +75,11 @@ def test_qkv_is_grouped_by_key_value_head() -> None:
 def test_every_rank_has_its_gate_rows_before_its_up_rows() -> None:
     pieces = MergeGateUp("gate", "up").pieces({"gate": 8, "up": 8}, rank=1, tp=2)
     assert [(p.name, p.start, p.stop) for p in pieces] == [("gate", 4, 8), ("up", 4, 8)]
+
+
+def test_a_fused_gate_and_up_projection_is_cut_like_two_tensors() -> None:
+    pieces = SplitGateUp("gate_up").pieces({"gate_up": 16}, rank=1, tp=2)
+    assert [(p.name, p.start, p.stop) for p in pieces] == [("gate_up", 4, 8), ("gate_up", 12, 16)]
 
 
 def test_key_value_heads_that_tensor_parallelism_cannot_share_are_an_error() -> None:

@@ -209,7 +209,7 @@ def test_bfloat16_weights_compute_in_bfloat16_as_transformers_does(ranks: RankPo
         assert (ours - theirs).abs().mean() < 0.02 * theirs.abs().mean()
 
 
-@cases(["qwen2_tied", "qwen3", *EXPERT_MODELS], {**LAYOUTS, "dp2": ParallelLayout(dp=2)})
+@cases(["qwen2_tied", "qwen3", "glm4", *EXPERT_MODELS], {**LAYOUTS, "dp2": ParallelLayout(dp=2)})
 def test_gradients_are_those_of_transformers(
     ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout
 ) -> None:

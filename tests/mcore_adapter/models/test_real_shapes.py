@@ -45,6 +45,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         _dense("llama", 2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True), 1_235_814_400,
     ),
     "Mistral-7B-v0.3": (_dense("mistral", 4096, 14_336, 32, 32, 8, 32_768, sliding_window=None), 7_248_023_552),
+    "GLM-4-9B-0414": (
+        _dense("glm4", 4096, 13_696, 40, 32, 2, 151_552, head_dim=128, attention_bias=True, partial_rotary_factor=0.5),
+        9_400_279_040,
+    ),
     "Qwen3-30B-A3B": (
         _dense(
             "qwen3_moe", 2048, 6144, 48, 32, 4, 151_936, head_dim=128, num_experts=128, num_experts_per_tok=8,
@@ -83,7 +87,7 @@ def test_a_published_shape_has_its_published_number_of_parameters(name: str) -> 
     assert sum(math.prod(shape) for shape in parameters) == expected
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite", "Mistral-7B-v0.3"])
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite", "Mistral-7B-v0.3", "GLM-4-9B-0414"])
 def test_a_published_shape_is_that_of_transformers_tensor_by_tensor(name: str) -> None:
     import transformers
 

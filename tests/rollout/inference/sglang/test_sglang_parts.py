@@ -336,6 +336,22 @@ def on_server(shape: ModelShape, tensors: dict[str, Tensor], *, tp: int, rank: i
     return held
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_checksums_follow_a_tensor_that_is_fused_in_the_checkpoint(tp: int) -> None:
+    glm4 = {"model_type": "glm4", "head_dim": 128, "num_key_value_heads": 2, "intermediate_size": 24}
+    shape = ModelShape.from_config(parse_config({**MODEL, **glm4}))
+    name, gate_up = "model.layers.0.mlp.gate_up_proj.weight", torch.randn(48, 32)
+    expected = ExpectedChecksums(shape, tp=tp)
+    expected.add(name, gate_up)
+    gate, up = gate_up.split(24)
+    held = [torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]) for rank in range(tp)]
+    assert expected.mismatches([{name: int(position_checksum(part))} for part in held]) == []
+    if tp > 1:
+        plain = gate_up.chunk(tp)
+        wrong = expected.mismatches([{name: int(position_checksum(part))} for part in plain])
+        assert wrong == [f"{name} (rank {rank})" for rank in range(tp)]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_checksums_of_full_tensors_predict_those_of_fused_and_cut_ones(tp: int, tied: bool) -> None:
