@@ -114,14 +114,16 @@ def latent_attention(config: ModelConfig, mla: MLAConfig, hf: str) -> Part:
 
 def gated_mlp(ours: str, theirs: str, hidden: int, width: int) -> Part:
     gate, up, down = (f"{theirs}{name}_proj.weight" for name in ("gate", "up", "down"))
-    table = {f"{ours}linear_fc1.weight": MergeGateUp(gate, up), f"{ours}linear_fc2.weight": Split(down, 1)}
+    table: dict[str, Conversion] = {f"{ours}linear_fc1.weight": MergeGateUp(gate, up)}
+    table[f"{ours}linear_fc2.weight"] = Split(down, 1)
     return Part(table, {gate: (width, hidden), up: (width, hidden), down: (hidden, width)})
 
 
 def fused_gated_mlp(ours: str, theirs: str, hidden: int, width: int) -> Part:
     """Return a gated MLP whose checkpoint has the gate and up projections in one tensor."""
     gate_up, down = f"{theirs}gate_up_proj.weight", f"{theirs}down_proj.weight"
-    table = {f"{ours}linear_fc1.weight": SplitGateUp(gate_up), f"{ours}linear_fc2.weight": Split(down, 1)}
+    table: dict[str, Conversion] = {f"{ours}linear_fc1.weight": SplitGateUp(gate_up)}
+    table[f"{ours}linear_fc2.weight"] = Split(down, 1)
     return Part(table, {gate_up: (2 * width, hidden), down: (hidden, width)})
 
 

@@ -26,8 +26,9 @@ class SandwichLayer(TransformerLayer):
         settings = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self.post_self_attn_layernorm = build_module(norm, **settings)
         self.post_mlp_layernorm = build_module(norm, **settings)
-        self.self_attn_bda = partial(_norm_then_add, self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = partial(_norm_then_add, self.post_mlp_layernorm, self.mlp_bda)
+        adders: Any = self  # Megatron's attributes have no types
+        self.self_attn_bda = partial(_norm_then_add, self.post_self_attn_layernorm, adders.self_attn_bda)
+        self.mlp_bda = partial(_norm_then_add, self.post_mlp_layernorm, adders.mlp_bda)
 
 
 def _norm_then_add(

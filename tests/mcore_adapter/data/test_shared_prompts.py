@@ -176,7 +176,18 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[st
 )
 def test_sharing_prompts_changes_no_number(ranks, alone, layout, recompute):
     folder, expected = alone
-    shared = ranks.run(shared_run, layout.world_size, layout, folder, True, recompute)
+    assert_same_numbers(ranks.run(shared_run, layout.world_size, layout, folder, True, recompute), expected)
+
+
+def test_sharing_prompts_changes_no_number_where_the_rotary_embedding_is_not_fused(ranks, tmp_path):
+    write_model("glm4", tmp_path / "model")
+    apart, shared = (
+        ranks.run(shared_run, 1, ParallelLayout(), str(tmp_path / "model"), share) for share in (False, True)
+    )
+    assert_same_numbers(shared, apart[0])
+
+
+def assert_same_numbers(shared: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     for kind in range(2):
         parts = [r["per_token"][kind] for r in shared if r["per_token"][kind] is not None]
         assert torch.equal((~torch.stack(parts).isnan()).sum(0), torch.ones(len(parts[0]), dtype=torch.int64))
