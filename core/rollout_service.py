@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from rollout.data.prompts import PromptDataset
 from rollout.evaluation import end_token_ids
-from rollout.experience.buffer import OverAge
+from rollout.experience import OverAge, make_experience
 from rollout.inference.router import Router
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool
@@ -87,12 +87,15 @@ class RolloutService:
             self._dataset,
             made,
             self.router,
-            batch_size=batch_size,
-            max_staleness=max_staleness,
-            over_age=over_age,
-            in_order=in_order,
-            num_epochs=num_epochs,
-            num_steps=num_steps,
+            make_experience(
+                num_prompts=len(self._dataset),
+                batch_size=batch_size,
+                max_staleness=max_staleness,
+                over_age=over_age,
+                in_order=in_order,
+                num_epochs=num_epochs,
+                num_steps=num_steps,
+            ),
             max_in_flight=max_in_flight,
             group_size=group_size,
             stats_sources=(self._rewards.stats, self.router.stats),

@@ -3,7 +3,7 @@
 One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
 a request of another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
 Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, over failures and
-restarts; how old it may be then is the buffer's business (rollout/experience/buffer.py).
+restarts. How old it may be then is bounded by admission and selection (rollout/experience/).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from rollout.data.prompts import PromptDataset
 from rollout.data.rows import DatasetError
-from rollout.experience.buffer import Group, OverAge, StalenessBuffer, StepSchedule
+from rollout.experience import Experience, Group
 from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
 from rollout.types import Generator, Prompt, Trajectory, Workflow
 
@@ -36,20 +36,14 @@ class RolloutProducer:
         dataset: PromptDataset,
         workflow: Workflow,
         generator: Generator,
+        experience: Experience,
         *,
-        batch_size: int,
-        max_staleness: int,
-        over_age: OverAge = "wait",
-        in_order: bool = False,
-        num_epochs: int | None = None,
-        num_steps: int | None = None,
         max_in_flight: int | None = None,
         group_size: int = 1,
         max_retries: int = 3,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
-        """`batch_size`: prompts of one step. `num_epochs`, `num_steps`: prompts after the first of the two
-        ends are not started; None: no end.
+        """`experience`: decides which prompts start and which finished groups a step gets (make_experience).
 
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which is taken for
         `group_size` requests until it has asked for more or ended that many; best a little more than what the
@@ -58,21 +52,15 @@ class RolloutProducer:
         reward pool's, a router's.
         """
         for name, value, least in (
-            ("batch_size", batch_size, 1), ("max_in_flight", max_in_flight, 1), ("group_size", group_size, 1),
-            ("max_retries", max_retries, 0),
+            ("max_in_flight", max_in_flight, 1), ("group_size", group_size, 1), ("max_retries", max_retries, 0),
         ):  # fmt: skip
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        schedule = StepSchedule(
-            num_prompts=len(dataset), batch_size=batch_size, num_epochs=num_epochs, num_steps=num_steps
-        )
-        self._buffer = StalenessBuffer(schedule, max_staleness=max_staleness, over_age=over_age, in_order=in_order)
+        self._schedule, self._admission, self._store = experience.schedule, experience.admission, experience.store
         self._dataset = dataset
         self._workflow = workflow
         self._generator = generator
-        self._settings = {
-            "batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age, "in_order": in_order
-        }  # fmt: skip
+        self._settings = experience.settings
         self._max_in_flight = max_in_flight
         self._group_size = group_size
         self._load = 0  # of all prompts, in requests
@@ -102,20 +90,21 @@ class RolloutProducer:
 
         Raises the error of a workflow that kept failing.
         """
-        return await self._buffer.take(version)
+        return await self._store.select(version)
 
     def set_version(self, version: int) -> None:
-        """The generators sample from weights of `version` now; starts the prompts that this allows."""
+        """Acknowledge the steps before `version`, and start the prompts that its weights allow."""
         if version < self._version:
             raise ValueError(f"set_version({version}): the weights are at version {self._version} already")
         self._version = version
+        self._store.acknowledge(version)
         self._start_prompts()
 
     def stats(self) -> dict[str, float]:
         """Everything there is to plot: counts since the start, sizes now, waits and ages of the last batch."""
         stats = {f"rollout/{name}": float(value) for name, value in self._counts.items()}
         stats |= {"rollout/num_in_flight": float(len(self._tasks)), "rollout/version": float(self._version)}
-        stats |= self._buffer.stats()
+        stats |= self._store.stats()
         for source in self._stats_sources:
             stats |= source()
         return stats
@@ -123,20 +112,20 @@ class RolloutProducer:
     @property
     def taken(self) -> list[int]:
         """Positions in the stream of the prompts that the last take() handed out, in its order."""
-        return self._buffer.taken
+        return self._store.taken
 
     async def state_dict(self) -> dict[str, Any]:
-        """Plain types and numpy arrays; take it between two steps, after set_version()."""
+        """Return plain types and numpy arrays. A batch that set_version() has not acknowledged is part of it."""
         partial = await self._generator.partial()
-        # From here on nothing is awaited: buffer, cursor and ledgers are of one moment.
+        # From here on nothing is awaited: store, cursor and ledgers are of one moment.
         entries = self._known | {position: ledger.entries(partial) for position, ledger in self._ledgers.items()}
         return {
             "settings": dict(self._settings),
             "dataset": self._dataset.state_dict(),
-            "buffer": self._buffer.state_dict(),
+            "buffer": self._store.state_dict(),
             "in_flight": {
                 position: [to_plain(entry) for entry in entries.get(position, ())]
-                for position in self._buffer.in_flight()
+                for position in self._store.in_flight()
             },
             "version": self._version,
             "counts": dict(self._counts),
@@ -159,8 +148,8 @@ class RolloutProducer:
                 raise
             self.begin_at(state["version"], reason=str(change))
             return
-        self._buffer.load_state_dict(state["buffer"], keep_ready=keep_sampled)
-        self._again = deque(self._buffer.in_flight())
+        self._store.load_state_dict(state["buffer"], keep_ready=keep_sampled)
+        self._again = deque(self._store.in_flight())
         if keep_sampled:
             self._known = {position: [from_plain(p) for p in plain] for position, plain in state["in_flight"].items()}
         self._version = state["version"]
@@ -169,8 +158,8 @@ class RolloutProducer:
     def begin_at(self, step: int, *, reason: str) -> None:
         """Begin with the prompts of `step`, nothing of which is sampled."""
         self._version = step
-        self._buffer.skip_to(step)
-        position = self._buffer.schedule.consumed_before(step)
+        self._store.skip_to(step)
+        position = self._schedule.consumed_before(step)
         self._dataset.seek(position)
         logger.warning("%s. Finished and running answers are dropped; prompts go on at number %d.", reason, position)
 
@@ -190,10 +179,10 @@ class RolloutProducer:
                 prompt = self._dataset.at(position)
             else:
                 position = self._dataset.position
-                if not self._buffer.may_start(position, self._version):
+                if not self._admission.may_start(position, self._version):
                     return
                 prompt = self._dataset.next()
-                self._buffer.start(position, self._version)
+                self._store.start(position, self._version)
             ledger = self._open_ledger(position)
             task = asyncio.create_task(self._run_prompt(position, prompt, ledger))
             self._tasks.add(task)
@@ -229,16 +218,16 @@ class RolloutProducer:
                     error.add_note(
                         f"sampling prompt {prompt.query_id} of epoch {prompt.epoch}, attempt {attempt}, the last"
                     )
-                    await self._buffer.fail(error)
+                    await self._store.fail(error)
                     return
                 failed, ledger = ledger, self._open_ledger(position)
                 failed.end()
-                await self._buffer.restart(position, self._version)
+                await self._store.restart(position, self._version)
             else:
                 self._counts["num_prompts"] += 1
                 self._counts["num_trajectories"] += len(group)
                 self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
-                await self._buffer.put(position, group)
+                await self._store.put(position, group)
                 del self._ledgers[position]
                 ledger.end()
                 return

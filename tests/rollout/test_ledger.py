@@ -13,6 +13,7 @@ import pytest
 from simulated_sampling import make_dataset
 from virtual_clock import run_virtual, settle
 
+from rollout.experience import make_experience
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.router import Router
 from rollout.ledger import PromptLedger, from_plain, to_plain
@@ -199,9 +200,8 @@ def make_producer(
 ) -> tuple[RolloutProducer, Counting]:
     mocks = [MockGenerator(model, seconds_per_token=1.0) for _ in range(num_generators)]
     counting = Counting(Router(mocks))
-    workflow = GroupOfThree(at_once=at_once)
-    settings = {"batch_size": 2, "max_staleness": 2, **settings}
-    return RolloutProducer(make_dataset(12), workflow, counting, in_order=True, **settings), counting
+    experience = make_experience(num_prompts=12, in_order=True, **{"batch_size": 2, "max_staleness": 2, **settings})
+    return RolloutProducer(make_dataset(12), GroupOfThree(at_once=at_once), counting, experience), counting
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])

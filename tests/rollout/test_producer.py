@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import pickle
 import traceback
 from collections import Counter
@@ -15,6 +16,7 @@ from simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from virtual_clock import run_virtual, settle
 
 from rollout.data.prompts import PromptDataset
+from rollout.experience import make_experience
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
@@ -53,7 +55,9 @@ class NoRequests:
 
 def make_producer(workflow: object, num_prompts: int = 20, **settings: object) -> RolloutProducer:
     settings = {"batch_size": 4, "max_staleness": 1, "generator": NoRequests()} | settings
-    return RolloutProducer(make_dataset(num_prompts), workflow, **settings)
+    names = inspect.signature(make_experience).parameters.keys() & settings.keys()
+    experience = make_experience(num_prompts=num_prompts, **{name: settings.pop(name) for name in names})
+    return RolloutProducer(make_dataset(num_prompts), workflow, experience=experience, **settings)
 
 
 def names(dataset: PromptDataset, positions: Iterable[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The promise of the asynchronous design, on the real producer and buffer under a virtual clock."""
+"""The promise of the asynchronous design, on the real producer and store under a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from scipy.stats import ks_2samp
 from simulated_sampling import LognormalWorkflow, make_dataset
 from virtual_clock import run_virtual
 
+from rollout.experience import make_experience
 from rollout.producer import RolloutProducer
 
 NUM_PROMPTS, BATCH_SIZE, GROUP_SIZE, NUM_EPOCHS = 1250, 48, 16, 10  # 200,000 trajectories; 1250 = 26 * 48 + 2
@@ -21,7 +22,7 @@ TRAIN_SECONDS, PUSH_SECONDS = 0.9, 0.1
 
 @dataclass
 class Run:
-    ages: Counter[int] = field(default_factory=Counter)  # of trajectories, as the buffer counts them
+    ages: Counter[int] = field(default_factory=Counter)  # of trajectories, as the store counts them
     oldest_token: int = 0  # largest age of a trained token, as the tokens tell
     consumed: Counter[str] = field(default_factory=Counter)
     batch_sizes: list[int] = field(default_factory=list)
@@ -45,10 +46,13 @@ async def _train(
         make_dataset(NUM_PROMPTS),
         workflow,
         generator=None,
-        batch_size=BATCH_SIZE,
-        max_staleness=max_staleness,
-        over_age=over_age,
-        num_epochs=num_epochs,
+        experience=make_experience(
+            num_prompts=NUM_PROMPTS,
+            batch_size=BATCH_SIZE,
+            max_staleness=max_staleness,
+            over_age=over_age,
+            num_epochs=num_epochs,
+        ),
         max_in_flight=max_in_flight,
     )
     num_steps = num_epochs * -(-NUM_PROMPTS // BATCH_SIZE)

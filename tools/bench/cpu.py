@@ -203,6 +203,7 @@ def producer(scene: Scene) -> Iterator[Figure]:
 
     from core.data.rollout_batch import pack_trajectories
     from rollout.data.prompts import PromptDataset
+    from rollout.experience import make_experience
     from rollout.inference.mock.generator import MockGenerator
     from rollout.producer import RolloutProducer
     from rollout.rewards.pool import RewardPool
@@ -220,9 +221,8 @@ def producer(scene: Scene) -> Iterator[Figure]:
                 "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
             )
             null = MockGenerator(str(path))
-            made = RolloutProducer(
-                dataset, workflow, null, batch_size=128, max_staleness=2, max_in_flight=2048, group_size=8
-            )
+            experience = make_experience(num_prompts=len(dataset), batch_size=128, max_staleness=2)
+            made = RolloutProducer(dataset, workflow, null, experience, max_in_flight=2048, group_size=8)
             async with made:
                 for step in range(30):
                     if step == 5:

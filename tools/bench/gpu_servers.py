@@ -202,6 +202,7 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
 
     from core.data.rollout_batch import pack_trajectories
     from rollout.data.prompts import PromptDataset
+    from rollout.experience import make_experience
     from rollout.inference.router import Router
     from rollout.producer import RolloutProducer
     from rollout.rewards.pool import RewardPool
@@ -219,8 +220,10 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
             sampling=SamplingParams(max_new_tokens=many.new_tokens, min_new_tokens=0, stop_token_ids=()),
         )  # fmt: skip
         producer = RolloutProducer(
-            PromptDataset(given, seed=0), workflow, Router([served]), batch_size=len(given), max_staleness=0,
-            num_epochs=1, max_in_flight=many.in_flight,
+            PromptDataset(given, seed=0), workflow, Router([served]), max_in_flight=many.in_flight,
+            experience=make_experience(
+                num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1
+            ),
         )  # fmt: skip
         start = time.perf_counter()
         async with producer:

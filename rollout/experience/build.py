@@ -1,0 +1,59 @@
+"""Admission, store and selection put together from the settings of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.experience.admission import StalenessAdmission
+from rollout.experience.base import Admission, OverAge, Store
+from rollout.experience.schedule import ENDLESS, Schedule
+from rollout.experience.selection import SELECTIONS
+from rollout.experience.store import MemoryStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """The parts that a producer works with."""
+
+    schedule: Schedule
+    admission: Admission
+    store: Store
+    settings: dict[str, object]
+    """What a recover checkpoint must have been written with, by the names of the configuration."""
+
+
+def make_experience(
+    *,
+    num_prompts: int,
+    batch_size: int,
+    max_staleness: int,
+    over_age: OverAge = "wait",
+    in_order: bool = False,
+    num_epochs: int | None = None,
+    num_steps: int | None = None,
+) -> Experience:
+    """Make the parts for a stream of `num_prompts` prompts an epoch, `batch_size` a step.
+
+    `over_age`: "wait" selects oldest first; "mask" selects what is finished and masks tokens above the bound.
+    `in_order`: a step trains on the prompts of its place in the stream. `num_epochs`, `num_steps`: the stream ends at
+    the first of the two; None: no end. Raises ValueError for a value that makes no sense."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    schedule = Schedule(
+        num_prompts=num_prompts,
+        batch_size=batch_size,
+        total_epochs=ENDLESS if num_epochs is None else num_epochs,
+        total_steps_limit=num_steps,
+    )
+    admission = StalenessAdmission(schedule, max_staleness)
+    selection = "in_order" if in_order else "first_finished" if over_age == "mask" else "oldest_first"
+    return Experience(
+        schedule=schedule,
+        admission=admission,
+        store=MemoryStore(
+            schedule, SELECTIONS[selection](schedule, max_staleness), max_staleness=max_staleness, over_age=over_age
+        ),
+        settings={
+            "batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age, "in_order": in_order
+        },
+    )  # fmt: skip
