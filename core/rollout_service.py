@@ -14,13 +14,14 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.rollout_settings import RolloutSettings
 from rollout.data.prompts import PromptDataset
 from rollout.evaluation import end_token_ids
-from rollout.experience import OverAge, make_experience
+from rollout.experience import make_experience
 from rollout.inference.router import Router
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool
-from rollout.types import GenerateRequest, Generator, Prompt, SamplingParams
+from rollout.types import GenerateRequest, Generator, Prompt, Workflow
 from rollout.workflows.single_turn import make_workflow
 
 logger = logging.getLogger(__name__)
@@ -29,75 +30,60 @@ logger = logging.getLogger(__name__)
 class RolloutService:
     """Owns the sampling side of a run. `begin` starts it; `take` hands out batches; `close` ends every task it made."""
 
-    def __init__(
-        self,
-        generators: Sequence[Generator],
-        *,
-        tokenizer_path: str,
-        dataset_path: str,
-        eval_paths: Sequence[str],
-        num_eval_prompts: int | None,
-        max_prompt_len: int,
-        batch_size: int,
-        group_size: int,
-        max_staleness: int,
-        over_age: OverAge,
-        in_order: bool,
-        num_epochs: int,
-        num_steps: int | None,
-        sampling: SamplingParams,
-        eval_sampling: SamplingParams,
-        max_in_flight: int,
-        workflow: str,
-        prompt_template: str,
-        reward: str,
-        reward_workers: int,
-        reward_timeout_seconds: float,
-        seed: int,
-        shuffle: bool,
-        health_interval_seconds: float,
-        health_timeout_seconds: float,
-        generator_patience_seconds: float,
-    ) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    def __init__(self, generators: Sequence[Generator], settings: RolloutSettings) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
         stop = end_token_ids(self._tokenizer, {})
-        self._eval_sampling = replace(eval_sampling, stop_token_ids=stop)
-        load = partial(PromptDataset.load, max_prompt_len=max_prompt_len, seed=seed, template=prompt_template)
-        self._dataset = load(dataset_path, self._tokenizer, shuffle=shuffle)
-        self._eval_prompts = {
-            name: load(path, self._tokenizer).prompts[:num_eval_prompts] for name, path in named(eval_paths).items()
-        }
-        self._rewards = RewardPool(reward, num_workers=reward_workers, timeout_seconds=reward_timeout_seconds)
+        self._eval_sampling = replace(settings.eval_sampling, stop_token_ids=stop)
+        self._load_data(settings)
+        self._rewards = RewardPool(
+            settings.reward, num_workers=settings.reward_workers, timeout_seconds=settings.reward_timeout_seconds
+        )
         self.router = Router(
             list(generators),
-            health_interval_seconds=health_interval_seconds,
-            health_timeout_seconds=health_timeout_seconds,
-            patience_seconds=generator_patience_seconds,
+            health_interval_seconds=settings.health_interval_seconds,
+            health_timeout_seconds=settings.health_timeout_seconds,
+            patience_seconds=settings.generator_patience_seconds,
         )
-        made = make_workflow(
-            workflow,
+        self._group_size = settings.group_size
+        workflow = make_workflow(
+            settings.workflow,
             tokenizer=self._tokenizer,
             reward_pool=self._rewards,
-            sampling=replace(sampling, stop_token_ids=stop),
-            group_size=group_size,
-            seed=seed,
+            sampling=replace(settings.sampling, stop_token_ids=stop),
+            group_size=settings.group_size,
+            seed=settings.seed,
         )
-        self._group_size = group_size
-        self._producer = RolloutProducer(
+        self._producer = self._make_producer(settings, workflow)
+
+    def _load_data(self, settings: RolloutSettings) -> None:
+        load = partial(
+            PromptDataset.load,
+            tokenizer=self._tokenizer,
+            max_prompt_len=settings.max_prompt_len,
+            seed=settings.seed,
+            template=settings.prompt_template,
+        )
+        self._dataset = load(settings.dataset_path, shuffle=settings.shuffle)
+        self._eval_prompts = {
+            name: load(path).prompts[: settings.num_eval_prompts] for name, path in named(settings.eval_paths).items()
+        }
+
+    def _make_producer(self, settings: RolloutSettings, workflow: Workflow) -> RolloutProducer:
+        return RolloutProducer(
             self._dataset,
-            made,
+            workflow,
             self.router,
             make_experience(
                 num_prompts=len(self._dataset),
-                batch_size=batch_size,
-                max_staleness=max_staleness,
-                over_age=over_age,
-                in_order=in_order,
-                num_epochs=num_epochs,
-                num_steps=num_steps,
+                batch_size=settings.batch_size,
+                max_staleness=settings.max_staleness,
+                over_age=settings.over_age,
+                in_order=settings.in_order,
+                num_epochs=settings.num_epochs,
+                num_steps=settings.num_steps,
             ),
-            max_in_flight=max_in_flight,
-            group_size=group_size,
+            max_in_flight=settings.max_in_flight,
+            group_size=settings.group_size,
             stats_sources=(self._rewards.stats, self.router.stats),
         )
 

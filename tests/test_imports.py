@@ -48,7 +48,7 @@ ORDER = {
         "monitoring data",
         "algorithms",
         "config",
-        "schedule",
+        "schedule rollout_settings",
         "weight_sync recovery rollout_service",
         "periodic launch",
         "trainer",

@@ -17,6 +17,7 @@ from core.launch.generators import GeneratorPool, HealthSettings
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
+from core.rollout_settings import RolloutSettings
 from core.trainer import EngineRef
 from core.weight_sync.base import LocalPush, RunPush, WeightPush
 from core.weight_sync.colocated import ColocatedPush
@@ -310,8 +311,8 @@ def build_engine(
     ref.group.call("build", ref.name, settings, optimizer)
 
 
-def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str, object]:
-    """The arguments of core/rollout_service.py, from the configuration."""
+def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> RolloutSettings:
+    """Take the settings of the rollout side from the configuration."""
     gen, evaluation = config.ppo.gen, config.evaluation
     sampling = SamplingParams(
         max_new_tokens=gen.max_new_tokens,
@@ -323,34 +324,34 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> dict[str,
     eval_sampling = SamplingParams(
         max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
     )
-    return {
-        "tokenizer_path": config.actor.path,
-        "dataset_path": config.dataset.path,
-        "eval_paths": evaluation.paths,
-        "num_eval_prompts": evaluation.num_prompts,
-        "max_prompt_len": config.dataset.max_prompt_len,
-        "batch_size": config.dataset.train_bs_n_seqs,
-        "group_size": config.group_size,
-        "max_staleness": config.staleness.max_staleness,
-        "over_age": config.staleness.over_age,
-        "in_order": config.staleness.in_order,
-        "num_epochs": config.exp_ctrl.total_train_epochs,
-        "num_steps": config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
-        "sampling": sampling,
-        "eval_sampling": eval_sampling,
-        "max_in_flight": requests_at_once(
+    return RolloutSettings(
+        tokenizer_path=config.actor.path,
+        dataset_path=config.dataset.path,
+        eval_paths=evaluation.paths,
+        num_eval_prompts=evaluation.num_prompts,
+        max_prompt_len=config.dataset.max_prompt_len,
+        batch_size=config.dataset.train_bs_n_seqs,
+        group_size=config.group_size,
+        max_staleness=config.staleness.max_staleness,
+        over_age=config.staleness.over_age,
+        in_order=config.staleness.in_order,
+        num_epochs=config.exp_ctrl.total_train_epochs,
+        num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
+        sampling=sampling,
+        eval_sampling=eval_sampling,
+        max_in_flight=requests_at_once(
             max_running=config.generator.max_running,
             num_generators=allocation.generator.layout.dp,
             group_size=config.group_size,
         ),
-        "workflow": config.workflow.type,
-        "prompt_template": config.workflow.prompt_template,
-        "reward": config.reward.function,
-        "reward_workers": config.reward.num_workers,
-        "reward_timeout_seconds": config.reward.timeout_seconds,
-        "seed": config.seed,
-        "shuffle": config.shuffle_dataset,
-        "health_interval_seconds": config.generator.health_interval_seconds,
-        "health_timeout_seconds": config.generator.health_timeout_seconds,
-        "generator_patience_seconds": config.generator.patience_seconds,
-    }
+        workflow=config.workflow.type,
+        prompt_template=config.workflow.prompt_template,
+        reward=config.reward.function,
+        reward_workers=config.reward.num_workers,
+        reward_timeout_seconds=config.reward.timeout_seconds,
+        seed=config.seed,
+        shuffle=config.shuffle_dataset,
+        health_interval_seconds=config.generator.health_interval_seconds,
+        health_timeout_seconds=config.generator.health_timeout_seconds,
+        generator_patience_seconds=config.generator.patience_seconds,
+    )

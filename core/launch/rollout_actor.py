@@ -1,4 +1,4 @@
-"""The Ray actor of the rollout side: data set, producer, buffer and rewards."""
+"""The Ray actor of the rollout side: data set, producer, experience and rewards."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 
 from core.launch.generator_actor import ActorGenerator
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
+from core.rollout_settings import RolloutSettings
 
 if TYPE_CHECKING:
-    pass
+    from core.data.rollout_batch import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
 
-@ray.remote
 class RolloutActor:
-    """The rollout side: data set, producer, buffer and rewards, in one event loop."""
+    """The rollout side: data set, producer, experience and rewards, in one event loop.
 
-    def __init__(self, name: str, log_file: str, generators: Sequence[Any], settings: dict[str, Any]):
+    A plain class, so that calls on it are typed; RolloutClient makes the Ray actor of it."""
+
+    def __init__(self, name: str, log_file: str, generators: Sequence[Any], settings: RolloutSettings):
         log_to_file(name, log_file)
         torch.set_num_threads(1)
         self._generators, self._settings = generators, settings
@@ -31,7 +32,7 @@ class RolloutActor:
     async def start(self) -> dict[str, Any]:
         from core.rollout_service import RolloutService
 
-        self._service = RolloutService([ActorGenerator(a) for a in self._generators], **self._settings)
+        self._service = RolloutService([ActorGenerator(a) for a in self._generators], self._settings)
         await self._service.start()
         forget_modules()
         return self._service.describe()
@@ -39,18 +40,18 @@ class RolloutActor:
     async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
         await self._service.begin(version, state, ignore_changes=ignore_changes)
 
-    async def take(self, version: int) -> Any:
+    async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         return await self._service.take(version)
 
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)
 
     async def lost_generators(self) -> dict[int, str]:
-        """Those that do not answer here, with the reason."""
+        """Return the generators that do not answer here, by index, with the reason."""
         return self._service.router.lost()
 
     async def replace_generator(self, index: int, actor: Any) -> None:
-        """A generator came back as another process, with the weights of the current version."""
+        """Use `actor`, another process with the weights of the current version, in place of a lost generator."""
         self._service.router.replace(index, ActorGenerator(actor))
 
     async def evaluate(self) -> dict[str, float]:

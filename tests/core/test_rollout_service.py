@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.rollout_service import RolloutService, named
+from core.rollout_settings import RolloutSettings
 from rollout.inference.embedded import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -16,14 +17,15 @@ from rollout.types import Completion, GenerateRequest, SamplingParams
 
 def service(assets, generator: EmbeddedGenerator | Watched, eval_paths: list[str]) -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
-    return RolloutService(
-        [generator], tokenizer_path=str(assets.model), dataset_path=str(assets.prompts), eval_paths=eval_paths,
+    settings = RolloutSettings(
+        tokenizer_path=str(assets.model), dataset_path=str(assets.prompts), eval_paths=eval_paths,
         num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2, max_staleness=0, over_age="wait",
         in_order=False, num_epochs=1, num_steps=None,
         sampling=sampling, eval_sampling=sampling, max_in_flight=4, workflow="math", prompt_template="{prompt}",
         reward="math", reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
         health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
     )  # fmt: skip
+    return RolloutService([generator], settings)
 
 
 def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) -> None:

@@ -200,8 +200,10 @@ def make_producer(
 ) -> tuple[RolloutProducer, Counting]:
     mocks = [MockGenerator(model, seconds_per_token=1.0) for _ in range(num_generators)]
     counting = Counting(Router(mocks))
+    limits = {key: settings.pop(key) for key in ("max_in_flight", "group_size") if key in settings}
     experience = make_experience(num_prompts=12, in_order=True, **{"batch_size": 2, "max_staleness": 2, **settings})
-    return RolloutProducer(make_dataset(12), GroupOfThree(at_once=at_once), counting, experience), counting
+    producer = RolloutProducer(make_dataset(12), GroupOfThree(at_once=at_once), counting, experience, **limits)
+    return producer, counting
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])

@@ -1,0 +1,67 @@
+"""What the rollout side of a run is told at its start. Loads no heavy library: the driver makes these settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.experience import OverAge
+from rollout.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """Data, sampling, experience, rewards and supervision of the generators."""
+
+    tokenizer_path: str
+    """Folder of the model that is trained."""
+    dataset_path: str
+    """jsonl file of prompts."""
+    eval_paths: Sequence[str]
+    """jsonl files of the evaluation sets; empty: there is no evaluation."""
+    num_eval_prompts: int | None
+    """Evaluation uses this many prompts of each set, from its start. None: all."""
+    max_prompt_len: int
+    """In tokens; longer prompts are left out."""
+    prompt_template: str
+    """Text around a prompt, with {prompt} in its place."""
+    seed: int
+    """Of the order of the prompts and of every sample."""
+    shuffle: bool
+    """Draw a new order of the prompts every epoch."""
+
+    batch_size: int
+    """Prompts of one step."""
+    group_size: int
+    """Completions of one prompt."""
+    num_epochs: int
+    num_steps: int | None
+    """Prompts of later steps are not started. None: the epochs end the run."""
+    max_staleness: int
+    """Steps by which the weights that sampled a token may be behind those that train on it."""
+    over_age: OverAge
+    """Either "wait" for the oldest prompts, or "mask" tokens that are too old."""
+    in_order: bool
+    """A step trains on exactly the prompts of its place in the stream."""
+    max_in_flight: int
+    """Requests that the generators have at once, about."""
+
+    sampling: SamplingParams
+    """Of training; the tokenizer's end tokens are added."""
+    eval_sampling: SamplingParams
+    """Of evaluation; the tokenizer's end tokens are added."""
+    workflow: str
+    """Name in WORKFLOWS, or package.module:Class."""
+    reward: str
+    """Name in REWARDS, or package.module:function."""
+    reward_workers: int
+    """Processes that judge completions."""
+    reward_timeout_seconds: float
+    """Limit for one completion."""
+
+    health_interval_seconds: float
+    """Time between two health checks of a generator."""
+    health_timeout_seconds: float
+    """A generator without an answer for this long is given up."""
+    generator_patience_seconds: float
+    """Requests wait this long for a generator when there is none."""
