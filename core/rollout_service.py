@@ -118,9 +118,9 @@ class RolloutService:
             self._producer.load_state_dict(state["producer"], keep_sampled=same_groups, ignore_changes=ignore_changes)
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """The next batch, packed, and the producer's figures."""
-        groups = await self._producer.take(version)
-        return pack_trajectories(groups, self._producer.taken), self._producer.stats()
+        """Return the next batch, packed, and the figures of the producer and of the workflow."""
+        batch = pack_trajectories(await self._producer.take(version), self._producer.taken)
+        return batch, self._producer.stats() | batch.workflow_figures()
 
     def set_version(self, version: int) -> None:
         self._producer.set_version(version)

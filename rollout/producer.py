@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -251,4 +252,7 @@ def _checked(group: Any, prompt: Prompt) -> Group:
                 raise TypeError(
                     f"{prompt.query_id}: {name} must be an array of {n} entries, one per token, not {array!r:.80}"
                 )
+        for name, value in trajectory.metrics.items():
+            if not isinstance(value, numbers.Real | np.bool_):
+                raise TypeError(f"{prompt.query_id}: metrics[{name!r}] must be a number, not {value!r:.80}")
     return group

@@ -99,6 +99,7 @@ class Trajectory:
     reward: float
     finish_reason: FinishReason
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the workflow reports, as {"num_turns": 3}: workflow/{name}/mean, min and max of the step's metrics."""
     routed_experts: np.ndarray | None = None
     """[n, layers, k] int16: the experts that each token went through; negative: not known. None: of no token."""
 

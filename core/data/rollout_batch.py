@@ -6,8 +6,8 @@ Packed in the rollout actor with numpy (flat arrays cross processes without copi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ class RolloutBatch:
     """[number of groups] int64: which prompt of the stream each group answers."""
     routed_experts: np.ndarray | None = None
     """[T, layers, k] int16: the experts that the generators used; negative: not known."""
+    workflow_metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """[N] float64 each: what the workflow reports of its trajectories; NaN: not reported."""
 
     @property
     def num_sequences(self) -> int:
@@ -52,6 +54,17 @@ class RolloutBatch:
         if self.routed_experts is None:
             return {}
         return {ROUTED_EXPERTS: torch.from_numpy(self.routed_experts.copy())}
+
+    def workflow_figures(self) -> dict[str, float]:
+        """Return workflow/{name}/mean, min and max of each workflow metric over the trajectories that report it."""
+        figures = {}
+        for name, values in self.workflow_metrics.items():
+            reported = values[~np.isnan(values)]
+            if reported.size:
+                figures[f"workflow/{name}/mean"] = float(reported.mean())
+                figures[f"workflow/{name}/min"] = float(reported.min())
+                figures[f"workflow/{name}/max"] = float(reported.max())
+        return figures
 
     def ages(self, version: int) -> np.ndarray:
         """[N] int64: version minus the version of each trajectory's oldest trained token."""
@@ -76,7 +89,14 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], positions: Sequenc
         no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
         positions=np.asarray(positions, np.int64),
         routed_experts=_pack_experts(flat),
+        workflow_metrics=_pack_metrics(flat),
     )
+
+
+def _pack_metrics(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """[N] float64 under every name that a trajectory reports, sorted; NaN for those that do not."""
+    names = sorted({name for t in trajectories for name in t.metrics})
+    return {name: np.array([float(t.metrics.get(name, np.nan)) for t in trajectories]) for name in names}
 
 
 def _pack_experts(trajectories: Sequence[Trajectory]) -> np.ndarray | None:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from core.data.rollout_batch import RolloutBatch
 from core.rollout_service import RolloutService, named
 from core.rollout_settings import RolloutSettings
 from rollout.inference.embedded import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
-from rollout.types import Completion, GenerateRequest, SamplingParams
+from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
+from rollout.workflows.single_turn import SingleTurnMathWorkflow
 
 
-def service(assets, generator: EmbeddedGenerator | Watched, eval_paths: list[str]) -> RolloutService:
+def service(assets, generator: Generator, eval_paths: list[str], workflow: str = "math") -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
     settings = RolloutSettings(
         tokenizer_path=str(assets.model), dataset_path=str(assets.prompts), eval_paths=eval_paths,
         num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2, max_staleness=0, over_age="wait",
         in_order=False, num_epochs=1, num_steps=None,
-        sampling=sampling, eval_sampling=sampling, max_in_flight=4, workflow="math", prompt_template="{prompt}",
+        sampling=sampling, eval_sampling=sampling, max_in_flight=4, workflow=workflow, prompt_template="{prompt}",
         reward="math", reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
         health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
     )  # fmt: skip
@@ -79,12 +83,42 @@ def test_prompts_start_by_the_requests_that_run(assets) -> None:
         try:
             await made.start()
             await made.begin(0, None, ignore_changes=False)
-            batch, _ = await made.take(0)
+            batch, figures = await made.take(0)
+            assert not [name for name in figures if name.startswith("workflow/")], "this workflow reports nothing"
             return generator.most, batch.num_sequences
         finally:
             await made.close()
 
     assert asyncio.run(main()) == (5, 8)
+
+
+class Counting(SingleTurnMathWorkflow):
+    """Reports the number of the trajectory in its group."""
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        group = await super().run(prompt, generator)
+        return [replace(t, metrics={"number": float(i), "length": len(t.token_ids)}) for i, t in enumerate(group)]
+
+
+def test_what_a_workflow_reports_is_among_the_figures_of_its_batch(assets) -> None:
+    async def main() -> tuple[RolloutBatch, dict[str, float]]:
+        generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
+        made = service(assets, generator, [], workflow=f"{__name__}:Counting")
+        try:
+            await made.start()
+            await made.begin(0, None, ignore_changes=False)
+            return await made.take(0)
+        finally:
+            await made.close()
+
+    batch, figures = asyncio.run(main())
+    lens = np.diff(batch.cu_seqlens)
+    reported = {name.removeprefix("workflow/"): v for name, v in figures.items() if name.startswith("workflow/")}
+    assert reported == {
+        "number/mean": 0.5, "number/min": 0.0, "number/max": 1.0,
+        "length/mean": lens.mean(), "length/min": lens.min(), "length/max": lens.max(),
+    }  # fmt: skip
+    assert "rollout/num_ready" in figures
 
 
 def test_sets_are_called_after_their_files_or_folders() -> None:

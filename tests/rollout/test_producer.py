@@ -313,6 +313,10 @@ def test_something_cancelled_inside_a_workflow_is_a_failure_like_any_other() -> 
             [Trajectory(**(vars(trajectory(make_dataset(1).prompts[0], np.zeros(2))) | {"versions": np.zeros(3)}))],
             "versions must be an array of 4 entries, one per token, not array([0., 0., 0.])",
         ),
+        (
+            [Trajectory(**(vars(trajectory(make_dataset(1).prompts[0], np.zeros(2))) | {"metrics": {"turns": "3"}}))],
+            "metrics['turns'] must be a number, not '3'",
+        ),
     ],
 )
 def test_a_workflow_that_returns_something_else_is_told_so(group: object, said: str) -> None:
