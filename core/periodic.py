@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from core.monitoring.monitor import StepTimer
 from core.recovery.recover import RecoverStore, RunState, WaitWritten
-from core.schedule import DueTimer, Frequency, Schedule
+from core.schedule import DueTimer, Frequency
+from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from core.config.runtime import ExperimentSaveEvalControl

@@ -1,4 +1,4 @@
-"""Where a run stands: epochs, steps, and when something is due. No clocks of its own; the caller says the time."""
+"""The schedule of a run, and when a periodic action is due. Reads no clock: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -6,53 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollout.experience import Schedule
+
 if TYPE_CHECKING:
     from core.config.runtime import ExperimentSaveEvalControl
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Steps of a run. An epoch visits every prompt once; its last batch may be smaller."""
-
-    num_prompts: int
-    batch_size: int
-    total_epochs: int
-    total_steps_limit: int | None = None
-
-    @classmethod
-    def from_control(cls, control: ExperimentSaveEvalControl, *, num_prompts: int, batch_size: int) -> Schedule:
-        """The exp_ctrl keys over a data set; benchmark_steps and total_train_steps both shorten the run."""
-        limits = [n for n in (control.total_train_steps, control.benchmark_steps) if n is not None]
-        return cls(
-            num_prompts=num_prompts,
-            batch_size=batch_size,
-            total_epochs=control.total_train_epochs,
-            total_steps_limit=min(limits, default=None),
-        )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.num_prompts // self.batch_size)
-
-    @property
-    def total_steps(self) -> int:
-        steps = self.steps_per_epoch * self.total_epochs
-        return steps if self.total_steps_limit is None else min(steps, self.total_steps_limit)
-
-    def consumed_before(self, step: int) -> int:
-        """Prompts that the first `step` steps train on."""
-        epochs, within = divmod(step, self.steps_per_epoch)
-        return epochs * self.num_prompts + min(within * self.batch_size, self.num_prompts)
-
-    def step_at(self, num_prompts: int) -> int:
-        """The most steps that train on no more than so many prompts."""
-        epochs, within = divmod(num_prompts, self.num_prompts)
-        return epochs * self.steps_per_epoch + within // self.batch_size
-
-    def position(self, step: int) -> tuple[int, int]:
-        """(epoch, step of the epoch) of global step `step`; all three count from 1."""
-        epoch, epoch_step = divmod(step - 1, self.steps_per_epoch)
-        return epoch + 1, epoch_step + 1
+def schedule_from_control(control: ExperimentSaveEvalControl, *, num_prompts: int, batch_size: int) -> Schedule:
+    """Apply the exp_ctrl keys to a data set; benchmark_steps and total_train_steps both shorten the run."""
+    limits = [n for n in (control.total_train_steps, control.benchmark_steps) if n is not None]
+    return Schedule(
+        num_prompts=num_prompts,
+        batch_size=batch_size,
+        total_epochs=control.total_train_epochs,
+        total_steps_limit=min(limits, default=None),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from core.data.rollout_batch import RolloutBatch
 from core.monitoring.monitor import Monitor, StepTimer
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
-from core.schedule import Schedule
+from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from core.launch.rollout_client import RolloutClient

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig
     from core.experiments.workers import TrainedEngines
     from core.paths import RunPaths
-    from core.schedule import Schedule
+    from rollout.experience import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
     """The same number of prompts done, in steps of another batch size: at most one batch of them is trained again."""
     if start.identity is None or start.identity.train_bs_n_seqs == schedule.batch_size:
         return start
-    done = replace(schedule, batch_size=start.identity.train_bs_n_seqs).consumed_before(start.state.step)
-    step = schedule.step_at(done)
+    done = replace(schedule, batch_size=start.identity.train_bs_n_seqs).first_prompt_of(start.state.step)
+    step = schedule.step_of(done)
     logger.warning(
         "%s: %d prompts were trained in %d steps, which is step %d now.", ", ".join(start.changes), done,
         start.state.step, step,

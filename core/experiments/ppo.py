@@ -24,8 +24,9 @@ from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity
-from core.schedule import Schedule
+from core.schedule import schedule_from_control
 from core.trainer import PPOTrainer
+from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +68,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         workers = start_ppo_workers(config, allocation, cluster, memory)
         workers.groups.wait_started(patience)
         facts = workers.rollout.wait_started(patience)
-        schedule = Schedule.from_control(
+        schedule = schedule_from_control(
             config.exp_ctrl, num_prompts=facts["num_prompts"], batch_size=config.dataset.train_bs_n_seqs
         )
         start = fit_to_schedule(start, schedule)

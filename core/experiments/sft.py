@@ -17,9 +17,10 @@ from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
-from core.schedule import Schedule
+from core.schedule import schedule_from_control
 from core.trainer import EngineRef
 from rollout.data.rows import DatasetError
+from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +118,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
     train = AnswerDataset(data.train_path, tokenizer, **options)
     valid = AnswerDataset(data.valid_path, tokenizer, **options) if data.valid_path else None
     _check_same_rows(train, start, ignore_changes=config.recover_ignore_changes)
-    schedule = Schedule.from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
+    schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
     start = fit_to_schedule(start, schedule)
     with Cluster(
         ray_address=config.launch.ray_address,

@@ -29,12 +29,12 @@ from core.monitoring.monitor import Monitor, StepTimer
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
-from core.schedule import Schedule
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.out_of_memory import StepOutOfMemory
+from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
 
 PerAnswer = Sequence[Sequence[float]]

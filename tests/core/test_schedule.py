@@ -6,10 +6,12 @@ from dataclasses import asdict
 import pytest
 
 from core.config.runtime import ExperimentSaveEvalControl
+from core.experiments.common import Start, fit_to_schedule
 from core.monitoring.monitor import StepTimer
 from core.periodic import Actions, PeriodicActions
-from core.recovery.recover import RunState
-from core.schedule import DueTimer, Frequency, Schedule
+from core.recovery.recover import RunIdentity, RunState
+from core.schedule import DueTimer, Frequency, schedule_from_control
+from rollout.experience import Schedule
 
 NEVER = Frequency(epochs=None, steps=None, seconds=None)
 
@@ -45,7 +47,7 @@ def test_a_number_of_prompts_is_the_step_that_skips_none_of_them(num_prompts: in
 )
 def test_the_shortest_of_all_limits_ends_the_run(total: int | None, benchmark: int | None, steps: int) -> None:
     control = ExperimentSaveEvalControl(total_train_epochs=2, total_train_steps=total, benchmark_steps=benchmark)
-    assert Schedule.from_control(control, num_prompts=16, batch_size=4).total_steps == steps
+    assert schedule_from_control(control, num_prompts=16, batch_size=4).total_steps == steps
 
 
 def test_the_recover_rule_of_the_tutorial_first_after_step_two_then_by_seconds() -> None:
@@ -141,3 +143,11 @@ def test_seconds_since_something_was_due_count_on() -> None:
     after.load_state_dict(before.state_dict(now=1000.0), now=5000.0)  # 250 s after it was due
     asked = {"ends_epoch": False, "epoch": 1}
     assert not after.due(step=4, now=5349.0, **asked) and after.due(step=5, now=5350.0, **asked)
+
+
+def test_another_batch_size_continues_after_the_same_prompts_also_where_the_run_is_shorter_now() -> None:
+    identity = RunIdentity(train_bs_n_seqs=4, group_size=1, n_nodes=1)
+    found = RunState(step=20, version=20, elapsed_seconds=0.0, extra={})
+    start = Start(state=found, rollout_state=None, checkpoint=None, identity=identity, changes=("batch size",))
+    schedule = Schedule(num_prompts=1000, batch_size=8, total_epochs=1, total_steps_limit=12)
+    assert fit_to_schedule(start, schedule).state.step == 10
