@@ -1,6 +1,6 @@
 """The measurement of `python -m tools.bench gpu --only experts`: updates of a model with experts.
 
-Stacked experts against Megatron's with TransformerEngine's products, in one run; see mcore_adapter/models/stacked_experts.py.
+Stacked experts (mcore_adapter/models/stacked_experts.py) against Megatron's with TransformerEngine's products, in one run.
 """
 
 from __future__ import annotations
