@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.rollout_settings import RolloutSettings
 from rollout.data.prompts import PromptDataset
-from rollout.evaluation import end_token_ids
+from rollout.evaluation import Judged, end_token_ids, sample_and_judge
 from rollout.experience import make_experience
 from rollout.inference.router import Router
 from rollout.producer import RolloutProducer
@@ -130,38 +129,44 @@ class RolloutService:
         return {"group_size": self._group_size, "producer": await self._producer.state_dict()}
 
     async def evaluate(self) -> dict[str, float]:
-        """One completion for each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean length in
-        tokens, share of completions cut off by the limit. Of several sets, each figure is {set}/{figure}."""
-        results = await asyncio.gather(*(self._evaluate(name, of) for name, of in self._eval_prompts.items()))
+        """Judge one completion for each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean length
+        in tokens, share of completions cut off by the limit. Of several sets, each figure is {set}/{figure}."""
+        judged: dict[str, list[Judged]] = {name: [] for name in self._eval_prompts}
+        questions = [(name, p, self._eval_request(name, p)) for name, of in self._eval_prompts.items() for p in of]
+        await sample_and_judge(
+            questions,
+            self.router,
+            self._rewards,
+            self._tokenizer,
+            max_in_flight=len(questions),
+            on_judged=lambda name, _, result: judged[name].append(result),
+        )
+        results = {name: _figures(of) for name, of in judged.items()}
         if len(results) == 1:
-            return results[0]
-        by_set = zip(self._eval_prompts, results, strict=True)
-        return {f"{name}/{figure}": value for name, result in by_set for figure, value in result.items()}
+            return next(iter(results.values()))
+        return {f"{name}/{figure}": value for name, result in results.items() for figure, value in result.items()}
 
-    async def _evaluate(self, name: str, prompts: Sequence[Prompt]) -> dict[str, float]:
-        requests = [
-            GenerateRequest(
-                request_id=f"eval-{name}-{p.index}",
-                prompt_ids=p.token_ids.tolist(),
-                sampling=self._eval_sampling,
-                seed=p.index,
-            )
-            for p in prompts
-        ]
-        completions = await asyncio.gather(*(self.router.generate(r) for r in requests))
-        texts = [str(self._tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
-        scores = await asyncio.gather(*(self._rewards.score(p, t) for p, t in zip(prompts, texts, strict=True)))
-        return {
-            "accuracy": float(np.mean([s > 0 for s in scores])),
-            "mean_length_tokens": float(np.mean([len(c.token_ids) for c in completions])),
-            "no_eos_ratio": float(np.mean([c.finish_reason == "length" for c in completions])),
-        }
+    def _eval_request(self, name: str, prompt: Prompt) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=f"eval-{name}-{prompt.index}",
+            prompt_ids=prompt.token_ids.tolist(),
+            sampling=self._eval_sampling,
+            seed=prompt.index,
+        )
 
     async def close(self) -> None:
         """Cancel what runs and end the reward workers."""
         await self._producer.__aexit__(None, None, None)
         await self.router.close()
         await self._rewards.close()
+
+
+def _figures(judged: Sequence[Judged]) -> dict[str, float]:
+    return {
+        "accuracy": float(np.mean([j.score > 0 for j in judged])),
+        "mean_length_tokens": float(np.mean([len(j.completion.token_ids) for j in judged])),
+        "no_eos_ratio": float(np.mean([j.completion.finish_reason == "length" for j in judged])),
+    }
 
 
 def named(paths: Sequence[str]) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Samples answers to a benchmark's questions and keeps them in a file: what tools/eval/__main__.py drives.
+"""Samples and judges answers: sample_and_judge() for every evaluation, answer_questions() for benchmarks.
 
-One line of the file is one answer, written when it is judged, so that whatever ends an evaluation costs the answers
-under way and nothing else. Invariant: within its set an answer is named by (query_id, mode, number) and its seed is a
-function of that name, so a continued evaluation asks for exactly what is missing.
+One line of a benchmark's file is one answer, written when it is judged, so that whatever ends an evaluation costs the
+answers under way and nothing else. Invariant: within its set an answer is named by (query_id, mode, number) and its
+seed is a function of that name, so a continued evaluation samples exactly what is missing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 from rollout.data.prompts import Tokenizer
 from rollout.rewards.math_answers import extracted_answer
-from rollout.rewards.pool import RewardPool
-from rollout.types import FinishReason, GenerateRequest, Generator, Prompt, SamplingParams
+from rollout.rewards.pool import Outcome, RewardPool
+from rollout.types import Completion, FinishReason, GenerateRequest, Generator, Prompt, SamplingParams
 from rollout.workflows.single_turn import sample_seed
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,21 @@ logger = logging.getLogger(__name__)
 Mode = Literal["greedy", "sample"]
 Name = tuple[str, Mode, int]
 """(query_id, mode, number) of an answer."""
+
+
+Key = TypeVar("Key")
+"""How a caller of sample_and_judge() names a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One completion with its text and score."""
+
+    completion: Completion
+    text: str
+    score: float
+    outcome: Outcome
+    """How judging ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +162,36 @@ def read_answers(path: Path, *, repair: bool = False) -> list[Answer]:
     return answers
 
 
+async def sample_and_judge(
+    questions: Iterable[tuple[Key, Prompt, GenerateRequest]],
+    generator: Generator,
+    rewards: RewardPool,
+    tokenizer: Tokenizer,
+    *,
+    max_in_flight: int,
+    on_judged: Callable[[Key, Prompt, Judged], None],
+) -> None:
+    """Sample a completion for each request and judge its text; call `on_judged` as each is known.
+
+    At most `max_in_flight` requests run at once; they start in the order given. The first request that fails ends the
+    evaluation with its error."""
+    remaining = iter(questions)
+
+    async def work() -> None:
+        for key, prompt, request in remaining:  # shared by all workers: each takes the next one
+            completion = await generator.generate(request)
+            text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            ((score, outcome),) = await rewards.judge_many(prompt, [text])
+            on_judged(key, prompt, Judged(completion=completion, text=text, score=score, outcome=outcome))
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(max_in_flight):
+                workers.create_task(work())
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
 async def answer_questions(
     sets: Sequence[QuestionSet],
     generator: Generator,
@@ -164,33 +209,25 @@ async def answer_questions(
     begins while the last answers of one are under way. A request that fails ends the evaluation with its error.
     """
     missing = (
-        (of.name, prompt, mode, number)
+        ((of.name, mode, number), prompt, plan.request(of.name, prompt, mode, number))
         for of in sets
         for prompt in of.prompts
         for _, mode, number in (name for name in plan.names(prompt) if name not in of.done)
     )
 
-    async def work() -> None:
-        for set_name, prompt, mode, number in missing:  # shared by all workers: each takes the next one
-            completion = await generator.generate(plan.request(set_name, prompt, mode, number))
-            text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-            ((score, outcome),) = await rewards.judge_many(prompt, [text])
-            on_answer(
-                set_name,
-                Answer(
-                    query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=text,
-                    answer=extracted_answer(text), score=float(score > 0), tokens=len(completion.token_ids),
-                    finish_reason=completion.finish_reason,
-                    unjudged=None if outcome.is_verdict else outcome.name.lower(),
-                ),
-            )  # fmt: skip
+    def keep(key: tuple[str, Mode, int], prompt: Prompt, judged: Judged) -> None:
+        set_name, mode, number = key
+        on_answer(
+            set_name,
+            Answer(
+                query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=judged.text,
+                answer=extracted_answer(judged.text), score=float(judged.score > 0),
+                tokens=len(judged.completion.token_ids), finish_reason=judged.completion.finish_reason,
+                unjudged=None if judged.outcome.is_verdict else judged.outcome.name.lower(),
+            ),
+        )  # fmt: skip
 
-    try:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(max_in_flight):
-                workers.create_task(work())
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    await sample_and_judge(missing, generator, rewards, tokenizer, max_in_flight=max_in_flight, on_judged=keep)
 
 
 def end_token_ids(tokenizer: Any, generation_config: dict[str, Any]) -> tuple[int, ...]:

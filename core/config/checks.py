@@ -23,11 +23,10 @@ from core.config.base import Problem
 from core.config.check_models import ModelFolderError, read_model_folder
 from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
-from core.data.answer_rows import read_pairs
 from core.paths import RunPaths
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
-from rollout.data.rows import DatasetError, scan_rows
+from rollout.data.rows import DatasetError, read_pairs, scan_rows
 from rollout.inference.sglang.gpus import check_gpus
 from rollout.plugins import PluginError, load_plugin
 from rollout.rewards.registry import REWARDS

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.data.answer_rows import read_pairs
 from mcore_adapter.data.batch import PackedBatch
 from rollout.data.prompts import check_same_stream
-from rollout.data.rows import DatasetError
+from rollout.data.rows import DatasetError, read_pairs
 
 logger = logging.getLogger(__name__)
 

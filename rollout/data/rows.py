@@ -1,8 +1,7 @@
 """jsonl rows as users have them, read into one form. Standard library only: a --dry-run checks a data set with it.
 
-Schemas are told apart by their keys: {"prompt", "solutions"} (the tutorial's), {"prompt", "answer"}, {"problem",
-"answer"} (MATH, AIME, AMC), {"question", "answer": "... #### n"} (GSM8K) and {"input", "target"} (MAWPS); of any other,
-`Fields` names the keys.
+SCHEMAS lists the schemas, which are recognised by their keys; of any other, `Fields` names the keys. scan_rows() reads
+prompts with the solutions that rewards compare with, read_pairs() prompts with the answers that fine-tuning trains on.
 Invariant: a `Row` that comes out of here has a prompt, a unique query_id and, for task "math", at least one solution in
 a box; whatever cannot be read that way is an error that names file and line.
 """
@@ -13,12 +12,15 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 
@@ -47,6 +49,29 @@ class Fields:
     answer: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The keys of one kind of row. Of several keys for one thing, the first that a row has counts."""
+
+    prompt: str
+    solutions: tuple[str, ...]
+    """What a completion is compared with."""
+    answers: tuple[str, ...]
+    """What fine-tuning trains on: where there are both, the answer in full."""
+
+
+SCHEMAS = (
+    # The tutorial's.
+    Schema(prompt="prompt", solutions=("solutions", "answer"), answers=("answer", "solutions")),
+    # MATH, AIME, AMC.
+    Schema(prompt="problem", solutions=("answer", "solution"), answers=("solution", "answer")),
+    # GSM8K: the answer ends in "#### <number>".
+    Schema(prompt="question", solutions=("answer",), answers=("answer",)),
+    # MAWPS.
+    Schema(prompt="input", solutions=("target",), answers=("target",)),
+)
+
+
 def scan_rows(path: str | Path, fields: Fields | None = None) -> list[Row]:
     """Read and check every row of a jsonl file; blank lines are skipped. A repeated query_id is kept under a new name.
     `fields`: where prompt and answer are; None: detect_fields() of each row.
@@ -54,17 +79,18 @@ def scan_rows(path: str | Path, fields: Fields | None = None) -> list[Row]:
     Raises DatasetError with file and line for the first row that cannot be used, and for a missing or empty file.
     """
     path = Path(path)
-    rows = _with_unique_ids(list(_read(path, fields)), path)
-    if not rows:
-        raise DatasetError(f"{path}: no rows; a data set needs at least one json object per line")
-    return rows
+    rows = _read(path, lambda record, line: _row(record, line, fields, default_id=f"{path.stem}-{line}"))
+    return _with_unique_ids(rows, path)
+
+
+def read_pairs(path: str | Path) -> list[tuple[str, str]]:
+    """Read (prompt, answer) of every row of a jsonl file, for supervised fine-tuning; errors as scan_rows()."""
+    return _read(Path(path), lambda record, line: _pair(record))
 
 
 def boxed(answer: str | int | float) -> str:
     """An answer as the tutorial writes it: 43.0 -> `\\boxed{43}`, 1e-3 -> `\\boxed{0.001}`; boxed text stays."""
-    if isinstance(answer, float):
-        answer = int(answer) if answer.is_integer() else f"{Decimal(str(answer)):f}"
-    text = str(answer).strip()
+    text = _scalar_text(answer).strip()
     return text if "\\boxed" in text else f"\\boxed{{{text}}}"
 
 
@@ -84,26 +110,36 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 def detect_fields(record: Mapping[str, object]) -> Fields:
     """Where a row has its prompt and its answer. Raises ValueError for a schema that is not known."""
-    if "prompt" in record:
-        return Fields("prompt", "answer" if "answer" in record and "solutions" not in record else "solutions")
-    if "problem" in record:
-        return Fields("problem", "answer" if "answer" in record else "solution")
-    if "question" in record:
-        return Fields("question", "answer")
-    if "input" in record:
-        return Fields("input", "target")
+    schema = _schema_of(record)
+    return Fields(schema.prompt, _first(schema.solutions, lambda key: key in record))
+
+
+def _schema_of(record: Mapping[str, object]) -> Schema:
+    for schema in SCHEMAS:
+        if schema.prompt in record:
+            return schema
     raise ValueError(
         f"no prompt among the keys {sorted(record)}; a row has prompt + solutions, prompt + answer, problem + answer, "
         "question + answer, or input + target"
     )
 
 
-def _read(path: Path, fields: Fields | None) -> Iterator[Row]:
+def _first(keys: Sequence[str], fits: Callable[[str], bool]) -> str:
+    """Return the first of `keys` that fits, or else the first of all, for an error to name."""
+    return next((key for key in keys if fits(key)), keys[0])
+
+
+def _read(path: Path, parse: Callable[[dict[str, object], int], T]) -> list[T]:
+    """Parse every record with its line number. Raises DatasetError, with file and line where there is one."""
+    parsed = []
     for number, record in read_records(path):
         try:
-            yield _row(record, number, fields, default_id=f"{path.stem}-{number}")
+            parsed.append(parse(record, number))
         except ValueError as error:
             raise DatasetError(f"{path}:{number}: {error}") from error
+    if not parsed:
+        raise DatasetError(f"{path}: no rows; a data set needs at least one json object per line")
+    return parsed
 
 
 def _parse_line(line: bytes) -> dict[str, object]:
@@ -154,20 +190,55 @@ def _listed_solutions(record: dict[str, object], key: str) -> tuple[str, ...]:
     solutions = record.get(key)
     if solutions is None and record.get("task", "math") != "math":
         return ()
-    if not isinstance(solutions, list) or not solutions or not all(isinstance(s, str) and s.strip() for s in solutions):
-        raise ValueError(f'"{key}" must be a list of non-empty strings, found {_shown(solutions)}')
-    return tuple(boxed(solution) if record.get("task", "math") == "math" else solution for solution in solutions)
+    is_math = record.get("task", "math") == "math"
+    return tuple(boxed(solution) if is_math else solution for solution in _texts(record, key))
+
+
+def _texts(record: dict[str, object], key: str) -> list[str]:
+    """A list of strings that are not blank."""
+    values = record.get(key)
+    if not isinstance(values, list) or not values or not all(isinstance(v, str) and v.strip() for v in values):
+        raise ValueError(f'"{key}" must be a list of non-empty strings, found {_shown(values)}')
+    for value in values:
+        value.encode()  # see _text
+    return values
 
 
 def _scalar_solution(record: dict[str, object], key: str) -> str:
+    value = _scalar(record, key)
+    if key == "solution" and "\\boxed" not in str(value):
+        raise ValueError('"solution" has no \\boxed{...} and the row has no "answer"')
+    return boxed(value)
+
+
+def _pair(record: dict[str, object]) -> tuple[str, str]:
+    schema = _schema_of(record)
+    key = _first(schema.answers, lambda key: record.get(key) is not None)
+    answer = record.get(key)
+    if isinstance(answer, list):
+        answer = _texts(record, key)[0]
+    elif not isinstance(answer, str):
+        answer = _scalar_text(_scalar(record, key))
+    else:
+        answer = _text(record, key)
+    return _text(record, schema.prompt), answer
+
+
+def _scalar(record: dict[str, object], key: str) -> str | int | float:
+    """A string that is not blank, or a finite number."""
     value = record.get(key)
     usable = isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip()
     if not usable or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f'"{key}" must be a string or a number, found {_shown(value)}')
-    if key == "solution" and "\\boxed" not in str(value):
-        raise ValueError('"solution" has no \\boxed{...} and the row has no "answer"')
     assert isinstance(value, str | int | float), "checked above"
-    return boxed(value)
+    return value
+
+
+def _scalar_text(value: str | int | float) -> str:
+    """43.0 -> 43, 1e-3 -> 0.001; text stays."""
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
+    return str(value)
 
 
 def _text(record: dict[str, object], key: str) -> str:

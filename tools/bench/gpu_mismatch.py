@@ -47,7 +47,7 @@ def num_lessons() -> int:
 
 def corpus(scene: Scene) -> np.ndarray | None:
     """Questions with their answers end to end, tokenised; None without the data."""
-    from core.data.answer_rows import read_pairs
+    from rollout.data.rows import read_pairs
     from tools.scratch_model import EOS, train_tokenizer
 
     path = Path(os.environ.get("SLIPSTREAM_DATA", "/nonexistent")) / "gsm8k" / "train.jsonl"

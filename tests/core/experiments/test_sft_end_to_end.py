@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core.data.answer_rows import read_pairs
 from core.data.answers import AnswerDataset
 from core.experiments.common import Start
 from core.experiments.sft import _check_same_rows
 from core.recovery.recover import RunState
-from rollout.data.rows import DatasetError
+from rollout.data.rows import DatasetError, read_pairs
 
 
 def test_two_ranks_learn_the_pairs_and_the_saved_model_agrees_with_the_reported_loss(assets, run_command) -> None:
@@ -115,8 +114,8 @@ def test_a_recovered_run_with_another_seed_is_refused(assets, run_command) -> No
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "1+1="}', r":2: needs a text 'prompt' and one of \['answer', 'solutions'\]"),
-        ('{"prompt": 3, "answer": "2"}', ":2: needs a text 'prompt'"),
+        ('{"prompt": "1+1="}', ':2: "answer" must be a string or a number, found nothing'),
+        ('{"prompt": 3, "answer": "2"}', ':2: "prompt" must be a non-empty string, found int'),
         ('{"prompt": "1+1=", "answer": ', ":2: not a json object"),
         ("[1]", ":2: expected a json object, found list"),
     ],

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout.data.prompts import PromptDataset
-from rollout.data.rows import DatasetError, scan_rows
+from rollout.data.rows import DatasetError, read_pairs, scan_rows
 from rollout.types import Prompt
 
 DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[3].parent / "shared" / "data"))
@@ -86,6 +86,52 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, lin
     path = write(tmp_path / "d.jsonl", tutorial_row(0), "", line)
     with pytest.raises(DatasetError) as error:
         scan_rows(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "pair"),
+    [
+        ({"prompt": "p", "answer": "7", "solutions": ["8"]}, ("p", "7")),
+        (tutorial_row(7), ("one two", "\\boxed{7}")),
+        ({"question": "q", "answer": "1080 = 2 * 540\n#### 1,080"}, ("q", "1080 = 2 * 540\n#### 1,080")),
+        ({"problem": "p", "answer": "3", "solution": "so it is 3"}, ("p", "so it is 3")),
+        ({"problem": "p", "answer": 27.0, "solution": None}, ("p", "27")),
+        ({"input": "i", "target": 9.43}, ("i", "9.43")),
+        ({"prompt": "p", "answer": ["first", "second"]}, ("p", "first")),
+    ],
+)
+def test_pairs_for_fine_tuning_hold_the_answer_in_full(
+    tmp_path: Path, record: dict[str, object], pair: tuple[str, str]
+) -> None:
+    assert read_pairs(write(tmp_path / "d.jsonl", record)) == [pair]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "x", "answer": NaN}', "\"answer\" must be a string or a number, found float 'nan'"),
+        ('{"prompt": "x", "answer": -Infinity}', '"answer" must be a string or a number'),
+        ('{"prompt": "x", "answer": true}', "\"answer\" must be a string or a number, found bool 'True'"),
+        ('{"prompt": "x", "answer": {"a": 1}}', '"answer" must be a string or a number, found dict'),
+        ('{"prompt": "x", "answer": ""}', '"answer" must be a non-empty string'),
+        ('{"prompt": "x", "answer": " "}', '"answer" must be a non-empty string'),
+        ('{"prompt": "x", "solutions": []}', '"solutions" must be a list of non-empty strings'),
+        ('{"prompt": "x", "solutions": [true]}', '"solutions" must be a list of non-empty strings'),
+        ('{"prompt": "x"}', '"answer" must be a string or a number, found nothing'),
+        ('{"prompt": " ", "answer": "1"}', '"prompt" must be a non-empty string'),
+        ('{"text": "x"}', "no prompt among the keys ['text']"),
+        ('{"prompt": "\\ud83d", "answer": "1"}', "surrogates"),
+        ('{"prompt": "x", "answer": "\\ud83d"}', "surrogates"),
+        ('{"prompt": "x", "solutions": ["\\ud83d"]}', "surrogates"),
+        ("[1, 2]", "expected a json object, found list"),
+    ],
+)
+def test_a_pair_that_cannot_be_trained_on_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
+    path = write(tmp_path / "d.jsonl", {"prompt": "x", "answer": "1"}, "", line)
+    with pytest.raises(DatasetError) as error:
+        read_pairs(path)
     assert str(error.value).startswith(f"{path}:3: ")
     assert said in str(error.value)
 
