@@ -21,7 +21,7 @@ from rollout.inference.router import Router
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool
 from rollout.types import GenerateRequest, Generator, Prompt, Workflow
-from rollout.workflows.single_turn import make_workflow
+from rollout.workflows import make_workflow
 
 logger = logging.getLogger(__name__)
 

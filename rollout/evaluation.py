@@ -20,7 +20,7 @@ from rollout.data.prompts import Tokenizer
 from rollout.rewards.math_answers import extracted_answer
 from rollout.rewards.pool import Outcome, RewardPool
 from rollout.types import Completion, FinishReason, GenerateRequest, Generator, Prompt, SamplingParams
-from rollout.workflows.single_turn import sample_seed
+from rollout.workflows import sample_seed
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from rollout.data.rows import DatasetError, read_pairs, scan_rows
 from rollout.inference.sglang.gpus import check_gpus
 from rollout.plugins import PluginError, load_plugin
 from rollout.rewards.registry import REWARDS
-from rollout.workflows.single_turn import check_workflow
+from rollout.workflows import check_workflow
 
 
 def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Problem]:

@@ -16,7 +16,7 @@ from core.rollout_settings import RolloutSettings
 from rollout.inference.embedded import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
-from rollout.workflows.single_turn import SingleTurnMathWorkflow
+from rollout.workflows import SingleTurnMathWorkflow
 
 
 def service(assets, generator: Generator, eval_paths: list[str], workflow: str = "math") -> RolloutService:

@@ -19,7 +19,7 @@ from rollout.inference.router import Router
 from rollout.ledger import PromptLedger, from_plain, to_plain
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
-from rollout.workflows.single_turn import build_trajectory
+from rollout.workflows import build_trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=60)
 GROUP_SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=20)

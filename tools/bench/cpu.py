@@ -208,7 +208,7 @@ def producer(scene: Scene) -> Iterator[Figure]:
     from rollout.producer import RolloutProducer
     from rollout.rewards.pool import RewardPool
     from rollout.types import SamplingParams
-    from rollout.workflows.single_turn import make_workflow
+    from rollout.workflows import make_workflow
 
     path = scene.model("0.8M", hidden_size=128, num_layers=4)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -206,7 +206,7 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
     from rollout.inference.router import Router
     from rollout.producer import RolloutProducer
     from rollout.rewards.pool import RewardPool
-    from rollout.workflows.single_turn import make_workflow
+    from rollout.workflows import make_workflow
 
     many = load()
     given = [

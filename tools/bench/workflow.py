@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from rollout.types import GenerateRequest, Prompt
-from rollout.workflows.single_turn import SingleTurnMathWorkflow
+from rollout.workflows import SingleTurnMathWorkflow
 
 MEDIAN_TOKENS = 448
 SIGMA = 0.95

@@ -83,7 +83,7 @@ def test_a_run_trains_on_what_servers_sample(
 OTHER_EXPERTS = """
 from dataclasses import replace
 import numpy as np
-from rollout.workflows.single_turn import SingleTurnMathWorkflow
+from rollout.workflows import SingleTurnMathWorkflow
 
 class OtherExperts(SingleTurnMathWorkflow):
     async def run(self, prompt, generator):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout.plugins import PluginError
 from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
-from rollout.workflows.single_turn import SingleTurnMathWorkflow, build_trajectory, make_workflow, sample_seed
+from rollout.workflows import SingleTurnMathWorkflow, build_trajectory, make_workflow, sample_seed
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 

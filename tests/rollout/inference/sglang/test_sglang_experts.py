@@ -18,7 +18,7 @@ from rollout.inference.sglang.experts import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
 from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams, WeightBucket
-from rollout.workflows.single_turn import build_trajectory
+from rollout.workflows import build_trajectory
 
 SHAPE = dict(
     vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,

@@ -1,0 +1,34 @@
+"""Workflows by name or import path."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rollout.plugins import PluginError, build_plugin, check_factory
+from rollout.types import Workflow
+from rollout.workflows.single_turn import SingleTurnMathWorkflow
+
+WORKFLOWS: dict[str, type] = {"math": SingleTurnMathWorkflow}
+
+
+def check_workflow(spec: str) -> None:
+    """What can be known of `spec` before there are settings for make_workflow. Raises PluginError."""
+    if ":" in spec:
+        check_factory(spec, kind="workflow", settings=inspect.signature(SingleTurnMathWorkflow).parameters)
+    elif spec not in WORKFLOWS:
+        known = ", ".join(sorted(WORKFLOWS))
+        raise PluginError(f"unknown workflow {spec!r}; use one of {known}, or package.module:Class")
+
+
+def make_workflow(spec: str, **settings: Any) -> Workflow:
+    """The workflow called `spec`: a name in WORKFLOWS or an import path "pkg.mod:Name" of a class or factory.
+
+    `settings` are those of SingleTurnMathWorkflow: tokenizer, reward_pool, sampling, group_size, seed.
+    Raises PluginError.
+    """
+    if spec in WORKFLOWS:
+        workflow: Workflow = WORKFLOWS[spec](**settings)
+        return workflow
+    built: Workflow = build_plugin(spec, kind="workflow", methods={"run": ("prompt", "generator")}, **settings)
+    return built

@@ -1,0 +1,53 @@
+"""What workflows share: the seed of a sample, and the trajectory of a completion.
+
+Invariant: seeds are a function of (run seed, epoch, prompt, sample) alone, so a prompt that is issued again after a
+failure or a restart draws the same samples from the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+
+from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
+
+
+def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int) -> int:
+    """A seed in [0, 2**63) for one sample of one prompt in one epoch."""
+    key = struct.pack("<4q", run_seed, epoch, prompt_index, sample)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> Trajectory:
+    """Prompt and completion end to end, the prompt masked out. Raises RuntimeError on an aborted completion."""
+    if completion.finish_reason == "abort":
+        raise RuntimeError(
+            f"{prompt.query_id}: the generator handed back an aborted completion; "
+            "put a Router in front of it, which continues those"
+        )
+    num_prompt, num_sampled = len(prompt.token_ids), len(completion.token_ids)
+    total = num_prompt + num_sampled
+    loss_mask = np.zeros(total, dtype=np.bool_)
+    loss_mask[num_prompt:] = True
+    logprobs = np.zeros(total, dtype=np.float32)
+    logprobs[num_prompt:] = completion.logprobs
+    versions = np.full(total, PROMPT_VERSION, dtype=np.int32)
+    versions[num_prompt:] = completion.versions
+    token_ids = np.empty(total, dtype=np.int32)
+    token_ids[:num_prompt] = prompt.token_ids
+    token_ids[num_prompt:] = completion.token_ids
+    experts = completion.routed_experts
+    if experts is not None:
+        experts = np.concatenate([experts, np.full((total - len(experts), *experts.shape[1:]), -1, experts.dtype)])
+    return Trajectory(
+        query_id=prompt.query_id,
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        rollout_logprobs=logprobs,
+        versions=versions,
+        reward=reward,
+        finish_reason=completion.finish_reason,
+        routed_experts=experts,
+    )
