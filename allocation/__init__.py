@@ -6,6 +6,7 @@ Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and 
 """
 
 from allocation.checks import batch_errors, check_batch, check_model, model_errors
+from allocation.device import CPU, GPU, Device, DeviceChoice, DeviceDecision
 from allocation.device_mapping import DeviceMapping, parse_device_mappings
 from allocation.errors import AllocationError
 from allocation.layout import (
@@ -21,8 +22,10 @@ from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, for
 from allocation.resolve import parse
 
 __all__ = [
+    "CPU",
     "GENERATOR_BACKENDS",
     "GENERATOR_ROLE",
+    "GPU",
     "MEGATRON_ROLES",
     "ROLES",
     "TRAINER_ROLE",
@@ -30,6 +33,9 @@ __all__ = [
     "AllocationError",
     "AllocationRow",
     "Backend",
+    "Device",
+    "DeviceChoice",
+    "DeviceDecision",
     "DeviceMapping",
     "ParallelLayout",
     "RoleAllocation",

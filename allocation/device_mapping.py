@@ -7,7 +7,7 @@ part, and rank r runs on entry r, in the order that the user wrote.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ from allocation.layout import (
     Backend,
     ParallelLayout,
     check_generator_layout,
+    chosen_backend,
     generator_layout_for,
     nearest_layout,
 )
@@ -39,7 +40,7 @@ def parse_device_mappings(
     *,
     n_nodes: int,
     n_gpus_per_node: int,
-    default_backend: Backend = "embedded",
+    default_backend: Backend | Callable[[], Backend] = "embedded",
 ) -> Allocation:
     """Place every role on the slots written for it: {"actor_train": ("list(range(0,8))", layout), ...}.
 
@@ -78,8 +79,9 @@ def parse_device_mappings(
     _check_all_used(used, cluster)
     trainer = roles[TRAINER_ROLE]
     if GENERATOR_ROLE not in roles:
-        shared = generator_layout_for(trainer.layout, default_backend)
-        roles[GENERATOR_ROLE] = RoleAllocation(GENERATOR_ROLE, default_backend, shared, trainer.slots)
+        backend = chosen_backend(default_backend)
+        shared = generator_layout_for(trainer.layout, backend)
+        roles[GENERATOR_ROLE] = RoleAllocation(GENERATOR_ROLE, backend, shared, trainer.slots)
     for role in MEGATRON_ROLES:
         if role not in roles:
             roles[role] = replace(roles[FALLBACK[role]], role=role)
@@ -113,12 +115,15 @@ def _check_devices(devices: Sequence[int], cluster: Cluster) -> None:
 
 
 def _role_layout(
-    role: str, layout: ParallelLayout | str | None, num_devices: int, default_backend: Backend
+    role: str,
+    layout: ParallelLayout | str | None,
+    num_devices: int,
+    default_backend: Backend | Callable[[], Backend],
 ) -> tuple[Backend, ParallelLayout]:
     backend, degrees = parse_role_layout(layout) if isinstance(layout, str) else (None, layout)
     degrees = degrees or ParallelLayout(dp=num_devices)
     if role == GENERATOR_ROLE:
-        backend = backend or default_backend
+        backend = backend or chosen_backend(default_backend)
         if backend not in GENERATOR_BACKENDS:
             raise AllocationError(f"{role} runs on {', '.join(GENERATOR_BACKENDS)}, not on {backend}")
         check_generator_layout(degrees, backend)

@@ -7,6 +7,7 @@ resolve.py and checks.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,6 +120,11 @@ def check_generator_layout(layout: ParallelLayout, backend: Backend) -> None:
             value=str(layout),
             nearest=f"e = {nearest_of(layout.ep, divisors(layout.tp))}",
         )
+
+
+def chosen_backend(default: Backend | Callable[[], Backend]) -> Backend:
+    """The backend of a generator that names none."""
+    return default() if callable(default) else default
 
 
 def nearest_layout(layout: ParallelLayout, world_size: int) -> ParallelLayout:

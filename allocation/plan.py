@@ -8,10 +8,11 @@ that the slots of one server are neighbours.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from allocation.device import CPU, GPU, Device, DeviceDecision
 from allocation.layout import (
     GENERATOR_ROLE,
     MEGATRON_ROLES,
@@ -42,15 +43,18 @@ class Slot(NamedTuple):
 
 
 class AllocationRow(NamedTuple):
-    """One line of the table printed at start-up; `_fields` are the column names."""
+    """What is reported about a role at start-up: a line of the table, and below it the reason."""
 
     role: str
     backend: str
     layout: str
+    device: str
     num_slots: int
     placement: str
     """Nodes and the slots used on each: 'nodes 0-7: 0-7; node 8: 0-3'."""
     tp_groups_across_nodes: int
+    why: str
+    """The reason for the device, and for a backend that the user did not name."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,14 @@ class RoleAllocation:
     backend: Backend
     layout: ParallelLayout
     slots: tuple[Slot, ...]
+    device: Device = CPU
+    """Where its ranks compute; a slot is a GPU, or without GPUs a process."""
+    reason: str = field(default="", compare=False)
+    """Why this backend, and why this device."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == GPU
 
     @property
     def replicas(self) -> list[tuple[Slot, ...]]:
@@ -81,9 +93,11 @@ class RoleAllocation:
             role=self.role,
             backend=self.backend,
             layout=str(self.layout),
+            device=self.device,
             num_slots=len(self.slots),
             placement=describe_slots(self.slots),
             tp_groups_across_nodes=self.tp_groups_across_nodes,
+            why=self.reason,
         )
 
 
@@ -107,6 +121,25 @@ class Allocation:
     def colocated(self) -> bool:
         """True where the generator and the trainer share at least one slot."""
         return not set(self.generator.slots).isdisjoint(self.trainer.slots)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True where generator and trainer compute on the same GPUs, and so take turns on them."""
+        return self.colocated and self.generator.on_gpu and self.trainer.on_gpu
+
+    @property
+    def gpu_slots(self) -> list[Slot]:
+        """The GPUs that some role computes on, in order."""
+        return sorted({slot for role in self.roles.values() if role.on_gpu for slot in role.slots})
+
+    def with_devices(self, generator: DeviceDecision, trainer: DeviceDecision) -> Allocation:
+        """The same places with the device of the generator, and that of every other role."""
+        decided = {role: generator if role == GENERATOR_ROLE else trainer for role in self.roles}
+        roles = {
+            name: replace(role, device=decided[name].device, reason=decided[name].reason)
+            for name, role in self.roles.items()
+        }
+        return replace(self, roles=roles)
 
     def table(self) -> list[AllocationRow]:
         """Rows for printing, the generator first."""
@@ -146,7 +179,7 @@ def place(
 
 
 def format_allocation(allocation: Allocation) -> str:
-    """The canonical text: `parse` gives an equal Allocation back, whatever its `default_backend`.
+    """The canonical text: `parse` gives the same places back, whatever its `default_backend`; it does not say devices.
 
     An allocation that no text of the grammar stands for (an explicit device_mapping in an order of its own) is
     described instead, role by role: 'actor_gen=sglang.d8m1p1 on node 1: 0-7, actor_train=...'.
@@ -165,13 +198,17 @@ def format_allocation(allocation: Allocation) -> str:
             trainer=trainer,
             disaggregated=disaggregated,
         )
-        if standard == allocation:
+        if _places(standard) == _places(allocation):
             return format_layouts(generator.backend, generator.layout, trainer, disaggregated=disaggregated)
     return ", ".join(
         f"{role}={'' if a.backend == 'megatron' else f'{a.backend}.'}{a.layout} on {describe_slots(a.slots)}"
         for role, a in allocation.roles.items()
         if role not in FALLBACK or replace(a, role=FALLBACK[role]) != allocation.roles[FALLBACK[role]]
     )
+
+
+def _places(allocation: Allocation) -> list[tuple[Backend, ParallelLayout, tuple[Slot, ...]]]:
+    return [(role.backend, role.layout, role.slots) for role in allocation.roles.values()]
 
 
 def format_layouts(

@@ -6,7 +6,7 @@ many slots per role as the layout has ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from allocation.errors import AllocationError, did_you_mean
 from allocation.grammar import REST, Spec, parse_spec
@@ -16,6 +16,7 @@ from allocation.layout import (
     Backend,
     ParallelLayout,
     check_generator_layout,
+    chosen_backend,
     generator_layout_for,
     nearest_layout,
 )
@@ -30,14 +31,14 @@ def parse(
     n_nodes: int,
     n_gpus_per_node: int,
     key: str = "allocation_mode",
-    default_backend: Backend = "embedded",
+    default_backend: Backend | Callable[[], Backend] = "embedded",
     trainer_only: bool = False,
 ) -> Allocation:
     """Place every role as `text` says on a cluster of n_nodes x n_gpus_per_node slots.
 
     The grammar is in grammar.py; without '+' every role uses all slots. `default_backend` is the generator's where the
-    text names none. `trainer_only`: nothing is sampled, so a side for the generator is an error. Raises
-    AllocationError.
+    text names none; a function is called only then, and may raise AllocationError. `trainer_only`: nothing is sampled,
+    so a side for the generator is an error. Raises AllocationError.
     """
     cluster = make_cluster(n_nodes, n_gpus_per_node)
     if not isinstance(text, str):
@@ -48,16 +49,20 @@ def parse(
         raise error.within(key, text) from None
 
 
-def _resolve(text: str, cluster: Cluster, default_backend: Backend, trainer_only: bool) -> Allocation:
-    heuristic = _heuristic(cluster, default_backend, trainer_only)
+def _resolve(
+    text: str, cluster: Cluster, default_backend: Backend | Callable[[], Backend], trainer_only: bool
+) -> Allocation:
+    def heuristic() -> Spec:
+        return _heuristic(cluster, chosen_backend(default_backend), trainer_only)
+
     if text in ("manual", "search"):
         way = "set device_mapping for each role, or" if text == "manual" else "no search over layouts is made here:"
-        raise AllocationError(f"{way} write the layouts", nearest=f"heuristic, or {_format(heuristic)}")
+        raise AllocationError(f"{way} write the layouts", nearest=f"heuristic, or {_format(heuristic())}")
     if text != "heuristic" and (near := did_you_mean(text, ["heuristic"])):
         raise AllocationError(f"neither a layout nor a rule{near}", nearest="heuristic")
-    spec = heuristic if text == "heuristic" else parse_spec(text)
+    spec = heuristic() if text == "heuristic" else parse_spec(text)
     trainer = _layouts_by_role(spec.trainer)
-    backend = spec.backend or default_backend
+    backend = spec.backend or chosen_backend(default_backend)
     generator = spec.generator
     if trainer_only and generator is not None:
         raise AllocationError(

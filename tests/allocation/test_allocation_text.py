@@ -122,8 +122,8 @@ def test_a_moe_layout_says_how_attention_and_experts_share_the_ranks() -> None:
 def test_the_table_has_a_row_for_each_role() -> None:
     rows = parse("sglang.d4m2p1+d2m4p1", n_nodes=2, n_gpus_per_node=8).table()
     assert [row.role for row in rows] == list(ROLES)
-    assert tuple(rows[0]) == ("actor_gen", "sglang", "d4m2p1", 8, "node 0: 0-7", 0)
-    assert tuple(rows[1]) == ("actor_train", "megatron", "d2m4p1", 8, "node 1: 0-7", 0)
+    assert tuple(rows[0]) == ("actor_gen", "sglang", "d4m2p1", "cpu", 8, "node 0: 0-7", 0, "")
+    assert tuple(rows[1]) == ("actor_train", "megatron", "d2m4p1", "cpu", 8, "node 1: 0-7", 0, "")
 
 
 def test_too_few_gpus_names_both_numbers_and_what_fits() -> None:
