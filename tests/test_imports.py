@@ -27,7 +27,10 @@ ORDER = {
     "rollout": (
         "types plugins",
         "data rewards experience ledger",
-        "inference.sglang inference.embedded inference.mock inference.router",
+        "inference.errors inference.gpus inference.bucket inference.router",
+        "inference.backend",
+        "inference.sglang inference.embedded inference.mock",
+        "inference.registry",
         "workflows",
         "producer evaluation",
     ),
@@ -68,11 +71,13 @@ OWNER = {
 }
 DEVICE_WORDS = re.compile(r"\b(cuda|nccl|gloo)\b")
 MAY_NAME_DEVICES = (
+    "allocation/device.py",
     "mcore_adapter/device.py",
     "mcore_adapter/cpu/",
     "mcore_adapter/cuda/",
     "core/weight_sync/",
     "core/config/push.py",
+    "rollout/inference/backend.py",
     "rollout/inference/sglang/",
 )
 
@@ -316,3 +321,24 @@ def test_every_dependency_has_its_reason_in_the_docs() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"^\| ([A-Za-z][\w-]+) \|", page, flags=re.MULTILINE)) - {"package"}
     assert explained == always.union(*extras.values())
+
+
+ALIASES = {
+    "core/config/experiments.py": ("actor.sglang.", "generator.sglang_python"),
+    "core/config/models.py": ("actor.sglang.*", "sglang: dict[str, FlagValue]"),
+    "core/config/runtime.py": ("added to actor.sglang",),
+    "core/config/rules.py": ("model.sglang", "{name}.sglang", "config.actor.sglang"),
+    "core/experiments/workers.py": ("config.actor.sglang",),
+}
+"""Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""
+
+
+def test_core_knows_a_backend_by_its_capabilities_and_not_by_its_name() -> None:
+    wrong = [
+        place(path, number)
+        for path in source_files("core")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if "sglang" in line.lower()
+        and not any(alias in line for alias in ALIASES.get(path.relative_to(ROOT).as_posix(), ()))
+    ]
+    assert not wrong, wrong

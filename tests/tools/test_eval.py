@@ -18,9 +18,8 @@ from eval_cases import arguments, write_rows
 
 from rollout.evaluation import Answer, read_answers
 from rollout.inference.embedded import GeneratorError
+from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
-from rollout.inference.sglang.server import ServerStartError
-from rollout.inference.sglang.weights import ServerError, ServerGone
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from tools.eval.__main__ import BAD_INPUT, FAILED, main
 from tools.eval.data import EvalError
@@ -94,7 +93,7 @@ def test_a_set_has_a_file_from_its_first_answer_on(
     model: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*args: object, **options: object) -> None:
-        raise ServerError("HTTP 500")
+        raise GeneratorCallError("HTTP 500")
 
     monkeypatch.setattr("tools.eval.run.answer_questions", fail)
     assert main(arguments(model, data, tmp_path)) == FAILED
@@ -258,9 +257,9 @@ def test_an_evaluation_goes_on_with_the_same_server_arguments_and_ends_of_an_ans
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ServerStartError("the server died"), FAILED),
-        (ServerError("HTTP 500"), FAILED),
-        (ServerGone("generator-0 is gone"), FAILED),
+        (GeneratorStartError("the server died"), FAILED),
+        (GeneratorCallError("HTTP 500"), FAILED),
+        (GeneratorGone("generator-0 is gone"), FAILED),
         (NoGeneratorError("no generator is left"), FAILED),
         (GeneratorError("the engine died"), FAILED),
         (RewardWorkerError("did not start"), FAILED),

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.gpus import query_gpus
 from tools.bench import (
     convert,
     cpu,

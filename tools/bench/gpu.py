@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 
 PEAK_FLOPS = 989e12

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.gpus import query_gpus
 from rollout.types import Completion, GenerateRequest, SamplingParams
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, make_engine, trainer_world
@@ -94,7 +94,7 @@ async def _mismatch(
     async with generator(settings, "in_place") as served:
         beside = colocated or gpu is None
         sending = sender(scene, device, 1 << 30, beside=beside)
-        address = replace(served.address, trainer_ranks=(0,)) if beside else served.address
+        address = replace(served.endpoint, trainer_ranks=(0,)) if beside else served.endpoint
         await asyncio.to_thread(sending.connect, [address])
         buckets = partial(engine.iter_hf_weights, 1 << 30)
         await push_once([served], sending, buckets, 1, verify=True)

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
+from rollout.inference.gpus import query_gpus
 from rollout.inference.router import requests_at_once
-from rollout.inference.sglang.gpus import query_gpus
 from tools.bench import convert as bench_convert
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
@@ -164,7 +164,7 @@ async def _ask_server(scene: Scene, model: Path, length: int) -> float:
     flags = {name: value for name, value in server.flags.items() if name != "load_format"}
     at_once = requests_at_once(max_running=MAX_RUNNING, num_generators=1)  # as an evaluation makes them
     async with generator(replace(server, model_path=str(model), max_running=MAX_RUNNING, flags=flags)) as served:
-        url = served.address.url
+        url = served.endpoint.url
         await ask_plainly(url, _requests(model, "aime24", length), at_once=at_once)  # warm-up
         requests = [request for name in BENCHMARKS for request in _requests(model, name, length)]
         start = time.perf_counter()

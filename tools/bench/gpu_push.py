@@ -16,8 +16,8 @@ import aiohttp
 import numpy as np
 import orjson
 
+from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
 from tools.bench.gpu_servers import generator, load, prompts, server_settings
@@ -110,7 +110,7 @@ async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int
             if len(some) < count:
                 continue
             sending = sender(scene, device, mib << 20, beside=False)
-            await asyncio.to_thread(sending.connect, [one.address for one in some])
+            await asyncio.to_thread(sending.connect, [one.endpoint for one in some])
             buckets = partial(engine.iter_hf_weights, mib << 20)
             pushes, gaps = await pushes_into_streams(scene, some, sending, buckets, version)
             version += 2 + PUSHES
@@ -135,7 +135,7 @@ async def pushes_into_streams(
         version += 1
         await push_once(served, sending, buckets, version, verify=version == 1)
     async with AsyncExitStack() as stack:
-        entering = [stack.enter_async_context(streams(scene, one.address.url)) for one in served]
+        entering = [stack.enter_async_context(streams(scene, one.endpoint.url)) for one in served]
         arrivals = [times for server in await asyncio.gather(*entering) for times in server]
         pushes, gaps, calm = [], [], []
         for _ in range(PUSHES):
@@ -155,7 +155,7 @@ async def _push_beside(scene: Scene, engine: Any, device: Any) -> list[Figure]:
     figures: list[Figure] = []
     settings = server_settings(scene, scene.first_gpu, colocated=True)
     async with generator(settings, "abort") as served:
-        address = replace(served.address, trainer_ranks=(0,))
+        address = replace(served.endpoint, trainer_ranks=(0,))
         for mib in (256, 1024, 4096):
             sending = sender(scene, device, mib << 20, beside=True)
             sending.connect([address])

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
 from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
@@ -33,7 +33,7 @@ async def _push(scene: Scene) -> AsyncIterator[Figure]:
         async with AsyncExitStack() as stack:
             starting = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
             served = await asyncio.gather(*starting)
-            await asyncio.to_thread(ranks.connect, [one.address for one in served])
+            await asyncio.to_thread(ranks.connect, [one.endpoint for one in served])
             pushes, gaps = await pushes_into_streams(scene, served, ranks, lambda: None, 0)
             await asyncio.to_thread(ranks.close)
             for figure in push_figures(f"push.{scene.shape}_tp2_to_2_servers", pushes, gaps, "<= 150"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.inference.sglang.gpus import device_names, query_gpus
+from rollout.inference.gpus import device_names, query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene
 from tools.demo.data import write_jsonl

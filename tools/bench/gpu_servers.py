@@ -23,13 +23,14 @@ import aiohttp
 import numpy as np
 import orjson
 
-from rollout.inference.sglang.generator import Interrupt, SGLangGenerator
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.backend import Interrupt
+from rollout.inference.gpus import query_gpus
+from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.server import (
     BATCHED_PREFILLS,
     ServerSettings,
     free_ports,
-    read_model_config,
     server_environment,
     server_flags,
 )
@@ -115,7 +116,7 @@ async def _sample(scene: Scene, server: ServerSettings, start: float) -> tuple[f
     """(seconds from `start` until the server was ready, tokens/s of the stack, tokens/s of its server asked plainly)"""
     async with generator(server) as served:
         starting = time.perf_counter() - start
-        url = served.address.url
+        url = served.endpoint.url
         await _plainly(scene, url, 0, new_tokens=16)
         ours = [await _stack(scene, served, seed) for seed in SEEDS]
         plainly = [await _plainly(scene, url, seed) for seed in OTHER_SEEDS]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.gpus import query_gpus
 from rollout.types import Generator
 from tools.eval.data import EvalError, EvalFailure
 
@@ -170,8 +170,8 @@ async def start_generators(stack: AsyncExitStack, model: Path, choice: Generator
         stack.push_async_callback(embedded.close)
         return [embedded]
 
+    from rollout.inference.gpus import check_gpus
     from rollout.inference.sglang.generator import SGLangGenerator
-    from rollout.inference.sglang.gpus import check_gpus
     from rollout.inference.sglang.server import ServerSettings
 
     gpus, tp = [gpu.index for gpu in query_gpus()], choice.tensor_parallel

@@ -28,9 +28,8 @@ from rollout.evaluation import (
     read_answers,
 )
 from rollout.inference.embedded import GeneratorError
+from rollout.inference.errors import GeneratorCallError, GeneratorStartError
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
-from rollout.inference.sglang.server import ServerStartError
-from rollout.inference.sglang.weights import ServerError
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt, SamplingParams
 from tools.eval.data import (
@@ -70,7 +69,8 @@ _WRITTEN_BESIDE = {SETTINGS, SETTINGS + TEMPORARY, "logs", "results.json", "resu
 _ANSWERS_STAY_THE_SAME = {"mem_fraction_static", "max_total_tokens", "log_level", "watchdog_timeout"}
 """Server arguments of which an evaluation may be continued with others: what was too little the first time."""
 FAILURES = (
-    EvalFailure, ServerStartError, ServerError, NoGeneratorError, GeneratorError, RewardWorkerError, ConnectionError,
+    EvalFailure, GeneratorStartError, GeneratorCallError, NoGeneratorError, GeneratorError, RewardWorkerError,
+    ConnectionError,
 )  # fmt: skip
 """What ends an evaluation while it runs, each with a message for the user."""
 

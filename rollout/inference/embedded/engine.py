@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from allocation.strain import strain
+from rollout.inference.backend import Interrupt
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.kv_cache import KVCache, capacity_for
 from rollout.inference.embedded.model import Transformer
@@ -24,7 +24,6 @@ from rollout.inference.embedded.slots import Job, Slots
 from rollout.inference.embedded.weights import ModelWeights
 from rollout.types import Completion, GenerateRequest
 
-Interrupt = Literal["abort", "retract", "in_place"]
 Finished = list[tuple[GenerateRequest, Completion]]
 
 PREFILL_TOKENS = 2048

@@ -18,8 +18,9 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from rollout.inference.backend import Interrupt
 from rollout.inference.embedded.config import InferenceConfig
-from rollout.inference.embedded.engine import Engine, Finished, Interrupt
+from rollout.inference.embedded.engine import Engine, Finished
 from rollout.inference.embedded.weights import DTYPES, ModelWeights
 from rollout.types import Completion, GenerateRequest, Health, WeightBucket
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,9 +77,9 @@ class MockGenerator:
             finish_reason=reason,
         )
 
-    def submit(self, requests: list[GenerateRequest]) -> None:
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Take many requests at once; `drain` hands out their completions."""
-        together = [[r] for r in requests] if self._seconds_per_token else [requests]
+        together = [[r] for r in requests] if self._seconds_per_token else [list(requests)]
         for some in together:
             task = asyncio.get_running_loop().create_task(self._run(some))
             self._tasks.add(task)

@@ -8,6 +8,7 @@ FROM_ELSEWHERE = {
     "pp_size": "allocation_mode says the layout",
     "dp_size": "allocation_mode says the layout: one server a data-parallel replica",
     "base_gpu_id": "allocation_mode says which GPUs",
+    "device": "generator.device says it",
     "nnodes": "a replica is on one node",
     "host": "chosen at start",
     "port": "a free one is chosen at start",

@@ -12,7 +12,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from rollout.inference.sglang.weights import Call, ServerGone, check_answer
+from rollout.inference.errors import GeneratorGone
+from rollout.inference.sglang.weights import Call, check_answer
 
 _OPEN_FILES = 65_536
 """As many as one process ever needs, and no more: programs exist that go through all that are allowed, one by one."""
@@ -40,8 +41,8 @@ class SGLangClient:
         )
 
     async def post(self, call: Call, *, timeout_seconds: float | None = None) -> dict[str, Any]:
-        """The JSON answer. Raises ServerError when the server refuses, ServerGone when it is not there or (with
-        `timeout_seconds`) does not answer in time."""
+        """The JSON answer. Raises GeneratorCallError when the server refuses, GeneratorGone when it is not there or
+        (with `timeout_seconds`) does not answer in time."""
         path, body = call
         try:
             async with (
@@ -50,9 +51,9 @@ class SGLangClient:
             ):
                 raw, status = await response.read(), response.status
         except TimeoutError as e:
-            raise ServerGone(f"{self.name} ({self.url}) did not answer {path} within {timeout_seconds:g} s") from e
+            raise GeneratorGone(f"{self.name} ({self.url}) did not answer {path} within {timeout_seconds:g} s") from e
         except (aiohttp.ClientError, OSError) as e:
-            raise ServerGone(f"{self.name} ({self.url}) is gone ({path}: {type(e).__name__}: {e})") from e
+            raise GeneratorGone(f"{self.name} ({self.url}) is gone ({path}: {type(e).__name__}: {e})") from e
         try:
             answer = orjson.loads(raw) if raw else {}
         except orjson.JSONDecodeError:

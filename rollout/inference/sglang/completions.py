@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.hooks import VERSION_KEY
 from rollout.inference.sglang.in_flight import Sampled
-from rollout.inference.sglang.weights import WRITTEN_FOR, Call, ServerError
+from rollout.inference.sglang.weights import WRITTEN_FOR, Call
 from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 _FORBIDDEN = -1e9
@@ -57,7 +58,8 @@ def read_answer(
     answer: Mapping[str, Any], sampling: SamplingParams, *, server: str, log_file: object, one_version: int | None
 ) -> Completion:
     """The tokens of one answer. `one_version`: what all of them have where the server does not tell and it cannot be
-    another. Raises ServerError when the answer lacks versions or log-probabilities, or has some that are no numbers."""
+    another. Raises GeneratorCallError when the answer lacks versions or log-probabilities, or has some that are no
+    numbers."""
     meta = answer["meta_info"]
     token_ids = answer["output_ids"]
     reason: FinishReason = meta["finish_reason"]["type"]
@@ -68,20 +70,20 @@ def read_answer(
     if versions is None and reason == "abort":  # it waited for memory in the server: sampled once more
         versions = []
     if versions is None and token_ids:
-        raise ServerError(
+        raise GeneratorCallError(
             f"{server}: the server does not tell the versions of its tokens; its SGLang differs from {WRITTEN_FOR} in "
             f"ways that the hooks in {log_file} complain about"
         )
     n = min(len(token_ids), len(logprobs), len(versions or []))
     if n < len(token_ids) and reason != "abort":
-        raise ServerError(f"{server}: an answer of {len(token_ids)} tokens tells of {n} only")
+        raise GeneratorCallError(f"{server}: an answer of {len(token_ids)} tokens tells of {n} only")
     sampled = Sampled(
         np.array(token_ids[:n], np.int32),
         np.array(logprobs[:n], np.float32),  # null, which is how JSON has no number, becomes one that is not finite
         np.array((versions or [])[:n], np.int32),
     )
     if not np.isfinite(sampled.logprobs).all():
-        raise ServerError(
+        raise GeneratorCallError(
             f"{server}: log-probabilities of an answer are not finite: its weights are broken, or their activations "
             f"overflow (generator.dtype); {log_file} may tell more"
         )

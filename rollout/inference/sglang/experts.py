@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from model_specs.config import ModelConfig
-from rollout.inference.sglang.weights import WRITTEN_FOR, ServerError
+from rollout.inference.errors import GeneratorCallError
+from rollout.inference.sglang.weights import WRITTEN_FOR
 
 
 class ExpertsOfTokens:
@@ -36,19 +37,19 @@ class ExpertsOfTokens:
     def read(self, meta: Mapping[str, Any], known: np.ndarray | None, num_tokens: int, *, server: str) -> np.ndarray:
         """[num_tokens - 1, layers, k] int16: those of the first tokens of a request, of which it has `num_tokens` now,
         out of an answer's meta_info. One that was aborted while it waited for memory in the server tells of none: -1.
-        Raises ServerError where they are missing or too few."""
+        Raises GeneratorCallError where they are missing or too few."""
         before = np.empty((0, *self._shape), np.int16) if known is None else known
         wanted = num_tokens - 1 - len(before)
         told = meta.get("routed_experts")
         if told is None and meta["finish_reason"]["type"] == "abort":
             return np.concatenate([before, np.full((wanted, *self._shape), -1, np.int16)])
         if told is None:
-            raise ServerError(
+            raise GeneratorCallError(
                 f"{server}: an answer does not tell the experts of its tokens; its SGLang differs from {WRITTEN_FOR}"
             )
         new = np.frombuffer(base64.b64decode(told), np.int32)
         if new.size % (self._shape[0] * self._shape[1]) or len(new := new.reshape(-1, *self._shape)) < wanted:
-            raise ServerError(
+            raise GeneratorCallError(
                 f"{server}: an answer tells {new.size} experts for {wanted} tokens of {self._shape[0]} layers x "
                 f"{self._shape[1]}"
             )

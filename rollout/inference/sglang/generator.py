@@ -15,33 +15,33 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
+from rollout.inference.backend import Interrupt
+from rollout.inference.bucket import FlatBucket
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.client import SGLangClient
 from rollout.inference.sglang.completions import EMPTY, end_of, generate_call, joined, read_answer, so_far
+from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.experts import ExpertsOfTokens
 from rollout.inference.sglang.in_flight import ALIVE, PATH, Sampled, unpack
-from rollout.inference.sglang.server import ServerSettings, SGLangServer, read_model_config
+from rollout.inference.sglang.model_config import read_model_config
+from rollout.inference.sglang.server import ServerSettings, SGLangServer
 from rollout.inference.sglang.weights import (
     CHECKSUMS,
     Call,
-    FlatBucket,
-    ServerAddress,
-    ServerError,
-    ServerGone,
     checksums_of,
     continue_generation,
     pause_generation,
+    payload_of,
     receive_folder,
     receive_tensors,
 )
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams, WeightBucket
 
 logger = logging.getLogger(__name__)
-
-Interrupt = Literal["abort", "retract", "in_place"]
 
 _TELL_SECONDS = 5.0
 """For a server to tell what its requests have: the trainer waits for that, and a checkpoint can do without."""
@@ -87,7 +87,7 @@ class SGLangGenerator:
         self._max_length = int(settings.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
         self._experts = ExpertsOfTokens(model) if settings.tells_experts else None
         self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
-        self._client = SGLangClient(settings.name, server.address.url)
+        self._client = SGLangClient(settings.name, server.endpoint.url)
         self._version = 0
         self._attempts = itertools.count()
         self._running: dict[str, _Running] = {}  # by the requests' own ids
@@ -122,12 +122,12 @@ class SGLangGenerator:
         return generator
 
     @property
-    def address(self) -> ServerAddress:
-        return self._server.address
+    def endpoint(self) -> SGLangEndpoint:
+        return self._server.endpoint
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion. Raises ValueError for a request that cannot be served, ServerGone when the server
-        died, ServerError when it refuses. Cancelling it aborts the request."""
+        """Sample one completion. Raises ValueError for a request that cannot be served, GeneratorGone when the server
+        died, GeneratorCallError when it refuses. Cancelling it aborts the request."""
         self._check(request)
         output = request.output or EMPTY
         try:
@@ -193,8 +193,8 @@ class SGLangGenerator:
     async def update_weights(self, bucket: WeightBucket) -> None:
         """Copy a bucket through HTTP, for small models and tests; the senders of core/weight_sync are faster."""
         self._raise_unless_paused("update_weights()")
-        payload = FlatBucket.of(bucket.tensors).payload()
-        await self._post(receive_tensors([payload] * self.address.tp))
+        payload = payload_of(FlatBucket.of(bucket.tensors))
+        await self._post(receive_tensors([payload] * self.endpoint.tp))
 
     async def load_folder(self, path: str) -> None:
         """Take all weights from a Hugging Face folder."""
@@ -218,7 +218,7 @@ class SGLangGenerator:
         await self._post(("/resume_memory_occupation", {"tags": list(tags)}))
 
     async def health(self) -> Health:
-        """Version and load. Raises ServerGone when the server does not answer."""
+        """Version and load. Raises GeneratorGone when the server does not answer."""
         # While it is paused its scheduler may be busy with weights for as long as these take.
         await self._check_answers(ALIVE if self._open.is_set() else "/model_info")
         return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
@@ -242,7 +242,7 @@ class SGLangGenerator:
         begin = time.monotonic()
         try:
             answer = await self._client.post((PATH, {}), timeout_seconds=_TELL_SECONDS)
-        except (ServerGone, ServerError) as error:
+        except (GeneratorGone, GeneratorCallError) as error:
             logger.warning("A checkpoint lacks what %d requests sampled since they were sent: %s", len(sent), error)
             return {}
         told = {rid: sampled for rank in answer["answers"] for rid, sampled in unpack(rank).items()}
@@ -260,7 +260,7 @@ class SGLangGenerator:
                 if self._server.explain():
                     break
                 await asyncio.sleep(0.1)
-            raise ServerGone(f"{self._client.name} ({self._client.url}) is not healthy. {self._server.explain()}")
+            raise GeneratorGone(f"{self._client.name} ({self._client.url}) is not healthy. {self._server.explain()}")
 
     async def close(self) -> None:
         """End the requests, and the server if start() made it."""
@@ -323,8 +323,8 @@ class SGLangGenerator:
         timeout = self._timeout if timeout_seconds == -1.0 else timeout_seconds
         try:
             return await self._client.post(call, timeout_seconds=timeout)
-        except ServerGone as e:
-            raise ServerGone(f"{e}. {self._server.explain()}") from e
+        except GeneratorGone as e:
+            raise GeneratorGone(f"{e}. {self._server.explain()}") from e
 
     def _raise_unless_paused(self, what: str) -> None:
         if self._open.is_set():

@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from model_specs.config import ModelConfig
-from model_specs.hf_config import read_config
+from rollout.inference.backend import FlagValue
+from rollout.inference.errors import GeneratorStartError
+from rollout.inference.gpus import check_gpus, device_names
 from rollout.inference.sglang.arguments import decided_elsewhere
-from rollout.inference.sglang.gpus import check_gpus, device_names
+from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.hooks import EXIT_USAGE
-from rollout.inference.sglang.weights import ServerAddress, is_healthy
+from rollout.inference.sglang.model_config import read_model_config
+from rollout.inference.sglang.weights import is_healthy
 
 logger = logging.getLogger(__name__)
-
-FlagValue = bool | int | float | str | list[int] | None
 
 FA3_HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the FlashAttention 3 kernels have in bfloat16."""
@@ -45,10 +46,6 @@ number that waits, stays off (prefill_delayer_queue_min_ratio): it also ends by 
 tensor-parallel ranks that disagree about a prefill hang."""
 LAST_LINES = 20
 """How many lines of a dead server's log its error shows."""
-
-
-class ServerStartError(RuntimeError):
-    """A server died at start or was not ready in time. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,15 +156,6 @@ def decode_graph_sizes(max_running: int) -> list[int]:
     return sorted({*(size for size in small if size < max_running), *range(step, max_running, step), max_running})
 
 
-def read_model_config(path: str) -> ModelConfig:
-    """Return the model in a Hugging Face folder. Raises ValueError where its config.json is missing or describes a
-    model that is not supported."""
-    try:
-        return read_config(path)
-    except (OSError, ValueError) as e:
-        raise ValueError(f"actor.path={path}: {e}") from e
-
-
 def free_ports(count: int) -> list[int]:
     """Ports that nothing listens on now."""
     with ExitStack() as stack:
@@ -178,7 +166,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class SGLangServer:
-    """A server process. `await start()`, then `address`; `stop()` when done."""
+    """A server process. `await start()`, then `endpoint`; `stop()` when done."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -186,13 +174,13 @@ class SGLangServer:
         self._url = ""
 
     @property
-    def address(self) -> ServerAddress:
+    def endpoint(self) -> SGLangEndpoint:
         s = self.settings
-        return ServerAddress(name=s.name, url=self._url, tp=s.tp, pp=s.pp)
+        return SGLangEndpoint(name=s.name, url=self._url, tp=s.tp, pp=s.pp, model_path=s.model_path)
 
     async def start(self) -> None:
         """Return when the server answers. Raises ValueError for arguments that SGLang does not have and for GPUs that
-        are missing or in use, ServerStartError when the server dies or is not ready in time."""
+        are missing or in use, GeneratorStartError when the server dies or is not ready in time."""
         settings = self.settings
         if settings.gpus and not settings.colocated:  # else the trainer may be there already
             check_gpus(settings.gpus)
@@ -202,10 +190,10 @@ class SGLangServer:
         self._launch(server_flags(settings, model, port=port, nccl_port=nccl_port))
         begin = time.monotonic()
         try:
-            while not await asyncio.to_thread(is_healthy, self.address, timeout_seconds=5.0):
+            while not await asyncio.to_thread(is_healthy, self.endpoint, timeout_seconds=5.0):
                 self._check_alive()
                 if time.monotonic() - begin > settings.startup_timeout_seconds:
-                    raise ServerStartError(
+                    raise GeneratorStartError(
                         f"{settings.name}: not ready within launch.startup_timeout_seconds="
                         f"{settings.startup_timeout_seconds:g}; {self.last_lines()}"
                     )
@@ -232,13 +220,13 @@ class SGLangServer:
             stdin.write(json.dumps({"parent": os.getpid(), "flags": dict(flags)}).encode())
 
     def _check_alive(self) -> None:
-        """Raises ServerStartError, or ValueError for wrong arguments, when the process has ended."""
+        """Raises GeneratorStartError, or ValueError for wrong arguments, when the process has ended."""
         assert self._process is not None, "start() launches it"
         code = self._process.poll()
         if code == EXIT_USAGE:
             raise ValueError(self.settings.log_file.read_text(errors="replace").strip().rpartition("\n")[2])
         if code is not None:
-            raise ServerStartError(
+            raise GeneratorStartError(
                 f"{self.settings.name}: the SGLang server died at start (exit code {code}); {self.last_lines()}"
             )
 

@@ -1,6 +1,6 @@
 """How new weights enter a SGLang server: flat buckets, the calls that announce them, and a plain HTTP client.
 
-The trainer's ranks use this file to speak to the servers while they send; the generator uses the same calls. Standard
+The endpoint (endpoint.py) sends these calls from the trainer's ranks, the generator from its event loop. Standard
 library, numpy and torch only. Invariant: a server is paused when any of these calls that change weights reaches it;
 otherwise it would first wait for every running request to end.
 """
@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-import torch
-from torch import Tensor
-
+from rollout.inference.backend import GroupMembership
+from rollout.inference.bucket import FlatBucket
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.in_flight import ALIVE
 
 WRITTEN_FOR = "0.5.17"
@@ -30,78 +30,33 @@ Call = tuple[str, dict[str, Any]]
 """Path and JSON body of a POST."""
 
 
-class ServerError(RuntimeError):
-    """A server refused a call, or lacks it. The message names the server and carries its answer."""
-
-
-class ServerGone(ConnectionError):
-    """A server cannot be reached or did not answer in time. The message names it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """One server as the trainer sees it."""
+    """Where one server answers, and its ranks."""
 
     name: str
     url: str
     tp: int
     pp: int = 1
-    trainer_ranks: tuple[int, ...] = ()
-    """Colocated: the trainer's rank on the GPU of each tensor-parallel rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlatBucket:
-    """Tensors laid end to end as bytes, the widest elements first so that every one is aligned."""
+def flattened_metadata(bucket: FlatBucket) -> list[SimpleNamespace]:
+    """Where each tensor of a bucket lies, with the attributes of SGLang's FlattenedTensorMetadata (which only a process
+    that has SGLang could pickle)."""
+    return [
+        SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
+        for name, dtype, shape, start, end in bucket.spans()
+    ]
 
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    flat: Tensor  # [bytes] uint8
 
-    @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> FlatBucket:
-        """Concatenate. Raises ValueError on no tensors."""
-        if not tensors:
-            raise ValueError("a bucket needs at least one tensor")
-        items = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-        return FlatBucket(
-            names=tuple(name for name, _ in items),
-            dtypes=tuple(t.dtype for _, t in items),
-            shapes=tuple(tuple(t.shape) for _, t in items),
-            flat=torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in items]),
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return self.flat.numel()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors again, as views."""
-        return {
-            entry.name: self.flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape)
-            for entry in self.metadata
-        }
-
-    @property
-    def metadata(self) -> list[SimpleNamespace]:
-        """Where each tensor lies, with the attributes of SGLang's FlattenedTensorMetadata (which only a process that
-        has SGLang could pickle)."""
-        entries, start = [], 0
-        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
-            size = dtype.itemsize * torch.Size(shape).numel()
-            entries.append(
-                SimpleNamespace(
-                    name=name, shape=torch.Size(shape), dtype=dtype, start_idx=start, end_idx=start + size, numel=size
-                )
-            )
-            start += size
-        return entries
-
-    def payload(self, shared: object | None = None) -> str:
-        """Pickled, base64-coded, for receive_tensors. `shared`: a handle to device memory in place of the bytes."""
-        content = {"flattened_tensor": self.flat.cpu() if shared is None else shared, "metadata": self.metadata}
-        return base64.b64encode(pickle.dumps(content)).decode()
+def payload_of(bucket: FlatBucket, shared: object | None = None) -> str:
+    """A bucket pickled and base64-coded for receive_tensors. `shared`: a handle to device memory in place of the
+    bytes."""
+    content = {
+        "flattened_tensor": bucket.flat.cpu() if shared is None else shared,
+        "metadata": flattened_metadata(bucket),
+    }
+    return base64.b64encode(pickle.dumps(content)).decode()
 
 
 # Updates do not flush the cache: prefixes are kept apart by version (hooks.py), and a flush with requests
@@ -132,15 +87,15 @@ def receive_folder(path: str) -> Call:
     return "/update_weights_from_disk", {"model_path": path, "load_format": "auto", **_NO_FLUSH}
 
 
-def join_group(*, group: str, host: str, port: int, first_rank: int, world_size: int, backend: str) -> Call:
+def join_group(group: GroupMembership) -> Call:
     """Join a process group as ranks [first_rank, first_rank + tp)."""
     return "/init_weights_update_group", {
-        "master_address": host,
-        "master_port": port,
-        "rank_offset": first_rank,
-        "world_size": world_size,
-        "group_name": group,
-        "backend": backend,
+        "master_address": group.host,
+        "master_port": group.port,
+        "rank_offset": group.first_rank,
+        "world_size": group.world_size,
+        "group_name": group.name,
+        "backend": group.backend,
     }
 
 
@@ -168,9 +123,9 @@ def checksums_of(answer: Mapping[str, Any]) -> list[dict[str, int]]:
 
 
 def check_answer(server: str, path: str, status: int, answer: object) -> dict[str, Any]:
-    """The JSON answer of a call that succeeded. Raises ServerError."""
+    """The JSON answer of a call that succeeded. Raises GeneratorCallError."""
     if status in (404, 405):
-        raise ServerError(
+        raise GeneratorCallError(
             f"{server}: this SGLang has no {path}; Slipstream is written for SGLang {WRITTEN_FOR} "
             f"(pip install sglang=={WRITTEN_FOR})"
         )
@@ -178,7 +133,7 @@ def check_answer(server: str, path: str, status: int, answer: object) -> dict[st
         answer = {"message": str(answer)}
     if status != 200 or answer.get("success") is False:
         message = answer.get("message") or answer.get("error") or answer.get("detail") or answer
-        raise ServerError(f"{server}: {path} failed (HTTP {status}): {message}")
+        raise GeneratorCallError(f"{server}: {path} failed (HTTP {status}): {message}")
     return answer
 
 
@@ -192,7 +147,7 @@ def is_healthy(server: ServerAddress, *, timeout_seconds: float) -> bool:
 
 
 def post(server: ServerAddress, call: Call, *, timeout_seconds: float) -> dict[str, Any]:
-    """POST and wait for the answer, on a connection of its own. Raises ServerError, ServerGone."""
+    """POST and wait for the answer, on a connection of its own. Raises GeneratorCallError, GeneratorGone."""
     path, body = call
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_seconds)
@@ -201,9 +156,9 @@ def post(server: ServerAddress, call: Call, *, timeout_seconds: float) -> dict[s
         response = connection.getresponse()
         raw = response.read()
     except TimeoutError as e:
-        raise ServerGone(f"{server.name} ({server.url}) did not answer {path} within {timeout_seconds:g} s") from e
+        raise GeneratorGone(f"{server.name} ({server.url}) did not answer {path} within {timeout_seconds:g} s") from e
     except (OSError, http.client.HTTPException) as e:
-        raise ServerGone(f"{server.name} ({server.url}) is gone ({path}: {type(e).__name__}: {e})") from e
+        raise GeneratorGone(f"{server.name} ({server.url}) is gone ({path}: {type(e).__name__}: {e})") from e
     finally:
         connection.close()
     try:

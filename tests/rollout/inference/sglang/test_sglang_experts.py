@@ -14,9 +14,9 @@ import torch
 from sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 
 from model_specs.hf_config import parse_config
+from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.experts import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
-from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams, WeightBucket
 from rollout.workflows import build_trajectory
 
@@ -53,9 +53,9 @@ def test_experts_that_are_not_told_are_unknown_after_an_abort_and_else_an_error(
     reader, known = ExpertsOfTokens(MODEL), EXPERTS[:4].astype(np.int16)
     after = reader.read(meta(None, "abort"), known, 7, server="s")
     assert np.array_equal(after[:4], known) and after.shape == (6, 3, 2) and (after[4:] == -1).all()
-    with pytest.raises(ServerError, match="generator-0: an answer does not tell the experts"):
+    with pytest.raises(GeneratorCallError, match="generator-0: an answer does not tell the experts"):
         reader.read(meta(None), None, 5, server="generator-0")
-    with pytest.raises(ServerError, match="tells 12 experts for 3 tokens of 3 layers x 2"):
+    with pytest.raises(GeneratorCallError, match="tells 12 experts for 3 tokens of 3 layers x 2"):
         reader.read(meta(EXPERTS[:2]), None, 4, server="s")
 
 

@@ -15,9 +15,7 @@ import pytest
 import torch
 from sglang_environment import END, PYTHON, WHY_NOT, Models, settings_for
 
-from rollout.inference.sglang.checksums import ModelShape
-from rollout.inference.sglang.gpus import query_gpus
-from rollout.inference.sglang.server import read_model_config
+from rollout.inference.gpus import query_gpus
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 pytestmark = [
@@ -52,7 +50,6 @@ def settings_on(gpu: int, models: Models, folder: Path, **changes: Any) -> Any:
 def sender_settings(models: Models) -> SenderSettings:
     return SenderSettings(
         rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=120.0, bucket_bytes=1 << 20,
-        shape=ModelShape.from_config(read_model_config(str(models.folder))),
     )  # fmt: skip
 
 
@@ -96,7 +93,7 @@ def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its
         generator = await SGLangGenerator.start(settings, interrupt="abort", control_timeout_seconds=60.0)
         try:
             sender = IpcSender(sender_settings(models), torch.device("cuda", 0))
-            sender.connect([replace(generator.address, trainer_ranks=(0,))])
+            sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
             await push(generator, sender, models, 1)
             assert_reproduced(models, await sample(generator, "a", 200), {1})
             running = asyncio.create_task(sample(generator, "b", 1900))
@@ -129,7 +126,7 @@ def test_nccl_reaches_a_server_on_another_gpu_while_requests_run(
         generator = await SGLangGenerator.start(settings_on(1, models, tmp_path), interrupt=interrupt)
         try:
             sender = NcclSender(sender_settings(models), torch.device("cuda", 0))
-            await asyncio.to_thread(sender.connect, [generator.address])
+            await asyncio.to_thread(sender.connect, [generator.endpoint])
             await push(generator, sender, models, 1)
             running = asyncio.create_task(sample(generator, "a", 1900))
             for version in (2, 3):

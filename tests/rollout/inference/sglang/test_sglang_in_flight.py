@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.completions import EMPTY, read_answer, so_far
 from rollout.inference.sglang.in_flight import Sampled, pack, to_json, unpack
-from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, SamplingParams
 
 RNG = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def test_an_answer_whose_logprobs_are_no_numbers_is_an_error(broken: float | Non
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7], [broken, 8]]}
     answer = {"meta_info": meta, "output_ids": [7, 8]}
     sampling = SamplingParams(max_new_tokens=2)
-    with pytest.raises(ServerError, match="generator-3: .* not finite"):
+    with pytest.raises(GeneratorCallError, match="generator-3: .* not finite"):
         read_answer(answer, sampling, server="generator-3", log_file="a.log", one_version=1)
     meta["output_token_logprobs"][1][0] = -0.25
     assert read_answer(answer, sampling, server="", log_file="", one_version=1).logprobs.tolist() == [-0.5, -0.25]

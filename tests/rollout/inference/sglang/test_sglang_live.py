@@ -19,9 +19,9 @@ import pytest
 import torch
 from sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, running_server, settings_for
 
-from rollout.inference.sglang.checksums import ModelShape
-from rollout.inference.sglang.server import SGLangServer, read_model_config
-from rollout.inference.sglang.weights import ServerAddress, ServerError, ServerGone
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from rollout.inference.sglang.endpoint import SGLangEndpoint
+from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, GenerateRequest, SamplingParams, WeightBucket
 
 if PYTHON is None:
@@ -293,7 +293,6 @@ def test_a_request_that_cannot_be_served_is_refused_here(server: SGLangServer) -
 def sender_of(kind: str, models: Models, folder: Path, **changes: Any) -> Sender:
     values: dict[str, Any] = dict(
         rank=0, world_size=1, dtype=torch.float32, timeout_seconds=60.0, bucket_bytes=1 << 20,
-        shape=ModelShape.from_config(read_model_config(str(models.folder))),
     )  # fmt: skip
     settings = SenderSettings(**values | changes)
     if kind == "disk":
@@ -301,8 +300,8 @@ def sender_of(kind: str, models: Models, folder: Path, **changes: Any) -> Sender
     return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, CPU)
 
 
-def address_of(server: SGLangServer) -> ServerAddress:
-    return replace(server.address, trainer_ranks=(0,))
+def address_of(server: SGLangServer) -> SGLangEndpoint:
+    return replace(server.endpoint, trainer_ranks=(0,))
 
 
 @pytest.mark.parametrize("staged_bytes", [None, 0])
@@ -367,7 +366,9 @@ def test_a_refused_update_ends_the_push_at_once(server: SGLangServer, models: Mo
         sender.prepare(iter([wrong]), verify=False)
         await generator.pause()
         start = time.monotonic()
-        with pytest.raises(ServerError, match=r"generator-0: /update_weights_from_distributed failed \(HTTP 400\)"):
+        with pytest.raises(
+            GeneratorCallError, match=r"generator-0: /update_weights_from_distributed failed \(HTTP 400\)"
+        ):
             await asyncio.to_thread(sender.send)
         await update(generator, models, 2)
         return time.monotonic() - start
@@ -412,7 +413,7 @@ def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer) -> 
         try:
             await generator.resume(1)
             await generator.health()
-            with stopped_scheduler(), pytest.raises(ServerGone, match="is not healthy"):
+            with stopped_scheduler(), pytest.raises(GeneratorGone, match="is not healthy"):
                 await generator.health()
             await generator.health()
         finally:
@@ -459,10 +460,10 @@ def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tm
             for process in psutil.Process().children():
                 if "hooks.py" in " ".join(process.cmdline()):
                     process.kill()
-            with pytest.raises(ServerGone, match="generator-0 .* is gone"):
+            with pytest.raises(GeneratorGone, match="generator-0 .* is gone"):
                 await running
             with pytest.raises(
-                ServerGone, match=r"is not healthy. the server process ended with code -9; its last lines"
+                GeneratorGone, match=r"is not healthy. the server process ended with code -9; its last lines"
             ):
                 await generator.health()
         finally:

@@ -30,18 +30,14 @@ import torch
 from torch import Tensor
 
 from model_specs.hf_config import parse_config
+from rollout.inference.bucket import FlatBucket
+from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
+from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.inference.sglang.hooks import many_at_once, position_checksum
-from rollout.inference.sglang.server import (
-    ServerSettings,
-    ServerStartError,
-    SGLangServer,
-    decode_graph_sizes,
-    server_flags,
-)
-from rollout.inference.sglang.weights import FlatBucket, ServerAddress, ServerError, ServerGone, post
+from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
+from rollout.inference.sglang.weights import ServerAddress, payload_of, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 MODEL = {
@@ -192,7 +188,7 @@ def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) ->
         python=sys.executable, env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     with pytest.raises(
-        ServerStartError, match=r"(?s)generator-0: .* died at start \(exit code 1\).*ModuleNotFoundError"
+        GeneratorStartError, match=r"(?s)generator-0: .* died at start \(exit code 1\).*ModuleNotFoundError"
     ):
         asyncio.run(SGLangServer(dying).start())
     dying.log_file.write_text("".join(f"line {i}\n" for i in range(30)))
@@ -267,7 +263,7 @@ def test_a_payload_pickles_with_nothing_but_torch_and_the_standard_library() -> 
             assert module.partition(".")[0] in {"torch", "types", "collections", "builtins", "_codecs"}, module
             return super().find_class(module, name)
 
-    content = Strict(io.BytesIO(base64.b64decode(FlatBucket.of(mixed_tensors()).payload()))).load()
+    content = Strict(io.BytesIO(base64.b64decode(payload_of(FlatBucket.of(mixed_tensors()))))).load()
     assert [entry.name for entry in content["metadata"]] == ["scalar", "wide", "transposed", "odd"]
     assert content["metadata"][-1].end_idx == content["flattened_tensor"].numel()
 
@@ -409,17 +405,17 @@ def answering() -> Iterator[ServerAddress]:
 
 def test_what_a_server_answers_becomes_an_error_that_names_it(answering: ServerAddress) -> None:
     assert post(answering, ("/fine", {}), timeout_seconds=10) == {}
-    with pytest.raises(ServerError, match=r"generator-3: /refused failed \(HTTP 400\): wrong shape"):
+    with pytest.raises(GeneratorCallError, match=r"generator-3: /refused failed \(HTTP 400\): wrong shape"):
         post(answering, ("/refused", {}), timeout_seconds=10)
-    with pytest.raises(ServerError, match=r"generator-3: this SGLang has no /absent; .* SGLang 0\.5\.17"):
+    with pytest.raises(GeneratorCallError, match=r"generator-3: this SGLang has no /absent; .* SGLang 0\.5\.17"):
         post(answering, ("/absent", {}), timeout_seconds=10)
-    with pytest.raises(ServerGone, match="generator-3 .* did not answer /slow within 0.2 s"):
+    with pytest.raises(GeneratorGone, match="generator-3 .* did not answer /slow within 0.2 s"):
         post(answering, ("/slow", {}), timeout_seconds=0.2)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     nobody = ServerAddress(name="generator-4", url="http://127.0.0.1:9", tp=1)
-    with pytest.raises(ServerGone, match="generator-4 .* is gone"):
+    with pytest.raises(GeneratorGone, match="generator-4 .* is gone"):
         post(nobody, ("/x", {}), timeout_seconds=5)
 
 
@@ -470,7 +466,7 @@ def test_more_requests_than_a_process_may_have_open_files_at_first_are_in_flight
 
 
 def test_a_submitted_request_that_fails_comes_out_of_drain_beside_the_others() -> None:
-    refused = ServerError("generator-0 refused it")
+    refused = GeneratorCallError("generator-0 refused it")
     done = Completion(
         token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32),
         finish_reason="stop",

@@ -1,4 +1,4 @@
-"""Which GPUs a server would get, and who is on them already: asked of nvidia-smi before anything is started.
+"""Which GPUs this machine has for a run, and who is on them already: asked of nvidia-smi before anything is started.
 
 CUDA_VISIBLE_DEVICES says which GPUs there are, in which order (numbers as nvidia-smi gives them, or UUIDs). The
 processes of a run, in which that variable means their own share, read it from ALLOWED instead.
@@ -118,8 +118,9 @@ def check_gpus(
     gpus = query_gpus() if gpus is None else gpus
     if not gpus:
         raise ValueError(
-            "allocation_mode asks for SGLang on GPUs, and nvidia-smi shows none on this machine; to sample on the CPU "
-            "write embedded. instead of sglang., as in allocation_mode=embedded.d1m1p1+d1m1p1"
+            "allocation_mode asks for GPUs, and nvidia-smi shows none on this machine; to sample on the CPU write "
+            "embedded. instead of sglang., as in allocation_mode=embedded.d1m1p1+d1m1p1; to train on it, "
+            "launch.trainer_device=cpu"
         )
     by_index = {gpu.index: gpu for gpu in gpus}
     missing = [index for index in indices if index not in by_index]

@@ -1,0 +1,239 @@
+"""The seam between a run and what samples for it: what a backend can do, how it starts, how weights reach it.
+
+A backend is a folder beside this file with a `backend.py`, and a line in registry.py. A --dry-run reads capabilities,
+so neither torch nor a backend's own library is imported here; a backend imports its heavy modules in `start`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from allocation import Device
+from rollout.types import Completion, GenerateRequest, Generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model_specs.hf_config import ModelConfig
+    from rollout.inference.bucket import FlatBucket
+
+Transport = Literal["local", "nccl", "ipc", "disk"]
+"""How weights travel; see core/weight_sync. local: in the process of the generator, through update_weights()."""
+Interrupt = Literal["abort", "retract", "in_place"]
+"""What pause() does to running requests: end them with what they have; keep them and recompute their keys and values
+under the new weights; keep their keys and values."""
+WeightFormat = Literal["float32", "bfloat16"]
+FlagValue = bool | int | float | str | list[int] | None
+ALL_INTERRUPTS: tuple[Interrupt, ...] = ("abort", "retract", "in_place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can do; the checks of a configuration and the choice of a weight transport read it."""
+
+    devices: tuple[Device, ...]
+    """Where it can run; the first is what generator.device=auto means."""
+    transports: tuple[Transport, ...]
+    """How weights can reach a replica."""
+    staged_transports: tuple[Transport, ...] = ()
+    """The same for a replica of several pipeline stages; empty: a replica has one stage."""
+    staged_interrupts: tuple[Interrupt, ...] = ()
+    """Interrupt modes in which a replica of several pipeline stages reports the right version of every token. With
+    one stage every backend does, in every mode."""
+    weight_formats: tuple[WeightFormat, ...] = ("float32", "bfloat16")
+    routed_experts: bool = False
+    """Whether completions report the experts of each token (replicas of one pipeline stage)."""
+    colocates: bool = False
+    """Whether a replica can leave the memory of its GPUs to a trainer and take it back."""
+    restarts: bool = True
+    """Whether one replica can be started again while the others go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlag:
+    """A flag of a backend that says which share of a GPU's memory a replica takes."""
+
+    name: str
+    default: float
+    """About what a replica takes where the flag is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSettings:
+    """One replica, for any backend. What a backend has no use for it ignores."""
+
+    model_path: str
+    dtype: WeightFormat
+    device: Device
+    max_running: int
+    """Requests that run at once."""
+    interrupt: Interrupt = "retract"
+    tp: int = 1
+    pp: int = 1
+    gpus: tuple[int, ...] = ()
+    """Indices on this node, tp x pp of them; empty on the CPU."""
+    colocated: bool = False
+    """The GPUs are shared with the trainer: memory can be released and resumed."""
+    load_weights: bool = True
+    """False: `model_path` has no weights; the first push brings them."""
+    reports_experts: bool = False
+    """Completions report the experts of each token."""
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+    """The backend's own arguments by name; they win over its defaults."""
+    python: str = sys.executable
+    """Interpreter that has the backend's library."""
+    seconds_per_token: float = 0.0
+    """For a backend without a model: time that a token takes."""
+    startup_timeout_seconds: float = 300.0
+    name: str = "generator-0"
+    """For messages."""
+    log_file: Path = Path("generator.server.log")
+    """Where processes write that the replica starts."""
+    host: str = "127.0.0.1"
+    """Address of this node that the trainer's ranks reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMembership:
+    """A process group of the trainer's first rank and all ranks of all replicas, and the place of one replica in it."""
+
+    name: str
+    host: str
+    port: int
+    """Where the group's store listens, on the trainer's first rank."""
+    first_rank: int
+    """Of the replica, which has the ranks [first_rank, first_rank + tp)."""
+    world_size: int
+    backend: str
+    """Of torch.distributed."""
+
+
+class ExpectedChecksums(Protocol):
+    """What the checksums of a replica must be after a push. Add every tensor, then compare."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """`tensor` in full, under its Hugging Face name, in the format that the replica holds."""
+        ...
+
+    def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
+        """Parameters that differ, are missing, or were not expected; `received` is what checksums() returned."""
+        ...
+
+
+class WeightEndpoint(Protocol):
+    """One replica as the trainer's ranks reach it with weights. Picklable: it is made beside the replica.
+
+    Every call returns when the replica has answered. Raises GeneratorCallError where the replica refuses and
+    GeneratorGone where it does not answer in time. The replica is paused while weights change: that is the part of
+    Generator.pause() and resume(), of the process that holds the requests.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks of each pipeline stage."""
+        ...
+
+    @property
+    def pp(self) -> int: ...
+
+    @property
+    def trainer_ranks(self) -> tuple[int, ...]:
+        """Shared slots: the trainer's rank in the place of each tensor-parallel rank."""
+        ...
+
+    def beside(self, trainer_ranks: tuple[int, ...]) -> WeightEndpoint:
+        """The same endpoint with these `trainer_ranks`."""
+        ...
+
+    def join_group(self, group: GroupMembership, *, timeout_seconds: float) -> None: ...
+
+    def receive_bucket(self, bucket: FlatBucket, *, group: str, timeout_seconds: float) -> None:
+        """Receive the bytes of this bucket as one broadcast from rank 0 of the group."""
+        ...
+
+    def leave_group(self, group: str, *, timeout_seconds: float) -> None: ...
+
+    def share(self, bucket: FlatBucket) -> str:
+        """A handle for receive_shared() to this process's memory, or on the CPU the bytes. Sends nothing."""
+        ...
+
+    def receive_shared(self, handles: Sequence[str], *, timeout_seconds: float) -> None:
+        """Copy from these handles, one for each tensor-parallel rank; the copies are complete at return."""
+        ...
+
+    def load_folder(self, path: str, *, timeout_seconds: float) -> None:
+        """Load a Hugging Face folder of the same architecture."""
+        ...
+
+    def expected_checksums(self) -> ExpectedChecksums: ...
+
+    def checksums(self, *, timeout_seconds: float) -> Sequence[Mapping[str, int]]:
+        """Parameter name -> checksum of each tensor-parallel rank. Replicas of one pipeline stage only."""
+        ...
+
+
+class Replica(Generator, Protocol):
+    """A generator as its actor drives it: requests and completions travel in batches."""
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Take many requests at once; drain() returns their completions."""
+        ...
+
+    async def drain(self) -> Sequence[tuple[str, Completion | Exception]]:
+        """(request_id, completion or the request's error) of what has ended since the last call; waits for one."""
+        ...
+
+
+class ServedReplica(Replica, Protocol):
+    """A replica that receives weights by a transport other than local."""
+
+    @property
+    def endpoint(self) -> WeightEndpoint: ...
+
+
+class ColocatedReplica(Replica, Protocol):
+    """A replica that can leave its GPUs to the trainer (Capabilities.colocates), while paused."""
+
+    async def release_memory(self, tags: Sequence[str]) -> None: ...
+
+    async def resume_memory(self, tags: Sequence[str]) -> None: ...
+
+
+class Backend(Protocol):
+    """One way to sample."""
+
+    @property
+    def label(self) -> str:
+        """What a replica is called in messages, as in "SGLang server"."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def memory_flag(self) -> MemoryFlag | None: ...
+
+    @property
+    def shared_memory_names(self) -> tuple[str, ...]:
+        """How names in /dev/shm begin that its processes create."""
+        ...
+
+    def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        """(flag, reason) of flags that are not the user's to set."""
+        ...
+
+    def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
+        """(configuration key, message) of what this backend cannot sample with the model at `path`."""
+        ...
+
+    async def start(self, settings: BackendSettings) -> Replica:
+        """Return when the replica is ready for weights. Raises ValueError for settings that cannot work and
+        GeneratorStartError where it does not come up."""
+        ...

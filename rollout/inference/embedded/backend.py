@@ -1,0 +1,40 @@
+"""The embedded generator as a backend: plain torch on the CPU, in the process that starts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, Replica
+
+if TYPE_CHECKING:
+    from model_specs.hf_config import ModelConfig
+
+
+class EmbeddedBackend:
+    """See rollout.inference.backend.Backend."""
+
+    label = "embedded generator"
+    capabilities = Capabilities(devices=("cpu",), transports=("local",))
+    memory_flag = None
+    shared_memory_names = ()
+
+    def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        """It has no flags, and ignores all."""
+        return iter(())
+
+    def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
+        if model.moe or model.mla:
+            message = f"the embedded generator samples dense models, and {path} is of type {model.model_type!r}"
+            yield "allocation_mode", f"{message}; use sglang"
+
+    async def start(self, settings: BackendSettings) -> Replica:
+        """It starts paused and without weights: the first push brings them, before any request comes."""
+        from rollout.inference.embedded.generator import EmbeddedGenerator
+
+        config = json.loads((Path(settings.model_path) / "config.json").read_text(encoding="utf-8"))
+        return EmbeddedGenerator(
+            config, max_running=settings.max_running, interrupt=settings.interrupt, dtype=settings.dtype
+        )

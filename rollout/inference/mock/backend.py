@@ -1,0 +1,35 @@
+"""The mock generator as a backend: random tokens, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rollout.inference.backend import ALL_INTERRUPTS, BackendSettings, Capabilities, FlagValue, Replica
+
+if TYPE_CHECKING:
+    from model_specs.hf_config import ModelConfig
+
+
+class MockBackend:
+    """See rollout.inference.backend.Backend."""
+
+    label = "mock generator"
+    capabilities = Capabilities(
+        devices=("cpu",), transports=("local",), staged_transports=("local",), staged_interrupts=ALL_INTERRUPTS
+    )
+    memory_flag = None
+    shared_memory_names = ()
+
+    def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        """It has no flags, and ignores all."""
+        return iter(())
+
+    def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
+        """Every model has a vocabulary."""
+        return iter(())
+
+    async def start(self, settings: BackendSettings) -> Replica:
+        from rollout.inference.mock.generator import MockGenerator
+
+        return MockGenerator(settings.model_path, seconds_per_token=settings.seconds_per_token)

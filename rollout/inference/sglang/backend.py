@@ -1,0 +1,71 @@
+"""SGLang servers as a backend: one server process, with its tensor and pipeline ranks, a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, MemoryFlag, Replica
+from rollout.inference.sglang.arguments import decided_elsewhere
+
+if TYPE_CHECKING:
+    from model_specs.hf_config import ModelConfig
+
+
+class SGLangBackend:
+    """See rollout.inference.backend.Backend."""
+
+    label = "SGLang server"
+    capabilities = Capabilities(
+        devices=("cuda", "cpu"),
+        transports=("nccl", "ipc", "disk"),
+        staged_transports=("disk",),
+        staged_interrupts=("abort",),
+        routed_experts=True,
+        colocates=True,
+    )
+    memory_flag = MemoryFlag(name="mem_fraction_static", default=0.85)
+    shared_memory_names = ("sglang",)
+
+    def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        for flag in flags:
+            if why := decided_elsewhere(flag):
+                yield flag, why
+
+    def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
+        """What SGLang's own Qwen3-MoE does not look at in config.json, and samples something else for."""
+        if model.model_type != "qwen3_moe" or model.moe is None:
+            return
+        for key, ignored in (
+            ("mlp_only_layers, decoder_sparse_step", not all(model.moe.sparse_layers)),
+            ("tie_word_embeddings", model.tied),
+        ):
+            if ignored:
+                yield (
+                    "actor.path",
+                    f"{path} is a qwen3_moe whose config.json uses {key}, which SGLang servers ignore; take a model "
+                    "with experts in every layer and an output layer of its own",
+                )
+
+    async def start(self, settings: BackendSettings) -> Replica:
+        """Raises ValueError where GPUs are missing or in use, GeneratorStartError with the server's last log lines."""
+        from rollout.inference.sglang.generator import SGLangGenerator
+        from rollout.inference.sglang.server import ServerSettings
+
+        server = ServerSettings(
+            name=settings.name,
+            model_path=settings.model_path,
+            log_file=settings.log_file,
+            gpus=settings.gpus,
+            tp=settings.tp,
+            pp=settings.pp,
+            dtype=settings.dtype,
+            max_running=settings.max_running,
+            colocated=settings.colocated,
+            tells_experts=settings.reports_experts,
+            flags={**({} if settings.load_weights else {"load_format": "dummy"}), **settings.flags},
+            host=settings.host,
+            python=settings.python,
+            startup_timeout_seconds=settings.startup_timeout_seconds,
+        )
+        return await SGLangGenerator.start(server, interrupt=settings.interrupt)

@@ -1,0 +1,140 @@
+"""Capabilities and registry of the inference backends, against what the backends do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from allocation import GENERATOR_BACKENDS
+from rollout.inference.backend import BackendSettings, Interrupt, WeightFormat
+from rollout.inference.embedded.generator import EmbeddedGenerator
+from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
+from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.sglang.server import ServerSettings, SGLangServer, server_flags
+from rollout.types import WeightBucket
+
+ROOT = Path(__file__).resolve().parents[3]
+GENERATORS: dict[str, Any] = {"sglang": SGLangGenerator, "embedded": EmbeddedGenerator, "mock": MockGenerator}
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def settings(model: str, **changes: Any) -> BackendSettings:
+    values: dict[str, Any] = {"model_path": model, "dtype": "float32", "device": "cpu", "max_running": 4}
+    return BackendSettings(**values | changes)
+
+
+def test_every_backend_of_an_allocation_is_in_the_registry() -> None:
+    assert set(BACKENDS) == set(GENERATOR_BACKENDS) == set(GENERATORS)
+    for device, name in DEFAULT_BACKEND.items():
+        assert BACKENDS[name].capabilities.devices[0] == device
+
+
+def test_the_registry_loads_without_the_libraries_of_the_backends() -> None:
+    code = (
+        "import sys, rollout.inference.registry\n"
+        "sys.exit(str({'torch', 'sglang', 'ray', 'transformers', 'aiohttp'} & set(sys.modules) or '') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_has_the_methods_that_its_capabilities_name(name: str) -> None:
+    can, generator = BACKENDS[name].capabilities, GENERATORS[name]
+    assert hasattr(generator, "endpoint") == (can.transports != ("local",))
+    assert hasattr(generator, "release_memory") == hasattr(generator, "resume_memory") == can.colocates
+    assert set(can.staged_transports) <= set(can.transports)
+
+
+@pytest.mark.parametrize("name", ["embedded", "mock"])
+@pytest.mark.parametrize("dtype", get_args(WeightFormat))
+def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(
+    model: str, name: str, dtype: WeightFormat
+) -> None:
+    backend = BACKENDS[name]
+
+    async def run() -> None:
+        generator = await backend.start(settings(model, dtype=dtype))
+        try:
+            assert (await generator.health()).num_running == 0
+            await generator.pause()
+            await generator.update_weights(WeightBucket(tensors={}))
+        finally:
+            await generator.close()
+
+    assert dtype in backend.capabilities.weight_formats and backend.capabilities.devices == ("cpu",)
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("interrupt", get_args(Interrupt))
+def test_a_server_of_several_stages_takes_the_interrupt_modes_of_its_capabilities(
+    model: str, tmp_path: Path, interrupt: Interrupt
+) -> None:
+    server = SGLangServer(ServerSettings(name="g", model_path=model, log_file=tmp_path / "log", gpus=(), pp=2))
+    server._url = "http://127.0.0.1:9"
+
+    async def make() -> None:
+        await SGLangGenerator(server, interrupt=interrupt).close()
+
+    if interrupt in BACKENDS["sglang"].capabilities.staged_interrupts:
+        asyncio.run(make())
+    else:
+        with pytest.raises(ValueError, match="pipeline stages does not tell the versions"):
+            asyncio.run(make())
+
+
+@pytest.mark.parametrize("load_weights", [True, False])
+def test_settings_of_any_backend_become_arguments_of_a_server(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool
+) -> None:
+    started: list[Any] = []
+
+    async def start(server: ServerSettings, **options: Any) -> None:
+        started.append((server, options))
+
+    monkeypatch.setattr(SGLangGenerator, "start", start)
+    given = settings(
+        model, name="generator-3", log_file=tmp_path / "log", tp=2, gpus=(4, 5), device="cuda", interrupt="abort",
+        colocated=True, load_weights=load_weights, reports_experts=True, flags={"context_length": 7}, python="/py",
+        host="10.0.0.1", startup_timeout_seconds=9.0, dtype="bfloat16",
+    )  # fmt: skip
+    asyncio.run(BACKENDS["sglang"].start(given))
+    ((server, options),) = started
+    assert options == {"interrupt": "abort"}
+    same = ("name", "model_path", "log_file", "tp", "pp", "gpus", "dtype", "max_running", "colocated", "python", "host")
+    assert [getattr(server, name) for name in same] == [getattr(given, name) for name in same]
+    assert server.tells_experts and server.startup_timeout_seconds == 9.0
+    arguments = server_flags(server, CONFIG, port=1, nccl_port=2)
+    assert arguments.get("load_format") == (None if load_weights else "dummy")
+    assert arguments["context_length"] == 7
+
+
+def test_flags_that_are_decided_elsewhere_are_refused_by_the_backend() -> None:
+    refused = dict(BACKENDS["sglang"].refused_flags({"tp-size": 2, "device": "cpu", "context_length": 7}))
+    assert refused.keys() == {"tp-size", "device"} and "generator.device" in refused["device"]
+    assert list(BACKENDS["mock"].refused_flags({"tp-size": 2})) == []
