@@ -27,7 +27,7 @@ from core.launch.wait import Waiter
 from core.launch.watchdog import start_watchdog
 from core.processes.signals import Interrupts
 from core.processes.stacks import ask_for_stacks
-from rollout.inference.sglang.gpus import ALLOWED, allowed_gpus, query_gpus
+from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
 
 if TYPE_CHECKING:
     from core.config.runtime import DeadlineConfig
@@ -118,17 +118,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         ray.shutdown()
         self._guard.end()
 
-    def reserve(self, allocation: Allocation, *, gpus: bool) -> None:
-        """One bundle a node of the device map; actors are put on the bundle of their slot's node. Raises LaunchError
-        when the cluster does not get the resources in time."""
-        per_node = {
-            node: sum(slot.node == node for role in allocation.roles.values() for slot in role.slots)
-            for node in range(allocation.n_nodes)
-        }
-        bundles = [
-            {"CPU": 1.0, **({"GPU": float(allocation.n_gpus_per_node)} if gpus and n else {})}
-            for n in per_node.values()
-        ]
+    def reserve(self, allocation: Allocation) -> None:
+        """One bundle a node of the device map, with its GPUs that roles compute on; actors are put on the bundle of
+        their slot's node. Raises LaunchError when the cluster does not get the resources in time."""
+        gpus = allocation.gpu_slots
+        per_node = [sum(slot.node == node for slot in gpus) for node in range(allocation.n_nodes)]
+        bundles = [{"CPU": 1.0, **({"GPU": float(n)} if n else {})} for n in per_node]
         group = placement_group(bundles, strategy="STRICT_SPREAD" if gpus else "PACK")
         self._groups.append(group)
         if not group.wait(self.startup_seconds):

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import ray
 import torch
 
 from core.data.wire import bucket_from_wire, bucket_to_wire
+from core.launch.generator_stub import GeneratorStub
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
+from rollout.inference.backend import BackendSettings, ColocatedReplica, Replica, ServedReplica, WeightEndpoint
+from rollout.inference.registry import BACKENDS
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
-
-if TYPE_CHECKING:
-    from rollout.inference.sglang.weights import ServerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -28,57 +27,23 @@ logger = logging.getLogger(__name__)
 class GeneratorActor:
     """One generator replica."""
 
-    def __init__(self, name: str, log_file: str, backend: str, threads: int, settings: dict[str, Any]):
+    def __init__(self, name: str, log_file: str, backend: str, threads: int, settings: BackendSettings):
         log_to_file(name, log_file)
         torch.set_num_threads(threads)
-        self._name, self._log_file, self._backend, self._settings = name, log_file, backend, settings
+        self._backend = BACKENDS[backend]
+        self._settings = replace(
+            settings,
+            name=name,
+            log_file=Path(log_file).with_suffix(".server.log"),
+            host=ray.util.get_node_ip_address(),
+        )
         self._receiving = asyncio.Lock()
         self._handed_out: dict[str, Completion | Exception] = {}
 
     async def start(self) -> None:
-        if self._backend == "mock":
-            from rollout.inference.mock.generator import MockGenerator
-
-            self._generator: Any = MockGenerator(
-                self._settings["model_path"], seconds_per_token=self._settings["mock_seconds_per_token"]
-            )
-        elif self._backend == "sglang":
-            self._generator = await self._start_server()
-        else:
-            from rollout.inference.embedded import EmbeddedGenerator
-
-            # The first push brings the weights, before anything is asked of it.
-            config = json.loads((Path(self._settings["model_path"]) / "config.json").read_text(encoding="utf-8"))
-            self._generator = EmbeddedGenerator(
-                config,
-                max_running=self._settings["max_running"],
-                interrupt=self._settings["interrupt"],
-                dtype=self._settings["dtype"],
-            )
+        """Raises as Backend.start."""
+        self._generator: Replica = await self._backend.start(self._settings)
         forget_modules()
-
-    async def _start_server(self) -> Any:
-        """Raises ValueError where the GPUs are missing or in use, ServerStartError with the server's last log lines."""
-        from rollout.inference.sglang.generator import SGLangGenerator
-        from rollout.inference.sglang.server import ServerSettings
-
-        settings = ServerSettings(
-            name=self._name,
-            model_path=self._settings["model_path"],
-            log_file=Path(self._log_file).with_suffix(".server.log"),
-            gpus=self._settings["gpus"],
-            tp=self._settings["tp"],
-            pp=self._settings["pp"],
-            dtype=self._settings["dtype"],
-            max_running=self._settings["max_running"],
-            colocated=self._settings["colocated"],
-            tells_experts=self._settings["tells_experts"],
-            flags=self._settings["sglang"],
-            host=ray.util.get_node_ip_address(),
-            python=self._settings["sglang_python"] or sys.executable,
-            startup_timeout_seconds=self._settings["startup_timeout_seconds"],
-        )
-        return await SGLangGenerator.start(settings, interrupt=self._settings["interrupt"])
 
     async def submit(self, requests: list[GenerateRequest]) -> None:
         self._generator.submit(requests)
@@ -100,9 +65,9 @@ class GeneratorActor:
             await self._generator.resume(version)
             return time.perf_counter() - start
 
-    def address(self) -> ServerAddress:
-        """Of the SGLang server."""
-        return self._generator.address
+    def endpoint(self) -> WeightEndpoint:
+        """For backends whose weights do not come through receive()."""
+        return cast(ServedReplica, self._generator).endpoint
 
     async def pause(self) -> None:
         self._paused_at = time.perf_counter()
@@ -117,13 +82,13 @@ class GeneratorActor:
         return time.perf_counter() - self._paused_at
 
     async def release_memory(self, tags: list[str]) -> None:
-        await self._generator.release_memory(tags)
+        await cast(ColocatedReplica, self._generator).release_memory(tags)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        await self._generator.resume_memory(tags)
+        await cast(ColocatedReplica, self._generator).resume_memory(tags)
 
     async def close(self) -> None:
-        """End the server, if there is one; killing this process would end it half a second later."""
+        """End the processes that the backend started; killing this one would end them half a second later."""
         await self._generator.close()
 
     async def health(self) -> Health:
@@ -132,7 +97,7 @@ class GeneratorActor:
     async def partial(self) -> dict[str, Completion]:
         """What requests in flight have, and what the last drain() answered, which may still be on its way."""
         running = await self._generator.partial()
-        return {name: end for name, end in self._handed_out.items() if isinstance(end, Completion)} | running
+        return {name: end for name, end in self._handed_out.items() if isinstance(end, Completion)} | dict(running)
 
 
 class ActorGenerator(Generator):
@@ -140,7 +105,7 @@ class ActorGenerator(Generator):
     completions that are ready: two calls a batch, whatever its size."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor = actor
+        self._actor = GeneratorStub(actor)
         self._outbox: list[GenerateRequest] = []
         self._pending: dict[str, asyncio.Future[Completion]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -161,7 +126,7 @@ class ActorGenerator(Generator):
         """Hand over what came in this turn. Requests that are refused fail, all that came together."""
         requests, self._outbox = self._outbox, []
         try:
-            await self._actor.submit.remote(requests)
+            await self._actor.submit(requests)
         except ray.exceptions.RayTaskError as refusal:
             for request in requests:
                 future = self._pending.pop(request.request_id, None)
@@ -171,7 +136,7 @@ class ActorGenerator(Generator):
     async def _receive(self) -> None:
         try:
             while self._pending:
-                for request_id, outcome in await self._actor.drain.remote():
+                for request_id, outcome in await self._actor.drain():
                     future = self._pending.pop(request_id, None)
                     if future is None or future.done():
                         continue
@@ -191,19 +156,19 @@ class ActorGenerator(Generator):
                 future.set_exception(error)
 
     async def pause(self) -> None:
-        await self._actor.pause.remote()
+        await self._actor.pause()
 
     async def update_weights(self, bucket: WeightBucket) -> None:
-        await self._actor.update_weights.remote(bucket_to_wire(dict(bucket.tensors)))
+        await self._actor.update_weights(bucket_to_wire(dict(bucket.tensors)))
 
     async def resume(self, version: int) -> None:
-        await self._actor.resume.remote(version)
+        await self._actor.resume(version)
 
     async def health(self) -> Health:
-        return await self._actor.health.remote()
+        return await self._actor.health()
 
     async def partial(self) -> dict[str, Completion]:
-        return await self._actor.partial.remote()
+        return await self._actor.partial()
 
     async def close(self) -> None:
         if self._pump is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -20,13 +20,18 @@ from allocation import RoleAllocation, Slot
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import GeneratorActor
+from core.launch.generator_stub import GeneratorStub
 from core.processes.stacks import ask_for_stacks, kill_process
 from core.recovery.memory import says_out_of_memory
 from core.weight_sync.servers import with_colocated_ranks
+from rollout.inference.registry import BACKENDS
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from core.recovery.memory import MemoryLimits
-    from rollout.inference.sglang.weights import ServerAddress
+    from rollout.inference.backend import BackendSettings, WeightEndpoint
+    from rollout.types import Health
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,7 @@ _END_SECONDS = 60.0
 _MAX_RESTARTS = 3
 """Of one replica in a row, without a good health check while it served; then the run goes on without it."""
 
+T = TypeVar("T")
 State = Literal["starting", "waiting for weights", "serving", "gone"]
 
 
@@ -55,13 +61,13 @@ class _Replica:
     index: int
     name: str
     slots: Sequence[Slot]
-    actor: Any
-    starting: Any
+    stub: GeneratorStub
+    starting: ObjectRef[None]
     """The call that ends when it is ready for weights."""
     state: State = "starting"
     started_at: float = 0.0
     """Of a replica that is started anew."""
-    asked: Any = None
+    asked: ObjectRef[Health] | None = None
     """A health check under way."""
     asked_at: float = 0.0
     told_slow: bool = False
@@ -76,44 +82,42 @@ class GeneratorPool:
         self,
         cluster: Cluster,
         placed: RoleAllocation,
+        settings: BackendSettings,
         *,
-        gpus: bool,
         threads: int,
         health: HealthSettings,
         memory: MemoryLimits,
-        **settings: object,
     ):
-        """`settings`: what the actor's backend is made from, the same for every replica."""
-        self._cluster, self._placed, self._gpus, self._threads = cluster, placed, gpus, threads
+        """`settings` are those of every replica; its layout, GPUs, name and host are filled in."""
+        self._cluster, self._placed, self._threads = cluster, placed, threads
         self._health, self._memory = health, memory
         self._ending = False
-        self._settings = settings | {"tp": placed.layout.tp, "pp": placed.layout.pp}
+        self._settings = replace(settings, tp=placed.layout.tp, pp=placed.layout.pp)
+        self._memory_flag = BACKENDS[placed.backend].memory_flag
         self._new: list[_Replica] = []
         self._membership_changed = False
         self._replicas: list[_Replica] = []
         for index, slots in enumerate(placed.replicas):
-            actor = self._start_actor(index, slots)
-            name = f"generator-{index}"
-            self._replicas.append(
-                _Replica(index=index, name=name, slots=slots, actor=actor, starting=actor.start.remote())
-            )
+            stub, name = self._start_actor(index, slots), f"generator-{index}"
+            self._replicas.append(_Replica(index=index, name=name, slots=slots, stub=stub, starting=stub.start()))
 
-    def _start_actor(self, index: int, slots: Sequence[Slot]) -> Any:
-        settings = self._memory.fit_generator(self._settings)
-        return self._cluster.start_actor(
+    def _start_actor(self, index: int, slots: Sequence[Slot]) -> GeneratorStub:
+        settings = self._memory.fit_generator(self._settings, self._memory_flag)
+        actor = self._cluster.start_actor(
             GeneratorActor,
             f"generator-{index}",
             self._placed.backend,
             self._threads,
-            {**settings, "gpus": tuple(s.gpu for s in slots) if self._gpus else ()},
+            replace(settings, gpus=tuple(s.gpu for s in slots) if self._placed.on_gpu else ()),
             node=slots[0].node,
             env={"OMP_NUM_THREADS": str(self._threads)},
         )
+        return GeneratorStub(actor)
 
     @property
     def actors(self) -> list[Any]:
-        """Of all replicas, by index."""
-        return [replica.actor for replica in self._replicas]
+        """Ray's handles of all replicas, by index."""
+        return [replica.stub.actor for replica in self._replicas]
 
     def wait_started(self, timeout_seconds: float) -> None:
         """Return when every replica is ready for weights; from now on they are looked after."""
@@ -127,29 +131,32 @@ class GeneratorPool:
 
     def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
         """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
-        return self._everywhere("receive", timeout_seconds, list(buckets), version)
+        handles = list(buckets)
+        return self._everywhere("receive", lambda replica: replica.receive(handles, version), timeout_seconds)
 
-    def addresses(self, trainer: RoleAllocation) -> list[ServerAddress]:
+    def endpoints(self, trainer: RoleAllocation) -> list[WeightEndpoint]:
         """The servers that take part, each with the trainer's ranks on its GPUs."""
         return with_colocated_ranks(
-            self._everywhere("address", _END_SECONDS), [r.slots for r in self._participants()], trainer
+            self._everywhere("endpoint", GeneratorStub.endpoint, _END_SECONDS),
+            [r.slots for r in self._participants()],
+            trainer,
         )
 
     def pause(self, timeout_seconds: float) -> None:
         """Return when no replica samples."""
-        self._everywhere("pause", timeout_seconds)
+        self._everywhere("pause", GeneratorStub.pause, timeout_seconds)
 
     def resume(self, version: int, timeout_seconds: float) -> list[float]:
         """Go on with this version; returns how long each replica stopped sampling, in seconds."""
-        return self._everywhere("resume", timeout_seconds, version)
+        return self._everywhere("resume", lambda replica: replica.resume(version), timeout_seconds)
 
     def release_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
-        """Give device memory back, while paused; see SGLangGenerator."""
-        self._everywhere("release_memory", timeout_seconds, list(tags))
+        """Give device memory back, while paused: weights, kv_cache."""
+        self._everywhere("release_memory", lambda replica: replica.release_memory(tags), timeout_seconds)
 
     def resume_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
         """Take it again."""
-        self._everywhere("resume_memory", timeout_seconds, list(tags))
+        self._everywhere("resume_memory", lambda replica: replica.resume_memory(tags), timeout_seconds)
 
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
@@ -157,7 +164,7 @@ class GeneratorPool:
         if not self._participants():
             return
         try:
-            self._everywhere("close", _END_SECONDS)
+            self._everywhere("close", GeneratorStub.close, _END_SECONDS)
         except LaunchError as e:
             logger.warning("a generator was not closed: %s", e)
 
@@ -183,7 +190,7 @@ class GeneratorPool:
         membership_changed() was asked before the push: look() goes on meanwhile."""
         if not self._health.restarts:
             return False
-        asked = [(replica, replica.actor.health.remote()) for replica in self._participants()]
+        asked = [(replica, replica.stub.health()) for replica in self._participants()]
         refs = [ref for _, ref in asked]
         ray.wait(refs, num_returns=len(refs), timeout=self._health.timeout_seconds)
         dead = [(replica, answer) for replica, ref in asked if (answer := _answer(ref)) != ""]
@@ -202,7 +209,7 @@ class GeneratorPool:
     def participated(self) -> list[tuple[int, Any]]:
         """(index, actor) of the replicas that got their first weights by the push that has just succeeded."""
         new, self._new = self._new, []
-        return [(replica.index, replica.actor) for replica in new if replica.state == "serving"]
+        return [(replica.index, replica.stub.actor) for replica in new if replica.state == "serving"]
 
     def membership_changed(self) -> bool:
         """Whether replicas have come or gone since this was last asked."""
@@ -226,14 +233,15 @@ class GeneratorPool:
     def _participants(self) -> list[_Replica]:
         return [replica for replica in self._replicas if replica.state == "serving"]
 
-    def _everywhere(self, method: str, timeout_seconds: float, *args: object) -> list[Any]:
+    def _everywhere(self, what: str, call: Callable[[GeneratorStub], ObjectRef[T]], timeout_seconds: float) -> list[T]:
+        """Make a call on every replica that takes part; `what` names it in errors."""
         members = self._participants()
         if not members:
-            raise LaunchError(f"{method} of the generators: none is left; {self.failures()}")
+            raise LaunchError(f"{what} of the generators: none is left; {self.failures()}")
         return self._cluster.waiter.gather(
-            [getattr(r.actor, method).remote(*args) for r in members],
+            [call(r.stub) for r in members],
             names=[r.name for r in members],
-            phase=f"{method} of the generators",
+            phase=f"{what} of the generators",
             timeout_seconds=timeout_seconds,
             key="push.timeout_seconds",
         )
@@ -243,7 +251,7 @@ class GeneratorPool:
         now, limit = time.monotonic(), self._health.timeout_seconds
         if replica.asked is None:
             if now - replica.asked_at >= self._health.interval_seconds:
-                replica.asked, replica.asked_at = replica.actor.health.remote(), now
+                replica.asked, replica.asked_at = replica.stub.health(), now
             return
         answer, late = _answer(replica.asked), now - replica.asked_at
         if answer == "":
@@ -280,10 +288,10 @@ class GeneratorPool:
         replica.asked, replica.told_slow = None, False
         self._membership_changed |= replica.state == "serving"
         self._new = [other for other in self._new if other is not replica]
-        ray.kill(replica.actor, no_restart=True)
+        ray.kill(replica.stub.actor, no_restart=True)
         kill_process(self._cluster.log_folder, replica.name)
         if says_out_of_memory(why):
-            self._memory.lower_generator(self._settings, gpus=self._gpus)
+            self._memory.lower_generator(self._settings, self._memory_flag)
         if replica.num_restarts == _MAX_RESTARTS:
             replica.state = "gone"
             logger.error("%s is lost for good: %s; the run goes on without it", replica.name, replica.failure)
@@ -293,8 +301,8 @@ class GeneratorPool:
             "%s is lost: %s. Starting it again (%d of %d); the run goes on with the others",
             replica.name, replica.failure, replica.num_restarts, _MAX_RESTARTS,
         )  # fmt: skip
-        replica.actor, replica.state = self._start_actor(replica.index, replica.slots), "starting"
-        replica.starting, replica.started_at = replica.actor.start.remote(), time.monotonic()
+        replica.stub, replica.state = self._start_actor(replica.index, replica.slots), "starting"
+        replica.starting, replica.started_at = replica.stub.start(), time.monotonic()
 
 
 def _answer(ref: Any) -> str | None:

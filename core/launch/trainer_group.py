@@ -16,7 +16,7 @@ from core.data.wire import batch_to_wire
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.trainer_rank import TrainerRank
-from rollout.inference.sglang.gpus import device_names
+from rollout.inference.gpus import device_names
 
 if TYPE_CHECKING:
     from mcore_adapter.data.batch import PackedBatch
@@ -34,9 +34,7 @@ PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8
 class TrainerGroup:
     """The ranks of one parallel layout; holds one or more engines ("actor", "critic", "ref"), each on all ranks."""
 
-    def __init__(
-        self, cluster: Cluster, placed: RoleAllocation, *, name: str, gpus: bool, port: int, threads: int, seed: int
-    ):
+    def __init__(self, cluster: Cluster, placed: RoleAllocation, *, name: str, port: int, threads: int, seed: int):
         self.layout = placed.layout
         world = len(placed.slots)
         self._names = [f"{name}-rank{rank}" for rank in range(world)]
@@ -46,11 +44,11 @@ class TrainerGroup:
             env["PYTORCH_CUDA_ALLOC_CONF"] = PAGE_LOCKING
 
         def gpu_of(slot: Slot) -> str:
-            return device_names([slot.gpu], allowed=cluster.gpus_allowed) if gpus else ""
+            return device_names([slot.gpu], allowed=cluster.gpus_allowed) if placed.on_gpu else ""
 
         self._ranks = [
             cluster.start_actor(
-                TrainerRank, self._names[rank], rank, world, gpus, threads, seed,
+                TrainerRank, self._names[rank], rank, world, placed.device, threads, seed,
                 node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
             )
             for rank, slot in enumerate(placed.slots)

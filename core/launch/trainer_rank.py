@@ -23,11 +23,11 @@ from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 
 if TYPE_CHECKING:
-    from allocation import ParallelLayout
+    from allocation import Device, ParallelLayout
     from core.weight_sync.buckets import Sender, SendReport
     from core.weight_sync.servers import SenderPlan
     from mcore_adapter.engine import EngineSettings, LossFn, MegatronEngine, OptimizerSettings
-    from rollout.inference.sglang.weights import ServerAddress
+    from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ def _free_port(host: str) -> int:
 class TrainerRank:
     """One process of the trainer's world. Every method is called on all ranks at once, in the same order."""
 
-    def __init__(self, name: str, log_file: str, rank: int, world: int, gpus: bool, threads: int, seed: int):
+    def __init__(self, name: str, log_file: str, rank: int, world: int, device: Device, threads: int, seed: int):
         log_to_file(name, log_file)
         torch.set_num_threads(threads)
-        self._rank, self._world, self._seed, self._gpus = rank, world, seed, gpus
+        self._rank, self._world, self._seed, self._kind = rank, world, seed, device
         self._engines: dict[str, MegatronEngine] = {}
         self._scope = ExitStack()
 
@@ -65,7 +65,7 @@ class TrainerRank:
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import initialize_parallel
 
-        self._device = get_device("auto" if self._gpus else "cpu")
+        self._device = get_device(self._kind)
         self._scope.enter_context(self._device.activate())
         self._parallel = initialize_parallel(
             layout,
@@ -121,7 +121,7 @@ class TrainerRank:
                 num_bytes += wire["bytes"].nbytes
         return handles, num_bytes
 
-    def push_connect(self, plan: SenderPlan, servers: Sequence[ServerAddress]) -> None:
+    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None:
         """Make this rank's sender and join the servers."""
         from core.weight_sync.servers import make_sender
 

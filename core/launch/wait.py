@@ -21,9 +21,8 @@ from core.errors import LaunchError, first_line
 from core.processes.signals import raise_if_interrupted
 from core.processes.stacks import FOLDER, ask_for_stacks
 from core.weight_sync.buckets import PushError
+from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
-from rollout.inference.sglang.server import ServerStartError
-from rollout.inference.sglang.weights import ServerError, ServerGone
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
         return LaunchError(f"{worker} lost every generator: {cause}")
     # A server that is gone, or weights that did not arrive: the servers may hold old and new ones mixed. The messages
     # name the server.
-    if isinstance(cause, PushError | ServerError | ServerGone | ServerStartError):
+    if isinstance(cause, PushError | GeneratorCallError | GeneratorGone | GeneratorStartError):
         return LaunchError(str(cause))
     if isinstance(cause, RayTaskError) and cause is not error:  # of another worker, which this one has called
         return as_driver_sees(cause, worker=worker)

@@ -114,7 +114,7 @@ def _ask(process: psutil.Process) -> None:
 
 
 def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psutil.Process]:
-    """Those of all generations that can answer, as the processes of a SGLang server, which write into their log. One
+    """Those of all generations that can answer, as the processes of a server, which write into their log. One
     with a name is asked by it, and answers for its own."""
     others = set()
     for child in process.children(recursive=True):  # each after its parent

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
+from allocation import GPU
 from core.errors import LaunchError
 from mcore_adapter.out_of_memory import StepOutOfMemory
+from rollout.inference.backend import BackendSettings, MemoryFlag
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "memoryerror", "outofmemory")
-_ASSUMED_MEM_FRACTION = 0.85
-"""What a SGLang server takes of its GPU where actor.sglang.mem_fraction_static does not say, about."""
 _LESS_MEM_FRACTION, _LEAST_MEM_FRACTION = 0.1, 0.3
 
 
@@ -64,26 +65,22 @@ class MemoryLimits:
                         f"{e}; {role} goes on with {self.tokens(role, configured)} tokens a microbatch"
                     ) from e
 
-    def fit_generator(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """The generators' settings, lowered as far as was necessary."""
-        fitted = dict(settings)
-        if "max_running" in self._learnt:
-            fitted["max_running"] = int(self._learnt["max_running"])
-        if "mem_fraction_static" in self._learnt:
-            flags = settings["sglang"]
-            assert isinstance(flags, Mapping), "flags by name"
-            fitted["sglang"] = {**flags, "mem_fraction_static": self._learnt["mem_fraction_static"]}
-        return fitted
+    def fit_generator(self, settings: BackendSettings, flag: MemoryFlag | None) -> BackendSettings:
+        """The generators' settings, lowered as far as was necessary. `flag`: the backend's share of GPU memory."""
+        running = int(self._learnt.get("max_running", settings.max_running))
+        flags = dict(settings.flags)
+        if flag is not None and flag.name in self._learnt:
+            flags[flag.name] = self._learnt[flag.name]
+        return replace(settings, max_running=running, flags=flags)
 
-    def lower_generator(self, settings: Mapping[str, object], *, gpus: bool) -> None:
-        """A generator ran out of memory: half as many sequences at once; a server also takes less of its GPU."""
-        fitted = self.fit_generator(settings)
-        running, flags = fitted["max_running"], fitted.get("sglang") or {}
-        assert isinstance(running, int) and isinstance(flags, Mapping), "as the configuration has them"
-        lowered: dict[str, float] = {"max_running": max(1, running // 2)}
-        if gpus:
-            fraction = float(flags.get("mem_fraction_static") or _ASSUMED_MEM_FRACTION)
-            lowered["mem_fraction_static"] = round(max(_LEAST_MEM_FRACTION, fraction - _LESS_MEM_FRACTION), 3)
+    def lower_generator(self, settings: BackendSettings, flag: MemoryFlag | None) -> None:
+        """A generator ran out of memory: half as many sequences at once; on a GPU it also takes less of it."""
+        fitted = self.fit_generator(settings, flag)
+        lowered: dict[str, float] = {"max_running": max(1, fitted.max_running // 2)}
+        if flag is not None and fitted.device == GPU:
+            given = fitted.flags.get(flag.name)
+            fraction = float(given) if isinstance(given, int | float | str) and given else flag.default
+            lowered[flag.name] = round(max(_LEAST_MEM_FRACTION, fraction - _LESS_MEM_FRACTION), 3)
         self._lower(lowered, "a generator ran out of memory")
 
     def _halve(self, role: str, limit: int, error: StepOutOfMemory) -> None:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
-from rollout.inference.sglang.weights import CHECKSUMS, Call, FlatBucket, ServerAddress, checksums_of, post
+from rollout.inference.backend import WeightEndpoint
+from rollout.inference.bucket import FlatBucket
 
 _POLL_SECONDS = 0.0003
 
@@ -39,7 +39,6 @@ class SenderSettings:
     world_size: int
     dtype: torch.dtype
     """Format that the servers hold weights in."""
-    shape: ModelShape
     timeout_seconds: float
     """For `send` as a whole, and for joining the servers."""
     bucket_bytes: int
@@ -61,7 +60,7 @@ class SendReport:
 class Sender(Protocol):
     """The trainer's end of one transport."""
 
-    def connect(self, servers: Sequence[ServerAddress]) -> None:
+    def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Once, when the servers are up."""
         ...
 
@@ -86,12 +85,12 @@ class Buckets:
         settings: SenderSettings,
         device: torch.device,
         *,
-        verify_tp: set[int],
+        verify: Sequence[WeightEndpoint],
     ) -> None:
-        """`device`: where the flat buckets lie. `verify_tp`: tensor-parallel sizes of servers to be compared."""
+        """`device`: where the flat buckets lie. `verify`: the servers whose checksums will be compared."""
         self._source, self._dtype, self._device = source, settings.dtype, device
         self._staged: deque[FlatBucket | None] = deque()
-        self.expected = {tp: ExpectedChecksums(settings.shape, tp=tp) for tp in verify_tp}
+        self.expected = {tp: server.expected_checksums() for tp, server in {s.tp: s for s in verify}.items()}
         """By tensor-parallel size of the servers: complete when the iterator is exhausted."""
 
     def stage(self, count: int) -> None:
@@ -132,7 +131,7 @@ def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
     return count[0]
 
 
-def compare_checksums(servers: Sequence[ServerAddress], buckets: Buckets, deadline: Deadline) -> str:
+def compare_checksums(servers: Sequence[WeightEndpoint], buckets: Buckets, deadline: Deadline) -> str:
     """Compare every parameter of every server with what was sent, where that was asked; what came of it, in words. A
     server of several pipeline stages tells the checksums of its first one alone and is left out. Raises PushError."""
     if not buckets.expected:
@@ -141,8 +140,7 @@ def compare_checksums(servers: Sequence[ServerAddress], buckets: Buckets, deadli
     for server in servers:
         if server.pp > 1:
             continue
-        answer = post(server, CHECKSUMS, timeout_seconds=deadline.left())
-        wrong = buckets.expected[server.tp].mismatches(checksums_of(answer))
+        wrong = buckets.expected[server.tp].mismatches(server.checksums(timeout_seconds=deadline.left()))
         if wrong:
             raise PushError(f"{server.name}: {len(wrong)} parameters differ from what was sent: {', '.join(wrong[:5])}")
     if not left_out:
@@ -196,7 +194,9 @@ def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
     return future
 
 
-def post_all(calls: Sequence[tuple[ServerAddress, Call]], deadline: Deadline) -> dict[str, Future[Any]]:
-    """Post to many servers at once: server name -> answer."""
+def call_all(
+    servers: Sequence[WeightEndpoint], call: Callable[[WeightEndpoint, float], None], deadline: Deadline
+) -> dict[str, Future[None]]:
+    """`call(server, timeout_seconds)` on many servers at once: server name -> when it has answered."""
     left = deadline.left()
-    return {server.name: in_background(post, server, call, timeout_seconds=left + 5) for server, call in calls}
+    return {server.name: in_background(call, server, left + 5) for server in servers}

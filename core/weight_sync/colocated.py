@@ -1,4 +1,4 @@
-"""Trainer and SGLang servers on the same GPUs: they take turns, and each leaves its memory to the other.
+"""Trainer and generators on the same GPUs: they take turns, and each leaves its memory to the other.
 
 A turn of the trainer begins with offload_generators(): the servers stop, hand back what they were answering, and
 release weights and cache. It ends with push(): the servers take their memory back and load the trainer's weights, and
@@ -44,7 +44,7 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         )  # fmt: skip
 
     def push(self, version: int) -> PushReport:
-        """Raises PushError, ServerError or ServerGone; generation stays paused then, and the run must end."""
+        """Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused then; the run must end."""
         verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
         limit = self._timeout + SENDER_GRACE_SECONDS

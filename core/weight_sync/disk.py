@@ -22,10 +22,10 @@ from core.weight_sync.buckets import (
     PushError,
     SenderSettings,
     SendReport,
+    call_all,
     compare_checksums,
-    post_all,
 )
-from rollout.inference.sglang.weights import ServerAddress, receive_folder
+from rollout.inference.backend import WeightEndpoint
 
 
 class DiskSender:
@@ -36,11 +36,11 @@ class DiskSender:
         a Hugging Face folder whose config.json the pushed ones get."""
         self._settings = settings
         self._folder, self._model_path = folder, model_path
-        self._servers: Sequence[ServerAddress] = ()
+        self._servers: Sequence[WeightEndpoint] = ()
         self._count = 0
         self._written: tuple[Path, Buckets] | None = None
 
-    def connect(self, servers: Sequence[ServerAddress]) -> None:
+    def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Remove what an attempt that was killed in the middle of a push left."""
         self._servers = servers
         if self._settings.rank == 0:
@@ -50,8 +50,8 @@ class DiskSender:
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""
         rank0 = self._settings.rank == 0
-        tps = {server.tp for server in self._servers} if verify and rank0 else set()
-        flat = Buckets(buckets, self._settings, torch.device("cpu"), verify_tp=tps)
+        compared = self._servers if verify and rank0 else ()
+        flat = Buckets(buckets, self._settings, torch.device("cpu"), verify=compared)
         target = self._folder / f"push-{self._count}"
         self._count += 1
         if rank0:
@@ -100,8 +100,8 @@ class DiskSender:
         deadline = Deadline(self._settings.timeout_seconds)
         files = list(target.glob("*.safetensors"))
         num_bytes = sum(file.stat().st_size for file in files)
-        calls = [(server, receive_folder(str(target))) for server in self._servers]
-        deadline.wait(post_all(calls, deadline), f"reading {target}")
+        loading = call_all(self._servers, lambda s, left: s.load_folder(str(target), timeout_seconds=left), deadline)
+        deadline.wait(loading, f"reading {target}")
         return len(files), num_bytes, compare_checksums(self._servers, buckets, deadline)
 
     def close(self) -> None:

@@ -9,13 +9,12 @@ Invariant: a bucket's memory is kept until every server has answered; the server
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import reductions
 
 from core.weight_sync.buckets import (
     Buckets,
@@ -24,26 +23,12 @@ from core.weight_sync.buckets import (
     SenderSettings,
     SendReport,
     buckets_to_stage,
+    call_all,
     compare_checksums,
-    post_all,
 )
-from rollout.inference.sglang.weights import FlatBucket, ServerAddress, ServerError, ServerGone, receive_tensors
-
-_DEVICE_ARGUMENT = 6
-"""Place of the device among the arguments of torch's rebuild_cuda_tensor."""
-
-
-class _SharedMemory:
-    """Pickles as a handle to a tensor's device memory. The device is named by its UUID: its number differs between
-    processes that see different GPUs, and SGLang's processes look it up that way."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        rebuild, arguments = reductions.reduce_tensor(self._tensor)
-        uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
-        return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+from rollout.inference.backend import WeightEndpoint
+from rollout.inference.bucket import FlatBucket
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
 
 
 class IpcSender:
@@ -51,10 +36,10 @@ class IpcSender:
 
     def __init__(self, settings: SenderSettings, device: torch.device) -> None:
         self._settings, self._device = settings, device
-        self._servers: Sequence[ServerAddress] = ()
+        self._servers: Sequence[WeightEndpoint] = ()
         self._buckets: Buckets | None = None
 
-    def connect(self, servers: Sequence[ServerAddress]) -> None:
+    def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Raises ValueError for a server with pipeline stages (each handle may be opened once, and such a server would
         open it in every stage), or one that has no trainer's rank on each of its GPUs."""
         for server in servers:
@@ -71,8 +56,8 @@ class IpcSender:
         self._servers = servers
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
-        tps = {server.tp for server in self._servers} if verify and self._settings.rank == 0 else set()
-        self._buckets = Buckets(buckets, self._settings, self._device, verify_tp=tps)
+        compared = self._servers if verify and self._settings.rank == 0 else ()
+        self._buckets = Buckets(buckets, self._settings, self._device, verify=compared)
         self._buckets.stage(buckets_to_stage(self._settings, self._device))
 
     def send(self) -> SendReport | None:
@@ -113,11 +98,10 @@ class IpcSender:
 
     def _hand_over(self, bucket: FlatBucket, number: int, deadline: Deadline) -> None:
         """Return on all ranks when every server holds the bucket. Raises PushError on all of them."""
-        on_device = bucket.flat.device.type == "cuda"
-        if on_device:
+        if bucket.flat.device.type == "cuda":
             torch.cuda.synchronize(bucket.flat.device)
-        mine = any(self._settings.rank in server.trainer_ranks for server in self._servers)
-        payload = bucket.payload(_SharedMemory(bucket.flat) if on_device else None) if mine else None
+        mine = next((server for server in self._servers if self._settings.rank in server.trainer_ranks), None)
+        payload = None if mine is None else mine.share(bucket)
         payloads: list[str | None] = [payload]
         if self._settings.world_size > 1:
             payloads *= self._settings.world_size
@@ -130,12 +114,13 @@ class IpcSender:
 
     def _post(self, payloads: Sequence[str | None], number: int, deadline: Deadline) -> str | None:
         """Rank 0: hand the payloads to the servers; what went wrong, for all ranks to raise."""
-        calls = [
-            (server, receive_tensors([payloads[rank] or "" for rank in server.trainer_ranks]))
-            for server in self._servers
-        ]
+
+        def receive(server: WeightEndpoint, timeout_seconds: float) -> None:
+            handles = [payloads[rank] or "" for rank in server.trainer_ranks]
+            server.receive_shared(handles, timeout_seconds=timeout_seconds)
+
         try:
-            deadline.wait(post_all(calls, deadline), f"bucket {number} of the weight push")
-        except (PushError, ServerError, ServerGone) as e:
+            deadline.wait(call_all(self._servers, receive, deadline), f"bucket {number} of the weight push")
+        except (PushError, GeneratorCallError, GeneratorGone) as e:
             return str(e)
         return None

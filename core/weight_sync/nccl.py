@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -30,11 +31,12 @@ from core.weight_sync.buckets import (
     SenderSettings,
     SendReport,
     buckets_to_stage,
+    call_all,
     compare_checksums,
     in_background,
-    post_all,
 )
-from rollout.inference.sglang.weights import ServerAddress, join_group, leave_group, receive_broadcast
+from rollout.inference.backend import GroupMembership, WeightEndpoint
+from rollout.inference.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +52,23 @@ class NcclSender:
         if device.type == "cuda" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
             raise ValueError(
                 f"NCCL_CUMEM_ENABLE={os.environ.get('NCCL_CUMEM_ENABLE', '(unset)')} in the trainer's ranks must be 0, "
-                "as in the SGLang servers; otherwise the first weight push fails there and hangs here"
+                "as in the generators' servers; otherwise the first weight push fails there and hangs here"
             )
         self._settings, self._device, self._host = settings, device, host
-        self._servers: Sequence[ServerAddress] = ()
+        self._servers: Sequence[WeightEndpoint] = ()
         self._group: dist.ProcessGroup | None = None
         self._name = f"slipstream-{os.getpid()}-{next(_groups)}"
         self._buckets: Buckets | None = None
 
-    def connect(self, servers: Sequence[ServerAddress]) -> None:
+    def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Make the group: this rank is 0 of it, then the servers' tensor-parallel ranks in order. Raises ValueError
-        for a server with pipeline stages (SGLang counts its ranks by tensor parallelism alone), PushError or
-        ServerError when one does not join."""
+        for a server with pipeline stages (the ranks of a group are counted by tensor parallelism alone), PushError
+        or GeneratorCallError when one does not join."""
         for server in servers:
             if server.pp > 1:
                 raise ValueError(
-                    f"push.type=nccl: {server.name} has {server.pp} pipeline stages, which SGLang cannot put into one "
-                    "group with the trainer; use p1 on the generator's side, or push.type=disk"
+                    f"push.type=nccl: {server.name} has {server.pp} pipeline stages, which cannot join one group "
+                    "with the trainer; use p1 on the generator's side, or push.type=disk"
                 )
         self._servers = servers
         if self._settings.rank != 0:
@@ -77,26 +79,24 @@ class NcclSender:
             port = s.getsockname()[1]
         world = 1 + sum(server.tp for server in servers)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        calls, first = [], 1
+        places, first = {}, 1
         for server in servers:
-            call = join_group(
-                group=self._name, host=self._host, port=port, first_rank=first, world_size=world, backend=backend
+            places[server.name] = GroupMembership(
+                name=self._name, host=self._host, port=port, first_rank=first, world_size=world, backend=backend
             )
-            calls.append((server, call))
             first += server.tp
         # The store must listen before the servers look for it; the group forms only when all have come.
         store = dist.TCPStore(
             self._host, port, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline.left())
         )
-        joined = post_all(calls, deadline)
+        joined = call_all(servers, lambda s, left: s.join_group(places[s.name], timeout_seconds=left), deadline)
         group = in_background(self._make_group, backend, store, world, deadline.left())
         deadline.wait(joined | {"the sender": group}, "joining the group of the weight push")
         self._group = group.result()
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
-        rank0 = self._settings.rank == 0
-        tps = {server.tp for server in self._servers} if verify and rank0 else set()
-        self._buckets = Buckets(buckets, self._settings, self._device, verify_tp=tps)
+        compared = self._servers if verify and self._settings.rank == 0 else ()
+        self._buckets = Buckets(buckets, self._settings, self._device, verify=compared)
         self._buckets.stage(buckets_to_stage(self._settings, self._device))
 
     def send(self) -> SendReport | None:
@@ -113,7 +113,7 @@ class NcclSender:
             current = next(filled, None)
             while current is not None:
                 number, num_bytes = number + 1, num_bytes + current.num_bytes
-                answers = post_all([(s, receive_broadcast(current, group=self._name)) for s in self._servers], deadline)
+                answers = self._receive(current, deadline)
                 work: Any = dist.broadcast(current.flat, src=0, group=self._group, async_op=True)
                 following = next(filled, None)
                 deadline.wait(answers, f"bucket {number} of the weight push", also=work.is_completed)
@@ -131,7 +131,7 @@ class NcclSender:
         if self._group is None:
             return
         deadline = Deadline(min(10.0, self._settings.timeout_seconds))
-        left = post_all([(server, leave_group(self._name)) for server in self._servers], deadline)
+        left = call_all(self._servers, lambda s, left: s.leave_group(self._name, timeout_seconds=left), deadline)
         for name, future in left.items():
             try:
                 failure: BaseException | None = future.exception(timeout=deadline.left())
@@ -146,8 +146,16 @@ class NcclSender:
         except (TimeoutError, RuntimeError):
             self._abort()
 
+    def _receive(self, bucket: FlatBucket, deadline: Deadline) -> dict[str, Future[None]]:
+        """Let every server wait for the broadcast of this bucket."""
+
+        def receive(server: WeightEndpoint, timeout_seconds: float) -> None:
+            server.receive_bucket(bucket, group=self._name, timeout_seconds=timeout_seconds)
+
+        return call_all(self._servers, receive, deadline)
+
     def _make_group(self, backend: str, store: dist.Store, world: int, timeout_seconds: float) -> dist.ProcessGroup:
-        """A group beside the trainer's own world, as SGLang makes it on its side: same store prefixes, same helper."""
+        """A group beside the trainer's own world, as the servers make it: same store prefixes, same helper."""
         # The library's own timeout ends the process; it must come after the deadline has been noticed here.
         group, _ = c10d._new_process_group_helper(
             world, 0, [], dist.Backend(backend), dist.PrefixStore(self._name, store),

@@ -1,4 +1,4 @@
-"""`WeightPush` into SGLang servers: gather while they sample, pause, send, compare, resume.
+"""`WeightPush` into generators that serve: gather while they sample, pause, send, compare, resume.
 
 The senders live in the trainer's ranks and post to the servers themselves, so a refusal is seen by the process that
 waits in the broadcast. Pausing and resuming belong to whoever holds the requests: the generators.
@@ -10,22 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
 from allocation import RoleAllocation, Slot
-from core.config.push import PushType, Verify
+from core.config.push import Verify
 from core.weight_sync.base import PushReport
 from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from rollout.inference.sglang.checksums import ModelShape
-from rollout.inference.sglang.server import read_model_config
-from rollout.inference.sglang.weights import ServerAddress
+from rollout.inference.backend import Transport, WeightEndpoint
 
 if TYPE_CHECKING:
     from core.weight_sync.buckets import Sender, SendReport
@@ -42,9 +40,9 @@ its communicator, before the driver gives up."""
 class SenderPlan:
     """What every rank of the trainer makes its sender from."""
 
-    type: PushType
+    type: Transport
     model_path: str
-    """The servers' model folder: its config.json says the shapes."""
+    """The servers' model folder: pushed folders get its config.json."""
     dtype: str
     """Format that the servers hold weights in."""
     bucket_bytes: int
@@ -59,7 +57,6 @@ def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.d
         rank=rank,
         world_size=world_size,
         dtype=getattr(torch, plan.dtype),
-        shape=ModelShape.from_config(read_model_config(plan.model_path)),
         timeout_seconds=plan.timeout_seconds,
         bucket_bytes=plan.bucket_bytes,
     )
@@ -112,7 +109,7 @@ class ServerPush(Generic[G]):
         """There is room: the servers have devices of their own."""
 
     def push(self, version: int) -> PushReport:
-        """Raises PushError, ServerError or ServerGone; generation stays paused then, and the run must end."""
+        """Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused then; the run must end."""
         verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
         limit = self._timeout + SENDER_GRACE_SECONDS
@@ -151,12 +148,12 @@ def push_report(
 
 
 def with_colocated_ranks(
-    servers: Sequence[ServerAddress], replicas: Sequence[Sequence[Slot]], trainer: RoleAllocation
-) -> list[ServerAddress]:
-    """The addresses, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled in
+    servers: Sequence[WeightEndpoint], replicas: Sequence[Sequence[Slot]], trainer: RoleAllocation
+) -> list[WeightEndpoint]:
+    """The endpoints, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled in
     (empty where there is none)."""
     rank_at = {slot: rank for rank, slot in enumerate(trainer.slots)}
     return [
-        replace(server, trainer_ranks=tuple(rank_at[slot] for slot in slots[: server.tp] if slot in rank_at))
+        server.beside(tuple(rank_at[slot] for slot in slots[: server.tp] if slot in rank_at))
         for server, slots in zip(servers, replicas, strict=True)
     ]

@@ -14,11 +14,10 @@ from core.launch.cluster import Cluster
 from core.launch.wait import as_driver_sees
 from core.processes.signals import Interrupts
 from core.weight_sync.buckets import PushError
+from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
-from rollout.inference.sglang.server import ServerStartError
-from rollout.inference.sglang.weights import ServerError, ServerGone
 
-NEW_PROCESSES_MAY_HELP = [NoGeneratorError, PushError, ServerError, ServerGone, ServerStartError]
+NEW_PROCESSES_MAY_HELP = [NoGeneratorError, PushError, GeneratorCallError, GeneratorGone, GeneratorStartError]
 
 
 @pytest.mark.parametrize("kind", NEW_PROCESSES_MAY_HELP)

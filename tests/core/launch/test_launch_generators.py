@@ -17,6 +17,7 @@ from core.launch.generators import GeneratorPool, HealthSettings
 from core.recovery.memory import MemoryLimits
 from core.weight_sync.base import LocalPush
 from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
+from rollout.inference.backend import BackendSettings
 
 PENDING = object()
 
@@ -112,7 +113,7 @@ def make_pool(cluster: Cluster, num_generators: int) -> GeneratorPool:
     pool = GeneratorPool(
         cluster,  # type: ignore[arg-type]
         allocation.generator,
-        gpus=False,
+        BackendSettings(model_path="", dtype="float32", device="cpu", max_running=8),
         threads=1,
         health=HealthSettings(interval_seconds=5.0, timeout_seconds=20.0, restarts=True),
         memory=MemoryLimits(),

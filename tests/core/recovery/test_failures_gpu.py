@@ -17,7 +17,7 @@ import pytest
 from test_attempts import came_back, lost, process_of, wait_for_match
 from test_ppo_end_to_end import metrics_of, ppo
 
-from rollout.inference.sglang.gpus import device_names, query_gpus
+from rollout.inference.gpus import device_names, query_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -34,11 +35,11 @@ from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.servers import ServerPush, with_colocated_ranks
-from rollout.inference.sglang.checksums import ModelShape
-from rollout.inference.sglang.weights import ServerAddress, ServerError
+from rollout.inference.errors import GeneratorCallError
+from rollout.inference.sglang.endpoint import SGLangEndpoint
 
 ROOT = Path(__file__).resolve().parents[3]
-SHAPE = ModelShape(num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=64)
+CONFIG = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 64}
 NUM_BUCKETS = 5
 
 Push = tuple[str, int | None]
@@ -64,7 +65,7 @@ def gather(rank: int, version: int) -> Iterator[dict[str, Tensor]]:
 
 def sender_on(kind: str, rank: int, folder: Path, staged_bytes: int | None) -> Any:
     settings = SenderSettings(
-        rank=rank, world_size=2, dtype=torch.bfloat16, shape=SHAPE, timeout_seconds=30.0, bucket_bytes=1000,
+        rank=rank, world_size=2, dtype=torch.bfloat16, timeout_seconds=30.0, bucket_bytes=1000,
         staged_bytes=staged_bytes,
     )  # fmt: skip
     if kind == "disk":
@@ -73,7 +74,7 @@ def sender_on(kind: str, rank: int, folder: Path, staged_bytes: int | None) -> A
 
 
 def trainer_rank(
-    rank: int, port: int, pushes: list[Push], servers: list[ServerAddress], folder: Path, out: Any
+    rank: int, port: int, pushes: list[Push], servers: list[SGLangEndpoint], folder: Path, out: Any
 ) -> None:
     """Push two versions by each transport in turn; tells (rank, transport, report or error). The first error that
     the ranks do not share ends them, as it ends a run."""
@@ -88,12 +89,12 @@ def trainer_rank(
                 report = sender.send()
             sender.close()
             out.put((rank, kind, report))
-        except (PushError, ServerError) as e:
+        except (PushError, GeneratorCallError) as e:
             out.put((rank, kind, f"{type(e).__name__}: {e}"))
 
 
 @contextmanager
-def receivers(folder: Path, *options: str) -> Iterator[list[ServerAddress]]:
+def receivers(folder: Path, *options: str) -> Iterator[list[SGLangEndpoint]]:
     """One process for each of the two trainer ranks to sit beside."""
     script = Path(__file__).with_name("push_receiver.py")
     files = [folder / f"port-{i}" for i in range(2)]
@@ -106,18 +107,21 @@ def receivers(folder: Path, *options: str) -> Iterator[list[ServerAddress]]:
             assert all(process.poll() is None for process in processes)
             time.sleep(0.05)
         yield [
-            ServerAddress(name=f"generator-{i}", url=f"http://127.0.0.1:{f.read_text()}", tp=1, trainer_ranks=(i,))
+            SGLangEndpoint(
+                name=f"generator-{i}", url=f"http://127.0.0.1:{f.read_text()}", tp=1, trainer_ranks=(i,),
+                model_path=str(folder),
+            )
             for i, f in enumerate(files)
-        ]
+        ]  # fmt: skip
     finally:
         for process in processes:
             process.kill()
             process.wait()
 
 
-def run_trainer(pushes: list[Push], servers: list[ServerAddress], folder: Path, num_results: int) -> dict[Any, Any]:
+def run_trainer(pushes: list[Push], servers: list[SGLangEndpoint], folder: Path, num_results: int) -> dict[Any, Any]:
     """(rank, transport) -> report or error, the first `num_results` of them."""
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -168,9 +172,7 @@ def test_a_server_that_refuses_a_bucket_fails_the_push_with_its_reason(tmp_path:
 
 
 def settings_alone(**changes: Any) -> SenderSettings:
-    values: dict[str, Any] = dict(
-        rank=0, world_size=1, dtype=torch.bfloat16, shape=SHAPE, timeout_seconds=5.0, bucket_bytes=1000
-    )
+    values: dict[str, Any] = dict(rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=5.0, bucket_bytes=1000)
     return SenderSettings(**values | changes)
 
 
@@ -182,7 +184,7 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
             made.append(bucket)
             yield tensors_of(1, bucket)
 
-    buckets = Buckets(source(), settings_alone(), torch.device("cpu"), verify_tp=set())
+    buckets = Buckets(source(), settings_alone(), torch.device("cpu"), verify=())
     buckets.stage(3)
     assert made == [0, 1, 2]
     next(buckets)
@@ -190,13 +192,15 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
     assert len(list(buckets)) == NUM_BUCKETS - 1 and made == list(range(NUM_BUCKETS))
 
 
-def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell() -> None:
+def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell(tmp_path: Path) -> None:
     nothing: Iterator[Mapping[str, Tensor]] = iter(())
-    stages = ServerAddress(name="generator-1", url="http://127.0.0.1:9", tp=1, pp=2)
-    for tps, found in (
-        (set(), ""), ({1}, "no checksums compared: generator-1 with pipeline stages cannot tell them")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    stages = SGLangEndpoint(name="generator-1", url="http://127.0.0.1:9", tp=1, pp=2, model_path=str(tmp_path))
+    verify: list[SGLangEndpoint]
+    for verify, found in (
+        ([], ""), ([stages], "no checksums compared: generator-1 with pipeline stages cannot tell them")
     ):  # fmt: skip
-        buckets = Buckets(nothing, settings_alone(), torch.device("cpu"), verify_tp=tps)
+        buckets = Buckets(nothing, settings_alone(), torch.device("cpu"), verify=verify)
         assert compare_checksums([stages], buckets, Deadline(5)) == found
 
 
@@ -210,18 +214,18 @@ def test_the_deadline_names_who_did_not_answer() -> None:
 
 def test_layouts_that_a_transport_cannot_serve_are_errors_before_anything_moves(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
-    staged = ServerAddress(name="generator-0", url="http://127.0.0.1:9", tp=1, pp=2, trainer_ranks=(0,))
+    staged = SGLangEndpoint(name="generator-0", url="http://127.0.0.1:9", tp=1, pp=2, trainer_ranks=(0,))
     for sender in (NcclSender(settings_alone(), cpu), IpcSender(settings_alone(), cpu)):
         with pytest.raises(ValueError, match="2 pipeline stages.*push.type=disk"):
             sender.connect([staged])
-    apart = ServerAddress(name="generator-0", url="http://127.0.0.1:9", tp=2, trainer_ranks=(0,))
+    apart = SGLangEndpoint(name="generator-0", url="http://127.0.0.1:9", tp=2, trainer_ranks=(0,))
     with pytest.raises(ValueError, match="shares 1 of its 2 GPUs with the trainer.*push.type=nccl"):
         IpcSender(settings_alone(), cpu).connect([apart])
 
 
 def test_a_server_finds_the_trainers_ranks_on_its_gpus() -> None:
     allocation = parse("sglang.d2m2p1|d4m1p1", n_nodes=1, n_gpus_per_node=4)
-    servers = [ServerAddress(name=f"generator-{i}", url="", tp=2) for i in range(2)]
+    servers = [SGLangEndpoint(name=f"generator-{i}", url="", tp=2) for i in range(2)]
     placed = with_colocated_ranks(servers, allocation.generator.replicas, allocation.trainer)
     assert [server.trainer_ranks for server in placed] == [(0, 1), (2, 3)]
     apart = parse("sglang.d2m1p1+d2m1p1", n_nodes=1, n_gpus_per_node=4)
