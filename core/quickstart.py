@@ -111,6 +111,8 @@ def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Cons
     logger.info("Logs will be dumped to %s", paths.logs)
     logger.info("Model checkpoints will be saved to %s", paths.checkpoints)
     console.print(allocation_table(config))
+    for line in device_lines(config):
+        logger.info(line)
     if dry_run:
         logger.info("Dry run: every check passed; nothing was started.")
         return 0
@@ -158,12 +160,22 @@ def allocation_table(config: ExperimentConfig) -> Table:
     """The roles of the run, each with its layout and place."""
     allocation = resolve_allocation(config)
     table = Table(title=f"Allocation: {allocation}", title_justify="left")
-    for name in AllocationRow._fields:
-        table.add_column(name.replace("_", " "))
+    columns = [name for name in AllocationRow._fields if name != "why"]  # too long for a column: see device_lines
+    for name in columns:
+        table.add_column(name.replace("_", " "), no_wrap=name in ("role", "backend", "layout"))
     for row in allocation.table():
         if row.role in config.placed_roles:
-            table.add_row(*(str(value) for value in row))
+            table.add_row(*(str(getattr(row, name)) for name in columns))
     return table
+
+
+def device_lines(config: ExperimentConfig) -> list[str]:
+    """Backend and device of the roles of the run with the reason, one line for those that share it."""
+    alike: dict[str, list[str]] = {}
+    for row in resolve_allocation(config).table():
+        if row.role in config.placed_roles:
+            alike.setdefault(f"{row.backend} on {row.device} ({row.why})", []).append(row.role)
+    return [f"{', '.join(roles)}: {what}" for what, roles in alike.items()]
 
 
 if __name__ == "__main__":

@@ -1,34 +1,54 @@
-"""From configuration to allocation: the string, or the device mappings of the roles, whichever is given."""
+"""From configuration to allocation: the string or the roles' device mappings, whichever is given, and the devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from allocation import (
+    CPU,
+    GPU,
     TRAINER_ROLE,
     Allocation,
     AllocationError,
     Backend,
+    Device,
+    DeviceDecision,
     DeviceMapping,
     parse,
     parse_device_mappings,
 )
 from core.config.experiments import ExperimentConfig
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.gpus import query_gpus
+from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 
 _BY_MAPPING = ("", "manual")
+_RAY_ADDRESS = "RAY_ADDRESS"
+"""Environment variable that Ray reads, too."""
+_TRAINER_DEVICE = "launch.trainer_device"
 
 
 def resolve_allocation(config: ExperimentConfig) -> Allocation:
-    """Where every role runs. A layout that names no generator means SGLang where this machine has GPUs, else the
-    embedded generator. Raises AllocationError."""
-    where: dict[str, Any] = {
-        "n_nodes": config.n_nodes,
-        "n_gpus_per_node": config.n_gpus_per_node,
-        "default_backend": _default_backend(),
-    }
+    """Where every role runs, on which device, and why. Raises AllocationError."""
+    default = _Default(config)
+    allocation = _placed(
+        config,
+        n_nodes=config.n_nodes,
+        n_gpus_per_node=config.n_gpus_per_node,
+        default_backend=default.backend_of_none if config.TRAINER_ONLY else default.backend,
+    )
+    if config.TRAINER_ONLY:
+        trainer = default.trainer_alone()
+        return allocation.with_devices(trainer, trainer)
+    generator = _generator_device(config.generator_device, allocation.generator.backend)
+    if default.reason:
+        generator = replace(generator, reason=f"{default.reason}; {generator.reason}")
+    return allocation.with_devices(generator, _trainer_device(config, generator))
+
+
+def _placed(config: ExperimentConfig, **where: Any) -> Allocation:
     mapped = {role: s for role, s in config.placed_roles.items() if s.device_mapping is not None}
     if not mapped:
         return parse(config.allocation_mode, trainer_only=config.TRAINER_ONLY, **where)
@@ -54,11 +74,85 @@ def _key(config: ExperimentConfig, role: str) -> str:
     return "allocation" if role == TRAINER_ROLE and config.TRAINER_ONLY else role
 
 
-def uses_gpus(allocation: Allocation, server_flags: Mapping[str, object] = {}) -> bool:
-    """Servers need GPUs, unless their flags say device: cpu; the embedded and the mock generator do not."""
-    return allocation.generator.backend == "sglang" and server_flags.get("device") != "cpu"
+def joined_cluster(config: ExperimentConfig) -> str | None:
+    """The Ray cluster that this run joins, as key=address; None where the run starts its own on this machine."""
+    if config.launch.ray_address:
+        return f"launch.ray_address={config.launch.ray_address}"
+    inherited = None if config.mode == "local" else os.environ.get(_RAY_ADDRESS)
+    given = inherited or config.external_configs.envs.get(_RAY_ADDRESS)
+    return f"{_RAY_ADDRESS}={given}" if given else None
+
+
+class _Default:
+    """What a configuration leaves to the machine. With a joined cluster that is nothing: the GPUs of the machine that
+    submits a run are not those that it runs on."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self._config = config
+        self.reason = ""
+        """Why backend() returned what it did; empty if it was not called."""
+
+    def backend(self) -> Backend:
+        """The generators' backend. Raises AllocationError."""
+        if cluster := joined_cluster(self._config):
+            raise AllocationError(
+                f"names no backend for the generators, and the run joins a Ray cluster ({cluster}), whose GPUs cannot "
+                "be seen from here; write the backend before the generators' layout",
+                nearest=" or ".join(f"{backend}.d1m1p1+d1m1p1" for backend in DEFAULT_BACKEND.values()),
+            )
+        device, machine = _of_this_machine()
+        backend = cast(Backend, DEFAULT_BACKEND[device])
+        self.reason = f"no backend is named and {machine}: {backend}"
+        return backend
+
+    def backend_of_none(self) -> Backend:
+        """A run that samples nothing has no backend; this one fills the place in its allocation."""
+        return cast(Backend, DEFAULT_BACKEND[self.trainer_alone().device])
+
+    def trainer_alone(self) -> DeviceDecision:
+        """The trainer's device in a run without generators. Raises AllocationError."""
+        asked = self._config.launch.trainer_device
+        if asked != "auto":
+            return DeviceDecision(asked, f"{_TRAINER_DEVICE}={asked}")
+        if cluster := joined_cluster(self._config):
+            raise AllocationError(
+                f"looks at the GPUs of this machine, and the run joins a Ray cluster ({cluster}), whose GPUs cannot be "
+                "seen from here",
+                key=_TRAINER_DEVICE,
+                value=asked,
+                nearest=f"{GPU} or {CPU}",
+            )
+        return DeviceDecision(*_of_this_machine())
+
+
+def _of_this_machine() -> tuple[Device, str]:
+    """The device of a run on this machine alone, and what that follows from."""
+    num_gpus = _num_gpus()
+    if not num_gpus:
+        return CPU, "this machine has no GPU"
+    return GPU, f"this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
 
 
 @cache
-def _default_backend() -> Backend:
-    return "sglang" if query_gpus() else "embedded"
+def _num_gpus() -> int:
+    return len(query_gpus())
+
+
+def _generator_device(asked: str, name: str) -> DeviceDecision:
+    backend = BACKENDS[name]
+    devices = backend.capabilities.devices
+    if asked == "auto":
+        place = "GPUs" if devices[0] == GPU else "the CPU"
+        return DeviceDecision(devices[0], f"{backend.label}s run on {place}")
+    if asked not in devices:
+        raise AllocationError(
+            f"{backend.label}s run on {' and '.join(devices)}", key="generator.device", value=asked, nearest="auto"
+        )
+    return DeviceDecision(cast(Device, asked), f"generator.device={asked}")
+
+
+def _trainer_device(config: ExperimentConfig, generator: DeviceDecision) -> DeviceDecision:
+    asked = config.launch.trainer_device
+    if asked == "auto":
+        return DeviceDecision(generator.device, f"{_TRAINER_DEVICE}=auto: where the generators compute")
+    return DeviceDecision(asked, f"{_TRAINER_DEVICE}={asked}")

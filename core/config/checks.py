@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from allocation import AllocationError, model_errors
 from core.config.algorithm import check_algorithm
-from core.config.allocation import resolve_allocation, uses_gpus
+from core.config.allocation import joined_cluster, resolve_allocation
 from core.config.base import Problem
 from core.config.check_models import ModelFolderError, read_model_folder
 from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
@@ -27,7 +27,8 @@ from core.paths import RunPaths
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from rollout.data.rows import DatasetError, read_pairs, scan_rows
-from rollout.inference.sglang.gpus import check_gpus
+from rollout.inference.gpus import check_gpus
+from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError, load_plugin
 from rollout.rewards.registry import REWARDS
 from rollout.workflows import check_workflow
@@ -77,16 +78,6 @@ def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
         yield Problem(key="actor.moe_routing_replay", message=message)
 
 
-def _served(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
-    """What SGLang's own model of the family does not read in config.json, and samples something else for."""
-    for key in FAMILIES[model.model_type].ignored_by_servers(model):
-        yield Problem(
-            key="actor.path",
-            message=f"{use.path} is a {model.model_type} whose config.json uses {key}, which SGLang servers ignore; "
-            "take a model with experts in every layer and an output layer of its own",
-        )
-
-
 def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
     """A generator refuses a sequence longer than the model's positions: known before the first prompt is sampled."""
     for key, (prompt_tokens, num_tokens) in longest.items():
@@ -107,11 +98,9 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
     seen: set[str] = set()
     for role in use.roles:
         placed = allocation.roles[role]
-        if placed.backend == "embedded" and (model.moe or model.mla):
-            message = f"the embedded generator samples dense models, and {use.path} is of type {model.model_type!r}"
-            yield Problem(key="allocation_mode", message=f"{message}; use sglang")
-        if placed.backend == "sglang":
-            yield from _served(use, model)
+        if placed.backend in BACKENDS:
+            for key, message in BACKENDS[placed.backend].model_problems(model, use.path):
+                yield Problem(key=key, message=message)
         for error in model_errors(
             placed.layout, role, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
             num_layers=model.num_layers, vocab_size=model.vocab_size, intermediate_size=model.intermediate_size,
@@ -244,15 +233,13 @@ def _ray(config: ExperimentConfig) -> Iterator[Problem]:
 
 def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
     """Numbers, on their nodes, of the GPUs that a run takes which starts Ray itself; none where it joins a cluster."""
-    if any((config.launch.ray_address, os.environ.get("RAY_ADDRESS"), config.external_configs.envs.get("RAY_ADDRESS"))):
+    if joined_cluster(config):
         return []
     try:
         allocation = resolve_allocation(config)
     except AllocationError:
         return []  # reported with the configuration
-    if not uses_gpus(allocation, config.server_flags):
-        return []
-    return sorted({slot.gpu for role in allocation.roles.values() for slot in role.slots})
+    return sorted({slot.gpu for slot in allocation.gpu_slots})
 
 
 def _port(config: ExperimentConfig) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, Self
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
 from core.algorithms import ALGORITHMS
 from core.config.base import Section, key, section
-from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     AlgorithmConfig,
     PPOHyperparameters,
@@ -157,7 +157,9 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         "max_head_offpolicyness": "staleness.max_staleness",
         "ppo.use_decoupled_loss": "algorithm.decoupled",
         "ppo.behav_imp_weight_cap": "algorithm.behave_imp_weight_cap",
+        "actor.sglang.device": "generator.device",
         "actor.sglang.max_running_requests": "generator.max_running",
+        "generator.sglang_python": "generator.python",
     }
     IGNORED = {
         **CommonExperimentConfig.IGNORED,
@@ -282,8 +284,8 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return {f"{key}.max_new_tokens": (prompt, longest) for key, longest in answers.items() if longest is not None}
 
     @property
-    def server_flags(self) -> Mapping[str, FlagValue]:
-        return self.actor.sglang
+    def generator_device(self) -> str:
+        return self.generator.device
 
     @property
     def evaluates(self) -> bool:
@@ -368,9 +370,9 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return {}
 
     @property
-    def server_flags(self) -> Mapping[str, FlagValue]:
-        """Flags of the generators' servers."""
-        return {}
+    def generator_device(self) -> str:
+        """generator.device of runs with generators."""
+        return "auto"
 
     @property
     def evaluates(self) -> bool:

@@ -10,10 +10,9 @@ from typing import ClassVar, Literal
 
 from core.config.base import Section, key, section
 from model_specs.families import FAMILIES
+from rollout.inference.backend import FlagValue
 
 Dtype = Literal["float32", "bfloat16"]
-FlagValue = bool | int | float | str | list[int] | None
-"""Value of a SGLang server flag."""
 
 
 class ModelFamily(Section):
@@ -59,7 +58,7 @@ class ModelTrainEvalConfig(Section):
     """One model: its weights, numeric format and optimizer."""
 
     IGNORED = {
-        "vllm": "generators are embedded or SGLang; see generator.* and actor.sglang.*",
+        "vllm": "see generator.* and actor.sglang.*",
         "megatron": "Megatron's switches follow from the device and the layout",
         "parallel": "the layout is part of allocation_mode",
         "offload": "weights stay on their device; for the optimizer's state there is optimizer.offload",
@@ -80,7 +79,7 @@ class ModelTrainEvalConfig(Section):
         "nothing, on the embedded default nothing",
     )
     bf16: bool | None = key(
-        None, "True: bfloat16, False: float32. null: bfloat16 with GPUs, float32 on the embedded default"
+        None, "True: bfloat16, False: float32. null: bfloat16 where the trainer computes on GPUs, else float32"
     )
     fp8: bool = key(
         False,
@@ -99,11 +98,9 @@ class ModelTrainEvalConfig(Section):
     )
     moe_routing_replay: bool = key(
         False,
-        "actor only, models with experts: train each token through the experts that the SGLang server used for it",
+        "actor only, models with experts: train each token through the experts that the generator used for it",
     )
-    sglang: dict[str, FlagValue] = key(
-        {}, "actor only: flags of the SGLang servers by name, as in mem_fraction_static: 0.8"
-    )
+    sglang: dict[str, FlagValue] = key({}, "actor only: flags of the servers by name, as in mem_fraction_static: 0.8")
 
     def dtype(self, *, embedded: bool) -> Dtype:
         """Format of the weights, given whether the run is on the embedded default."""

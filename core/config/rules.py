@@ -13,11 +13,11 @@ from allocation import Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from allocation.plan import SAME_WEIGHTS
 from core.config.algorithm import unread_settings
-from core.config.allocation import resolve_allocation, uses_gpus
+from core.config.allocation import resolve_allocation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
 from core.config.push import choose_transport
-from rollout.inference.sglang.arguments import decided_elsewhere
+from rollout.inference.registry import BACKENDS
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
 """No vocabulary is so large: as a top_k it cuts nothing off."""
@@ -154,9 +154,9 @@ def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
 
 
 def _server_arguments(config: PPOMATHConfig) -> Iterator[Violation]:
-    for key in config.actor.sglang:
-        if why := decided_elsewhere(key):
-            yield Violation(("actor.sglang",), f"{key} cannot be set: {why}; leave it out")
+    for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
+        for key, why in (found for backend in BACKENDS.values() for found in backend.refused_flags(flags)):
+            yield Violation((section,), f"{key} cannot be set: {why}; leave it out")
 
 
 def _trained_model(name: str, model: ModelTrainEvalConfig) -> Iterator[Violation]:
@@ -211,15 +211,30 @@ def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
         )
 
 
+def _backend(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    """What the generators' backend cannot do."""
+    backend = BACKENDS[allocation.generator.backend]
+    formats = backend.capabilities.weight_formats
+    dtype = config.generator.dtype or config.actor.dtype(embedded=not allocation.trainer.on_gpu)
+    if dtype not in formats:
+        message = f"{backend.label}s hold weights in {' or '.join(formats)}, not in {dtype}; write one of them"
+        yield Violation(("generator.dtype", "allocation_mode"), message)
+    if allocation.shares_gpus and not backend.capabilities.colocates:
+        message = f"{backend.label}s cannot leave the GPUs to the trainer; write + for GPUs of their own"
+        yield Violation(("allocation_mode", "n_gpus_per_node"), message)
+
+
 def _interrupt(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     generator, interrupt = allocation.generator, config.generator.interrupt
-    takes_turns = allocation.colocated and uses_gpus(allocation, config.actor.sglang)  # and aborts, whatever is asked
-    if generator.backend == "sglang" and generator.layout.pp > 1 and interrupt != "abort" and not takes_turns:
+    backend = BACKENDS[generator.backend]
+    exact = backend.capabilities.staged_interrupts
+    # Generators that take turns with the trainer abort, whatever is asked.
+    if generator.layout.pp > 1 and interrupt not in exact and not allocation.shares_gpus:
         yield Violation(
             ("generator.interrupt", "allocation_mode"),
-            f"interrupt={interrupt} needs p1 on the generator's side, got {generator.layout}: a SGLang server of "
-            f"{generator.layout.pp} pipeline stages does not tell the versions of single tokens; write abort, or "
-            "tensor parallelism (m) instead of p",
+            f"interrupt={interrupt} needs p1 on the generator's side, got {generator.layout}: a {backend.label} of "
+            f"{generator.layout.pp} pipeline stages does not tell the versions of single tokens; write "
+            f"{' or '.join(exact)}, or tensor parallelism (m) instead of p",
         )
 
 
@@ -228,23 +243,26 @@ def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[V
     if not config.actor.moe_routing_replay:
         return
     keys = ("actor.moe_routing_replay", "allocation_mode")
-    if generator.backend != "sglang":
+    backend = BACKENDS[generator.backend]
+    if not backend.capabilities.routed_experts:
+        able = {name: b.label for name, b in BACKENDS.items() if b.capabilities.routed_experts}
         yield Violation(
             keys,
-            f"moe_routing_replay=true needs SGLang servers, which tell the experts of each token; the generator is "
-            f"{generator.backend}; write sglang in allocation_mode, or false",
+            f"moe_routing_replay=true needs {' or '.join(able.values())}s, which tell the experts of each token; the "
+            f"generator is {generator.backend}; write {' or '.join(able)} in allocation_mode, or false",
         )
     elif generator.layout.pp > 1:
         yield Violation(
             keys,
             f"moe_routing_replay=true needs p1 on the generator's side, got {generator.layout}: each pipeline stage of "
-            "a SGLang server knows the experts of its own layers; write tensor parallelism (m) instead of p, or false",
+            f"a {backend.label} knows the experts of its own layers; write tensor parallelism (m) instead of p, or "
+            "false",
         )
 
 
 def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
     """What only some devices and formats have."""
-    gpus = uses_gpus(allocation, config.server_flags)
+    gpus = allocation.trainer.on_gpu
     for name, model in ((use.key, use.section) for use in config.model_uses):
         dtype = model.dtype(embedded=not gpus)
         if not gpus:
@@ -286,7 +304,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], Iterator[Violation]], ...]] = {
     "sft": (_sft_model,),
 }
 _ALLOCATION_RULES: Mapping[str, tuple[Callable[[Any, Allocation], Iterator[Violation]], ...]] = {
-    "ppo-math": (_transport, _shared_ranks, _interrupt, _routing_replay),
+    "ppo-math": (_transport, _shared_ranks, _backend, _interrupt, _routing_replay),
     "sft": (),
 }
 _UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {"ppo-math": (unread_settings,), "sft": ()}

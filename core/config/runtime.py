@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from allocation import DeviceChoice
 from core.config.base import Section, key, section
+from rollout.inference.backend import FlagValue
 
 
 class ExperimentSaveEvalControl(Section):
@@ -37,11 +39,15 @@ class GeneratorConfig(Section):
         "What new weights do to answers under way. abort: hand them back, to be continued as new requests. "
         "retract: continue after recomputing the key/value cache. in_place: continue on the old cache",
     )
+    device: DeviceChoice = key(
+        "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
+    )
     dtype: Literal["float32", "bfloat16"] | None = key(None, "Format of its weights. null: the actor's")
     mock_seconds_per_token: float = key(0.0, "mock generators: time that a token takes; 0: answers at once", ge=0)
-    sglang_python: str | None = key(
-        None, "Interpreter that has SGLang, where that is installed in an environment of its own. null: the run's"
+    python: str | None = key(
+        None, "Interpreter that has the backend's library, where that has an environment of its own. null: the run's"
     )
+    flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; they are added to actor.sglang")
     health_interval_seconds: float = key(5.0, "Time between two health checks of a replica", gt=0)
     health_timeout_seconds: float = key(
         120.0,
@@ -90,6 +96,11 @@ class LaunchConfig(Section):
     """Processes."""
 
     ray_address: str | None = key(None, "Ray cluster to join, host:port. null: start one for this run, on this machine")
+    trainer_device: DeviceChoice = key(
+        "auto",
+        "Where the trainer's ranks compute. auto: where the generators do; in sft, which has none, on GPUs if this "
+        "machine has any (not with a joined Ray cluster: then write the device)",
+    )
     master_port: int = key(0, "Port where the trainer's ranks meet; 0: a free one", ge=0, le=65535)
     threads_per_process: int = key(
         0, "Threads of each trainer and generator process; 0: divide the cores, on GPUs 8 at most", ge=0

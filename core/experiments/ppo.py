@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.config.algorithm import build_algorithm
-from core.config.allocation import resolve_allocation, uses_gpus
+from core.config.allocation import resolve_allocation
 from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.experiments.workers import (
     PPOWorkers,
@@ -62,7 +62,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         deadlines=config.deadlines,
         log_folder=paths.logs,
     ) as cluster:
-        cluster.reserve(allocation, gpus=uses_gpus(allocation, config.actor.sglang))
+        cluster.reserve(allocation)
         memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
         memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
         workers = start_ppo_workers(config, allocation, cluster, memory)

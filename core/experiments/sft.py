@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from core.algorithms.sft import SFT
-from core.config.allocation import resolve_allocation, uses_gpus
+from core.config.allocation import resolve_allocation
 from core.data.answers import AnswerDataset
 from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
@@ -127,7 +127,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         deadlines=config.deadlines,
         log_folder=paths.logs,
     ) as cluster:
-        cluster.reserve(allocation, gpus=uses_gpus(allocation))
+        cluster.reserve(allocation)
         engine = _start_engine(config, allocation, cluster, schedule.total_steps)
         engines = TrainedEngines([engine])
         if start.checkpoint is not None:
@@ -181,9 +181,9 @@ def _check_same_rows(train: AnswerDataset, start: Start, *, ignore_changes: bool
 
 def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, total_updates: int) -> EngineRef:
     """Start the ranks and load the model."""
-    launch, gpus = config.launch, uses_gpus(allocation)
+    launch, gpus = config.launch, allocation.trainer.on_gpu
     threads = threads_per_process(allocation, asked=launch.threads_per_process, max_staleness=0, gpus=gpus)
-    groups = TrainerGroups(cluster, gpus=gpus, port=launch.master_port, threads=threads, seed=config.seed)
+    groups = TrainerGroups(cluster, port=launch.master_port, threads=threads, seed=config.seed)
     limit = config.max_tokens_per_mb()
     engine = EngineRef(
         group=groups.group(allocation.trainer),

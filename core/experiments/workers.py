@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
-from core.config.allocation import uses_gpus
-from core.config.push import PushType, choose_transport
+from core.config.push import choose_transport
 from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool, HealthSettings
 from core.launch.rollout_client import RolloutClient
@@ -25,6 +25,8 @@ from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import SenderPlan, ServerPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from rollout.inference.backend import BackendSettings, Transport, WeightFormat
+from rollout.inference.registry import BACKENDS
 from rollout.inference.router import requests_at_once
 from rollout.types import SamplingParams
 
@@ -66,9 +68,9 @@ def _num_cores() -> int:
 class TrainerGroups:
     """One group of ranks for each distinct layout and place in the device map; roles that agree share theirs."""
 
-    def __init__(self, cluster: Cluster, *, gpus: bool, port: int, threads: int, seed: int) -> None:
+    def __init__(self, cluster: Cluster, *, port: int, threads: int, seed: int) -> None:
         self._cluster = cluster
-        self._options: dict[str, Any] = {"gpus": gpus, "threads": threads, "seed": seed}
+        self._options: dict[str, Any] = {"threads": threads, "seed": seed}
         self._port = port
         self._groups: dict[tuple[ParallelLayout, tuple[Slot, ...]], TrainerGroup] = {}
 
@@ -125,7 +127,7 @@ class PPOWorkers:
     embedded: bool
     colocated: bool
     """Trainer and servers on the same GPUs, which take turns."""
-    transport: PushType
+    transport: Transport
 
     @property
     def trained(self) -> TrainedEngines:
@@ -141,34 +143,23 @@ def start_ppo_workers(
     config: PPOMATHConfig, allocation: Allocation, cluster: Cluster, memory: MemoryLimits
 ) -> PPOWorkers:
     """Start every process; they come up side by side, so nothing here waits for another."""
-    gpus = uses_gpus(allocation, config.actor.sglang)
-    colocated = gpus and allocation.colocated
-    threads = threads_per_process(
-        allocation, asked=config.launch.threads_per_process, max_staleness=config.staleness.max_staleness, gpus=gpus
-    )
-    groups = TrainerGroups(cluster, gpus=gpus, port=config.launch.master_port, threads=threads, seed=config.seed)
+    placed, colocated = allocation.generator, allocation.shares_gpus
+    shared: dict[str, Any] = {
+        "asked": config.launch.threads_per_process, "max_staleness": config.staleness.max_staleness
+    }  # fmt: skip
+    threads = threads_per_process(allocation, gpus=allocation.trainer.on_gpu, **shared)
+    groups = TrainerGroups(cluster, port=config.launch.master_port, threads=threads, seed=config.seed)
     generators = GeneratorPool(
         cluster,
-        allocation.generator,
-        gpus=gpus,
-        threads=threads,
+        placed,
+        backend_settings(config, allocation),
+        threads=threads_per_process(allocation, gpus=placed.on_gpu, **shared),
         health=HealthSettings(
             interval_seconds=config.generator.health_interval_seconds,
             timeout_seconds=config.generator.health_timeout_seconds,
-            restarts=not colocated,
+            restarts=BACKENDS[placed.backend].capabilities.restarts and not colocated,
         ),
         memory=memory,
-        model_path=config.actor.path,
-        max_running=config.generator.max_running,
-        # Servers that leave their memory to the trainer cannot keep requests meanwhile.
-        interrupt="abort" if colocated else config.generator.interrupt,
-        colocated=colocated,
-        sglang=server_flags(config),
-        tells_experts=config.actor.moe_routing_replay,
-        sglang_python=config.generator.sglang_python,
-        dtype=generator_dtype(config, gpus=gpus),
-        mock_seconds_per_token=config.generator.mock_seconds_per_token,
-        startup_timeout_seconds=config.launch.startup_timeout_seconds,
     )
     # Before the trainer's ranks, whose first one is waited for.
     rollout = RolloutClient(cluster, generators, rollout_settings(config, allocation))
@@ -179,20 +170,35 @@ def start_ppo_workers(
         generators=generators,
         rollout=rollout,
         groups=groups,
-        embedded=not gpus,
+        embedded=not allocation.trainer.on_gpu,
         colocated=colocated,
         transport=choose_transport(config.push.type, allocation),
     )
 
 
-def server_flags(config: PPOMATHConfig) -> dict[str, object]:
-    """actor.sglang.*, and no weights to be read where there are none: the first push brings them."""
-    return {**({"load_format": "dummy"} if config.actor.init_from_scratch else {}), **config.actor.sglang}
+def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSettings:
+    """What every generator is started with; the pool fills in what differs between them."""
+    generator, colocated = config.generator, allocation.shares_gpus
+    return BackendSettings(
+        model_path=config.actor.path,
+        dtype=generator_dtype(config, allocation),
+        device=allocation.generator.device,
+        max_running=generator.max_running,
+        # Generators that leave their memory to the trainer cannot keep requests meanwhile.
+        interrupt="abort" if colocated else generator.interrupt,
+        colocated=colocated,
+        load_weights=not config.actor.init_from_scratch,
+        reports_experts=config.actor.moe_routing_replay,
+        flags={**config.actor.sglang, **generator.flags},
+        python=generator.python or sys.executable,
+        seconds_per_token=generator.mock_seconds_per_token,
+        startup_timeout_seconds=config.launch.startup_timeout_seconds,
+    )
 
 
-def generator_dtype(config: PPOMATHConfig, *, gpus: bool) -> str:
+def generator_dtype(config: PPOMATHConfig, allocation: Allocation) -> WeightFormat:
     """Format of the generators' weights."""
-    return config.generator.dtype or config.actor.dtype(embedded=not gpus)
+    return config.generator.dtype or config.actor.dtype(embedded=not allocation.trainer.on_gpu)
 
 
 def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> RunPush:
@@ -229,12 +235,12 @@ def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOW
     plan = SenderPlan(
         type=workers.transport,
         model_path=config.actor.path,
-        dtype=generator_dtype(config, gpus=not workers.embedded),
+        dtype=generator_dtype(config, allocation),
         bucket_bytes=config.push.bucket_mib * 2**20,
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
     )
-    workers.actor.group.call("push_connect", plan, workers.generators.addresses(allocation.trainer))
+    workers.actor.group.call("push_connect", plan, workers.generators.endpoints(allocation.trainer))
 
 
 def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, groups: TrainerGroups) -> EngineRef:

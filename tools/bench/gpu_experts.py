@@ -1,6 +1,6 @@
 """The measurement of `python -m tools.bench gpu --only experts`: updates of a model with experts.
 
-Stacked experts (mcore_adapter/models/stacked_experts.py) against Megatron's with TransformerEngine's products, in one run.
+Stacked experts (mcore_adapter/models/stacked_experts.py) against TransformerEngine's grouped layers, in one run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model_specs.hf_config import parse_config
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import (
     PEAK_FLOPS,

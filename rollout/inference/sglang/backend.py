@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from model_specs.families import FAMILIES
 from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, MemoryFlag, Replica
 from rollout.inference.sglang.arguments import decided_elsewhere
 
 if TYPE_CHECKING:
-    from model_specs.hf_config import ModelConfig
+    from model_specs.config import ModelConfig
 
 
 class SGLangBackend:
@@ -33,19 +34,13 @@ class SGLangBackend:
                 yield flag, why
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
-        """What SGLang's own Qwen3-MoE does not look at in config.json, and samples something else for."""
-        if model.model_type != "qwen3_moe" or model.moe is None:
-            return
-        for key, ignored in (
-            ("mlp_only_layers, decoder_sparse_step", not all(model.moe.sparse_layers)),
-            ("tie_word_embeddings", model.tied),
-        ):
-            if ignored:
-                yield (
-                    "actor.path",
-                    f"{path} is a qwen3_moe whose config.json uses {key}, which SGLang servers ignore; take a model "
-                    "with experts in every layer and an output layer of its own",
-                )
+        """What SGLang's own model of the family does not read in config.json, and samples something else for."""
+        for key in FAMILIES[model.model_type].ignored_by_servers(model):
+            yield (
+                "actor.path",
+                f"{path} is a {model.model_type} whose config.json uses {key}, which SGLang servers ignore; take "
+                "a model with experts in every layer and an output layer of its own",
+            )
 
     async def start(self, settings: BackendSettings) -> Replica:
         """Raises ValueError where GPUs are missing or in use, GeneratorStartError with the server's last log lines."""

@@ -12,7 +12,7 @@ from sglang_environment import PREFIX, TWO_RANKS
 from test_attempts import came_back, process_of
 from test_ppo_end_to_end import metrics_of, ppo
 
-from rollout.inference.sglang.gpus import query_gpus
+from rollout.inference.gpus import query_gpus
 
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
 
@@ -69,6 +69,7 @@ def test_a_run_trains_on_what_servers_sample(
         ),
     )
     command.wait_for("global step 1", timeout=400)
+    assert "actor_gen: sglang on cpu (generator.device=cpu)" in command.output()
     command.remember_family()
     assert command.finish() == 0, command.output()[-4000:]
     assert command.survivors(timeout=20) == []

@@ -1,0 +1,223 @@
+"""Backend and device of every role: what is chosen, why, and what the start-up table and the log say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from config_inputs import write_run
+from test_config_checks import fake_gpus
+
+from allocation import Allocation, AllocationError
+from core import quickstart
+from core.config import allocation as config_allocation
+from core.config.allocation import resolve_allocation
+from core.config.base import ConfigError
+from core.config.checks import run_checks
+from core.config.load import load_config
+from core.config.push import choose_transport
+from rollout.inference.backend import Capabilities
+from rollout.inference.mock.backend import MockBackend
+from rollout.inference.registry import BACKENDS
+
+SFT = "experiment_name: s\ntrial_name: t\nmodel: {path: m}\ndataset: {train_path: d, train_bs_n_seqs: 8}\n"
+
+
+@pytest.fixture(autouse=True)
+def fresh_query(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The GPUs of this machine are looked up once a process, and no cluster is joined by accident."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config_allocation._num_gpus.cache_clear()
+    yield
+    config_allocation._num_gpus.cache_clear()
+
+
+def allocated(folder: Path, *overrides: str) -> Allocation:
+    loaded = load_config("ppo-math", write_run(folder), overrides)
+    assert run_checks(loaded.config, loaded.where) == []
+    return resolve_allocation(loaded.config)
+
+
+def sft(folder: Path, *overrides: str) -> Allocation:
+    (folder / "sft.yaml").write_text(SFT)
+    return resolve_allocation(load_config("sft", folder / "sft.yaml", overrides).config)
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config("ppo-math", write_run(folder), overrides)
+    return str(error.value)
+
+
+ONE_GPU = "0, GPU-aa, H, 4, 141000"
+TWO_GPUS = (ONE_GPU, "1, GPU-bb, H, 4, 141000")
+SERVERS = "allocation_mode=sglang.d1m1p1+d1m1p1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "generator", "trainer", "transport"),
+    [
+        (["allocation_mode=embedded.d1m1p1+d1m1p1"], "cpu", "cpu", "local"),
+        (["allocation_mode=mock.d1m1p1+d1m1p1"], "cpu", "cpu", "local"),
+        (["allocation_mode=mock.d1m1p1+d1m1p1", "launch.trainer_device=cuda"], "cpu", "cuda", "local"),
+        (
+            ["allocation_mode=embedded.d1m1p1", "n_gpus_per_node=1", "launch.trainer_device=cuda"],
+            "cpu",
+            "cuda",
+            "local",
+        ),
+        ([SERVERS], "cuda", "cuda", "nccl"),
+        ([SERVERS, "launch.trainer_device=cpu"], "cuda", "cpu", "disk"),
+        ([SERVERS, "generator.device=cpu"], "cpu", "cpu", "nccl"),
+        ([SERVERS, "actor.sglang.device=cpu"], "cpu", "cpu", "nccl"),
+        ([SERVERS, "generator.device=cpu", "launch.trainer_device=cuda"], "cpu", "cuda", "disk"),
+        (["allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1"], "cuda", "cuda", "ipc"),
+        (["allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1", "launch.trainer_device=cpu"], "cuda", "cpu", "disk"),
+    ],
+)
+def test_the_devices_of_generators_and_trainer_are_chosen_apart(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    generator: str,
+    trainer: str,
+    transport: str,
+) -> None:
+    """Each of them passes every check of a dry run."""
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    allocation = allocated(tmp_path, *overrides)
+    assert {name: role.device for name, role in allocation.roles.items()} == {
+        name: generator if name == "actor_gen" else trainer for name in allocation.roles
+    }
+    assert choose_transport("auto", allocation) == transport
+    shared = len(allocation.generator.slots) + len(allocation.trainer.slots) > allocation.n_gpus_per_node
+    assert allocation.shares_gpus == (shared and generator == trainer == "cuda")
+    sides = {"cuda": set(allocation.generator.slots)} if generator == "cuda" else {"cuda": set()}
+    assert set(allocation.gpu_slots) == sides["cuda"] | (set(allocation.trainer.slots) if trainer == "cuda" else set())
+
+
+def test_only_the_gpus_that_a_role_computes_on_must_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, ONE_GPU)
+    allocated(tmp_path, SERVERS, "launch.trainer_device=cpu")
+    loaded = load_config("ppo-math", write_run(tmp_path), [SERVERS])
+    (problem,) = run_checks(loaded.config, loaded.where)
+    assert "allocation_mode asks for GPU 1, and this machine has 1" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("cards", "backend", "device", "why"),
+    [
+        (
+            (),
+            "embedded",
+            "cpu",
+            "no backend is named and this machine has no GPU: embedded; embedded generators run on ",
+        ),
+        ((ONE_GPU,), "sglang", "cuda", "no backend is named and this machine has 1 GPU: sglang; SGLang servers run on"),
+    ],
+)
+def test_what_the_machine_decides_is_said_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: tuple[str, ...], backend: str, device: str, why: str
+) -> None:
+    fake_gpus(tmp_path, monkeypatch, *(cards or (":",)))
+    if not cards:
+        monkeypatch.setattr(config_allocation, "query_gpus", lambda: [])
+    row = allocated(tmp_path, "allocation_mode=d1m1p1", "n_gpus_per_node=1").table()[0]
+    assert (row.backend, row.device) == (backend, device) and row.why.startswith(why)
+    trainer = sft(tmp_path).trainer
+    assert (trainer.device, trainer.reason) == (device, why.split(" and ")[1].split(":")[0])
+
+
+def test_a_named_backend_is_no_choice_of_the_machine(tmp_path: Path) -> None:
+    row = allocated(tmp_path, "allocation_mode=embedded.d1m1p1+d1m1p1").table()[0]
+    assert row.why == "embedded generators run on the CPU"
+
+
+@pytest.mark.parametrize(
+    "joined", ["launch.ray_address=head:6379", "external_configs.envs.RAY_ADDRESS=head:6379", "environment"]
+)
+def test_with_a_joined_cluster_the_gpus_of_this_machine_decide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: str
+) -> None:
+    monkeypatch.setattr(config_allocation, "query_gpus", lambda: pytest.fail("looked at this machine"))
+    overrides = [joined]
+    if joined == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+        overrides = []
+    message = refused(tmp_path, "allocation_mode=d1m1p1", "n_gpus_per_node=1", *overrides)
+    assert "allocation_mode: 'd1m1p1': names no backend for the generators, and the run joins a Ray cluster" in message
+    assert "head:6379" in message and "sglang.d1m1p1+d1m1p1 or embedded.d1m1p1+d1m1p1" in message
+    mapped = ["actor_gen.device_mapping=[0]", "actor_train.device_mapping=[1]"]
+    assert "names no backend" in refused(tmp_path, *mapped, *overrides)
+    assert allocated(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", *overrides).trainer.device == "cpu"
+    with pytest.raises((ConfigError, AllocationError), match=r"launch.trainer_device.*auto.*cuda or cpu"):
+        sft(tmp_path, *overrides)
+    assert sft(tmp_path, "launch.trainer_device=cuda", *overrides).trainer.on_gpu
+
+
+def test_a_local_run_does_not_look_at_the_cluster_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert allocated(tmp_path, "mode=local", "allocation_mode=d1m1p1", "n_gpus_per_node=1").trainer.reason
+
+
+def test_a_device_that_a_backend_cannot_run_on_is_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", "generator.device=cuda")
+    assert "generator.device: 'cuda': mock generators run on cpu; nearest: auto" in message, message
+
+
+@pytest.mark.parametrize("asked", ["nccl", "ipc"])
+def test_memory_of_different_devices_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    message = refused(tmp_path, SERVERS, "launch.trainer_device=cpu", f"push.type={asked}")
+    assert f"push.type: {asked} needs both sides on one kind of device" in message
+
+
+def test_training_on_gpus_has_the_numbers_of_gpus_whatever_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    allocated(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", "launch.trainer_device=cuda", "actor.fp8=true")
+    assert "fp8=true needs GPUs" in refused(tmp_path, SERVERS, "launch.trainer_device=cpu", "actor.fp8=true")
+
+
+def test_table_and_log_of_a_dry_run_show_backend_device_and_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    path = write_run(tmp_path)
+    words = ["ppo-math", "--config", str(path), "--dry-run", SERVERS, "generator.device=cpu"]
+    assert quickstart.main(words) == 0
+    shown = capsys.readouterr().out
+    head = next(line for line in shown.splitlines() if line.startswith("┃ role"))
+    assert [cell.strip() for cell in head.strip("┃ ").split("┃")][:4] == ["role", "backend", "layout", "device"]
+    row = next(line for line in shown.splitlines() if line.startswith("│ actor_gen"))
+    assert [cell.strip() for cell in row.strip("│ ").split("│")][:4] == ["actor_gen", "sglang", "d1m1p1", "cpu"]
+    assert "quickstart INFO: actor_gen: sglang on cpu (generator.device=cpu)" in shown
+    assert (
+        "INFO: actor_train, actor_inf: megatron on cpu (launch.trainer_device=auto: where the generators compute)"
+        in shown
+    )
+
+
+class Narrow(MockBackend):
+    """A backend that can do less than any that there is."""
+
+    label = "narrow generator"
+    capabilities = Capabilities(devices=("cuda",), transports=("disk",), weight_formats=("float32",))
+
+
+def test_another_backend_is_checked_by_its_capabilities_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    monkeypatch.setitem(BACKENDS, "mock", Narrow())
+    apart = ["allocation_mode=mock.d1m1p1+d1m1p1", "actor.bf16=false"]
+    allocation = allocated(tmp_path, *apart)
+    assert (allocation.generator.device, choose_transport("auto", allocation)) == ("cuda", "disk")
+    assert "narrow generators hold weights in float32, not in bfloat16" in refused(tmp_path, apart[0])
+    shared = ["allocation_mode=mock.d1m1p1", "n_gpus_per_node=1", "actor.bf16=false"]
+    assert "narrow generators cannot leave the GPUs to the trainer" in refused(tmp_path, *shared)
+    assert "nccl is a way into SGLang servers; narrow generators take disk" in refused(
+        tmp_path, *apart, "push.type=nccl"
+    )
