@@ -58,7 +58,7 @@ ORDER = {
         "experiments",
         "quickstart",
     ),
-    "tools": ("scratch_model demo_plot curves", "demo", "eval", "convert chaos_run", "chaos bench"),
+    "tools": ("scratch_model demo_plot", "demo", "curves eval", "convert chaos_run", "chaos bench"),
 }
 """Folders and modules of a package from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,19 +20,21 @@ from core.weight_sync.buckets import Sender, SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from rollout.inference.sglang.checksums import ModelShape
-from rollout.inference.sglang.weights import ServerAddress, pause_generation, post
+from rollout.inference.sglang.endpoint import SGLangEndpoint
+from rollout.inference.sglang.weights import pause_generation, post
 
 KINDS = ("nccl", "ipc", "disk")
 UPDATE_OF = dict(zip(("ipc", "nccl", "disk"), UPDATES, strict=True))
 CPU = torch.device("cpu")
+MODEL = tempfile.TemporaryDirectory(prefix="push-doubles-")
+"""Folder of the model that the doubles serve: its config.json alone."""
+(Path(MODEL.name) / "config.json").write_text(json.dumps(model.CONFIG))
 
 
 def sender_of(kind: str, folder: Path, **changes: Any) -> Sender:
     """`folder`: of the model; folders of pushes are made in it."""
     values: dict[str, Any] = dict(
-        rank=0, world_size=1, dtype=torch.float32, shape=ModelShape.from_config(model.CONFIG), timeout_seconds=30.0,
-        bucket_bytes=1 << 20,
+        rank=0, world_size=1, dtype=torch.float32, timeout_seconds=30.0, bucket_bytes=1 << 20
     )  # fmt: skip
     settings = SenderSettings(**values | changes)
     if kind == "disk":
@@ -45,13 +49,13 @@ def buckets(version: int) -> Iterator[Mapping[str, Tensor]]:
         yield dict(items[part::3])
 
 
-def address(double: SGLangDouble, index: int = 0, **changes: Any) -> ServerAddress:
-    values: dict[str, Any] = {"tp": double.tp, "trainer_ranks": (0,) * double.tp}
-    return ServerAddress(name=f"generator-{index}", url=double.url, **values | changes)
+def address(double: SGLangDouble, index: int = 0, **changes: Any) -> SGLangEndpoint:
+    values: dict[str, Any] = {"tp": double.tp, "model_path": MODEL.name, "trainer_ranks": (0,) * double.tp}
+    return SGLangEndpoint(name=f"generator-{index}", url=double.url, **values | changes)
 
 
 @contextmanager
-def paused(*tps: int, **options: Any) -> Iterator[tuple[list[SGLangDouble], list[ServerAddress]]]:
+def paused(*tps: int, **options: Any) -> Iterator[tuple[list[SGLangDouble], list[SGLangEndpoint]]]:
     """A double for each tensor-parallel size, none of which samples."""
     with ExitStack() as stack:
         doubles = [stack.enter_context(SGLangDouble(tp=tp, **options)) for tp in tps]

@@ -20,7 +20,8 @@ from core.errors import LaunchError
 from core.weight_sync.buckets import PushError
 from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import ServerPush
-from rollout.inference.sglang.weights import ServerError, ServerGone, continue_generation, pause_generation, post
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from rollout.inference.sglang.weights import continue_generation, pause_generation, post
 
 __all__ = ["clock"]  # a fixture
 
@@ -50,7 +51,7 @@ class Trainer:
             self.num_sends += 1
             assert self.num_sends < 10, "the push is repeated for ever"
             return [self.sender.send()]
-        except (PushError, ServerError, ServerGone) as e:
+        except (PushError, GeneratorCallError, GeneratorGone) as e:
             raise LaunchError(str(e)) from e
 
 
@@ -60,7 +61,7 @@ class ServerActor(Actor):
     def __init__(self, double: SGLangDouble, index: int) -> None:
         self.server = address(double, index, trainer_ranks=())
         self._calls = {"pause": pause_generation("in_place"), "resume": continue_generation(1)}
-        super().__init__(address=self.server, pause=None, resume=0.25)
+        super().__init__(endpoint=self.server, pause=None, resume=0.25)
 
     def __getattr__(self, method: str) -> Any:
         remote = super().__getattr__(method).remote
@@ -81,13 +82,13 @@ class Fleet:
         self.actors = [ServerActor(double, min(i, 1)) for i, double in enumerate(doubles)]
         self.rollout, self.trainer = Rollout(), Trainer(kind, folder)
         self.pool = make_pool(Cluster(folder, list(self.actors)), 2)
-        self.trainer.connect(self.pool.addresses(ALLOCATION.trainer))
+        self.trainer.connect(self.pool.endpoints(ALLOCATION.trainer))
         inner = ServerPush(self.trainer, self.pool, bucket_bytes=1, verify="always", timeout_seconds=20.0)
         self._push = FaultTolerantWeightSync(
             inner,
             self.pool,
             self.rollout,  # type: ignore[arg-type]
-            reconnect=lambda: self.trainer.connect(self.pool.addresses(ALLOCATION.trainer)),
+            reconnect=lambda: self.trainer.connect(self.pool.endpoints(ALLOCATION.trainer)),
             patience_seconds=60.0,
         )
 

@@ -16,7 +16,8 @@ from sglang_double.updates import UPDATES
 from torch import Tensor
 
 from core.weight_sync.buckets import PushError, SendReport
-from rollout.inference.sglang.weights import ServerError, ServerGone, post
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from rollout.inference.sglang.weights import post
 
 MLP = "model.layers.0.mlp.gate_up_proj.weight"
 
@@ -126,7 +127,7 @@ def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(
         message = {"dropped": rf"generator-1 \(http://127.*\) is gone \({path}: "}.get(
             fault, rf"generator-1: {path} failed \(HTTP {status}\): out of memory"
         )
-        with pytest.raises((PushError, ServerError, ServerGone), match=message):
+        with pytest.raises((PushError, GeneratorCallError, GeneratorGone), match=message):
             push(sender, 1)
         assert not pushed_folders(folder)
         sender.close()
@@ -155,7 +156,7 @@ def test_the_communicator_of_a_failed_push_is_aborted_once_and_that_of_a_good_on
             hold = doubles[1].faults.hold_call(UPDATE_OF["nccl"])
         else:
             doubles[1].faults.refuse(UPDATE_OF["nccl"], "wrong shape")
-        with pytest.raises((ServerError, PushError), match="wrong shape|no answer within"):
+        with pytest.raises((GeneratorCallError, PushError), match="wrong shape|no answer within"):
             push(sender, 2)
         assert len(aborted) == 1
         sender.close()
@@ -193,7 +194,7 @@ def test_a_server_that_does_not_join_or_cannot_report_its_checksums_fails_the_pu
     with paused(1) as ((double,), servers):
         double.faults.refuse(path, "not today", status=200)
         sender = sender_of("nccl", folder, timeout_seconds=5.0)
-        with pytest.raises(ServerError, match=rf"generator-0: {path} failed \(HTTP 200\): not today"):
+        with pytest.raises(GeneratorCallError, match=rf"generator-0: {path} failed \(HTTP 200\): not today"):
             sender.connect(servers)
             push(sender, 1)
         sender.close()

@@ -39,7 +39,10 @@ from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIG = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 64}
+CONFIG = {
+    "model_type": "qwen2", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64,
+}  # fmt: skip
 NUM_BUCKETS = 5
 
 Push = tuple[str, int | None]

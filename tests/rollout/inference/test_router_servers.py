@@ -13,9 +13,9 @@ from sglang_double import model
 from sglang_double.scheduler import token_at
 from sglang_double.server import SGLangDouble
 
+from rollout.inference.errors import GeneratorCallError
 from rollout.inference.router import NoGeneratorError, Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.weights import ServerError
 from rollout.types import Completion, Health
 
 
@@ -143,7 +143,7 @@ def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_th
             await double.step(2)
             assert (await running).token_ids.tolist() == tokens([0, 0])
             double.faults.refuse("/generate", "out of order", times=100)
-            with pytest.raises(ServerError, match="generator-0: /generate failed .*: out of order"):
+            with pytest.raises(GeneratorCallError, match="generator-0: /generate failed .*: out of order"):
                 await router.generate(request("b", max_new_tokens=2))
             assert len(double.bodies("/generate")) == 2 + 4, "the first attempt and three more"
             assert router.lost() == {}

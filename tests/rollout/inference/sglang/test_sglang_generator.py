@@ -13,9 +13,9 @@ from sglang_double import model
 from sglang_double.scheduler import TOKENS_PER_VERSION, token_at
 from sglang_double.server import SGLangDouble
 
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.weights import ServerError, ServerGone
 from rollout.types import Completion
 
 
@@ -174,9 +174,9 @@ def test_submitted_requests_come_out_once_each_and_failures_beside_them(folder: 
             done += await generator.drain()
         assert sorted(name for name, _ in done) == sorted(f"r{i}" for i in range(20))
         failures = {type(outcome): str(outcome) for _, outcome in done if isinstance(outcome, Exception)}
-        assert failures.keys() == {ServerError, ServerGone}
-        assert "generator-0: /generate failed (HTTP 400): not this one" in failures[ServerError]
-        assert "generator-0 (http://127.0.0.1:" in failures[ServerGone] and "is gone" in failures[ServerGone]
+        assert failures.keys() == {GeneratorCallError, GeneratorGone}
+        assert "generator-0: /generate failed (HTTP 400): not this one" in failures[GeneratorCallError]
+        assert "generator-0 (http://127.0.0.1:" in failures[GeneratorGone] and "is gone" in failures[GeneratorGone]
         for name, outcome in done:
             if isinstance(outcome, Completion):
                 check(outcome, [0] * (1 + int(name[1:]) % 3))

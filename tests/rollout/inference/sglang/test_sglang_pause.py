@@ -11,9 +11,9 @@ from sglang_double import model
 from sglang_double.server import SGLangDouble
 from sglang_double.weights import Parameters
 
+from rollout.inference.errors import GeneratorCallError
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.weights import ServerError
 from rollout.types import WeightBucket
 
 INTERRUPTS = ["abort", "retract", "in_place"]
@@ -76,7 +76,7 @@ def test_an_answer_without_versions_is_an_error_where_updates_may_have_come_in_b
         running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
         await double.until(at_the_server(1))
         await double.step()
-        with pytest.raises(ServerError, match="generator-0: the server does not tell the versions"):
+        with pytest.raises(GeneratorCallError, match="generator-0: the server does not tell the versions"):
             await running
 
     run(use, folder, interrupt="retract")
@@ -184,7 +184,9 @@ def test_a_refused_update_is_an_error_that_names_server_path_and_message(folder:
             ("/weights_checker", generator.checksums),
         ):
             double.faults.refuse(path, "no room for it", status=status)
-            with pytest.raises(ServerError, match=rf"^generator-0: {path} failed \(HTTP {status}\): no room for it$"):
+            with pytest.raises(
+                GeneratorCallError, match=rf"^generator-0: {path} failed \(HTTP {status}\): no room for it$"
+            ):
                 await call()
 
     run(use, folder)
@@ -208,7 +210,7 @@ def test_a_generator_that_could_not_go_on_keeps_its_version_and_its_requests(fol
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
         await generator.pause()
         double.faults.refuse("/continue_generation", "still busy")
-        with pytest.raises(ServerError, match="still busy"):
+        with pytest.raises(GeneratorCallError, match="still busy"):
             await generator.resume(3)
         assert (await generator.health()).version == 0
         running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
