@@ -139,11 +139,12 @@ def test_a_changed_group_size_is_refused_and_let_go_on_request(assets, continue_
     assert consumed == list(range(20)), "no prompt is lost"
 
 
-def test_a_changed_batch_size_goes_on_at_the_same_prompt_on_request(assets, continue_with) -> None:
+def test_a_changed_batch_size_skips_no_prompt_on_request(assets, continue_with) -> None:
+    """12 prompts are a batch of 10 and two prompts, which are trained once more."""
     command = continue_with(
-        ppo(assets, dataset={"train_bs_n_seqs": 6}, recover_ignore_changes=True, exp_ctrl={"total_train_steps": 4})
+        ppo(assets, dataset={"train_bs_n_seqs": 10}, recover_ignore_changes=True, exp_ctrl={"total_train_steps": 3})
     )
     assert command.finish() == 0, command.output()[-4000:]
-    assert "12 prompts were trained in 3 steps, which is step 2 now" in command.output()
+    assert "12 prompts were trained in 3 steps, which is step 1 now" in command.output()
     trained = [row["prompts"] for row in rows(command, "consumed.jsonl")]
-    assert trained[-2:] == [list(range(12, 18)), list(range(18, 24))]
+    assert trained[-2:] == [list(range(10, 20)), list(range(20, 30))]
