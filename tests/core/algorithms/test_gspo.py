@@ -172,8 +172,13 @@ WIDE = {"clip_low": 0.02, "clip_high": 0.03}
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     pool = RankPool()
+    pool.run(ready, 2, timeout=1200.0)  # before ranks wait for each other, all have imported what they need
     yield pool
     pool.close()
+
+
+def ready(rank: Rank) -> None:
+    import mcore_adapter.engine  # noqa: F401
 
 
 @pytest.fixture(scope="module")

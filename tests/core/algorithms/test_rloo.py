@@ -52,7 +52,7 @@ def test_the_kl_penalty_of_all_tokens_is_part_of_the_reward_before_the_baseline(
 
 
 def test_normalize_whitens_over_the_trained_tokens() -> None:
-    batch, fields = batch_of([1.0, 0.0], lens=[1, 1])
+    batch, fields = batch_of([3.0, 0.0], lens=[1, 1])
     trained_on, _ = RLOO(settings(), {"normalize": True}).advantages(batch, fields)
     first, second = by_answer(batch, trained_on["advantages"])
     assert first == pytest.approx([1.0], abs=1e-4) and second == pytest.approx([-1.0], abs=1e-4)

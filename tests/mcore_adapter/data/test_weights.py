@@ -62,6 +62,7 @@ def test_a_minibatch_without_trained_tokens_is_divided_by_one() -> None:
         (lambda batch: torch.ones(3), "expected"),
         (lambda batch: batch.loss_mask * float("nan"), "nan"),
         (lambda batch: -batch.loss_mask.float(), "sum of -"),
+        (lambda batch: token_sum(batch, divisor=-5.0), "sum of -5"),
     ],
 )
 def test_weights_that_nothing_can_be_divided_by_are_one_clear_error(weights, message: str) -> None:
