@@ -1,10 +1,12 @@
 """Packages and dependencies of Slipstream. The reason for each dependency is in docs/dependencies.md."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PACKAGES = ("allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools")
+PACKAGES = ("allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools", "slipstream")
+VERSION = re.search(r'^__version__ = "(.+)"', Path("slipstream/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 
 DEPENDENCIES = [
     "torch>=2.11,<=2.13.0",
@@ -49,12 +51,14 @@ EXTRAS = {
 
 setup(
     name="slipstream",
-    version="0.1.0",
+    version=VERSION.group(1),
     description="Asynchronous reinforcement learning of language models on Megatron-core",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    package_data={"slipstream": ["py.typed"]},
+    entry_points={"console_scripts": ["slipstream = slipstream.cli:main"]},
     packages=find_packages(include=[name + suffix for name in PACKAGES for suffix in ("", ".*")]),
     install_requires=DEPENDENCIES,
     extras_require=EXTRAS,

@@ -10,8 +10,21 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The folder that holds Slipstream's packages: a checkout or site-packages."""
+
+
+def python_path(*folders: str) -> str:
+    """Return a PYTHONPATH for child processes: Slipstream's own packages first, then `folders`, the present
+    PYTHONPATH and the working folder, where user modules are. A user's package named `core` or `tools` cannot hide
+    Slipstream's."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(ROOT), *folders, *filter(None, given), os.getcwd()]))
 
 
 class PluginError(ValueError):

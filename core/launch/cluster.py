@@ -28,6 +28,7 @@ from core.launch.watchdog import start_watchdog
 from core.processes.signals import Interrupts
 from core.processes.stacks import ask_for_stacks
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
+from rollout.plugins import python_path
 
 if TYPE_CHECKING:
     from core.config.runtime import DeadlineConfig
@@ -77,9 +78,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             "namespace": f"slipstream-{os.getpid()}",
             "log_to_driver": False,
             "logging_level": logging.ERROR,
-            "runtime_env": {
-                "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-            },
+            "runtime_env": {"env_vars": {"PYTHONPATH": python_path()}},
         }
         self._guard = start_watchdog(SHARED_MEMORY_NAMES)
         try:

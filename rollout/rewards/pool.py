@@ -237,7 +237,7 @@ class _Worker:
             fd = theirs.fileno()
             argv = [str(fd), reward, str(timeout_seconds), str(memory_bytes), str(os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.rewards.worker", *argv],
+                [sys.executable, "-P", "-m", "rollout.rewards.worker", *argv],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(fd,),
                 env=os.environ | {"PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"},

@@ -1,0 +1,56 @@
+"""Reinforcement learning of language models on Megatron-core: the public Python API.
+
+    import slipstream
+
+    run = slipstream.train("examples/configs/ppo-gsm8k.yaml", trial_name="first", **{"ppo.kl_ctl": 0.0})
+    print(run.metrics()[-1]["task_reward"])
+
+Names are imported when they are first used, so `import slipstream` loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.types import Completion as Completion
+    from rollout.types import GenerateRequest as GenerateRequest
+    from rollout.types import Generator as Generator
+    from rollout.types import Prompt as Prompt
+    from rollout.types import Reward as Reward
+    from rollout.types import SamplingParams as SamplingParams
+    from rollout.types import Trajectory as Trajectory
+    from rollout.types import Workflow as Workflow
+    from slipstream.api import Run as Run
+    from slipstream.api import RunError as RunError
+    from slipstream.api import convert as convert
+    from slipstream.api import evaluate as evaluate
+    from slipstream.api import load_config as load_config
+    from slipstream.api import train as train
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(("Run", "RunError", "convert", "evaluate", "load_config", "train"), "slipstream.api"),
+    **dict.fromkeys(
+        (
+            "Completion", "GenerateRequest", "Generator", "Prompt", "Reward", "SamplingParams", "Trajectory",
+            "Workflow",
+        ),
+        "rollout.types",
+    ),
+}  # fmt: skip
+"""Public name -> the module that defines it."""
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

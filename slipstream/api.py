@@ -1,0 +1,178 @@
+"""Training, evaluation and conversion as Python functions: each runs the same command as the command line.
+
+A run is a process of its own, so the caller's process may have imported torch or CUDA already. Invariant: the command
+runs the code of this installation, whatever packages the working folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core.config.base import ConfigError
+from core.config.checks import run_checks
+from core.config.experiments import ExperimentConfig
+from core.config.load import load_config as _load
+from core.paths import RunPaths
+from core.processes.supervise import EXIT_CODES
+from rollout.plugins import python_path
+
+ConfigSource = str | Path | Mapping[str, Any]
+"""A YAML file, or the same tree as a mapping; keys may be dotted ("ppo.kl_ctl")."""
+
+
+class RunError(RuntimeError):
+    """A command ended with an exit code other than 0. `code` is that exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its configuration and its output folders."""
+
+    config: ExperimentConfig
+    logs: Path
+    checkpoints: Path
+    recover: Path
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the scalars of every step, oldest first, as logs/metrics.jsonl has them."""
+        lines = (self.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrides: object) -> ExperimentConfig:
+    """Read and check a configuration without starting anything.
+
+    `overrides` are keys with their values; dotted keys are passed as `**{"ppo.kl_ctl": 0.0}`. A function or class as a
+    value becomes its import path ("module:name"). Raises ConfigError (a ValueError) that lists every problem.
+    """
+    with _arguments(config, overrides) as (file, words):
+        loaded = _load(experiment, file, words)
+        problems = run_checks(loaded.config, loaded.where)
+        if problems:
+            raise ConfigError(problems)
+        return loaded.config
+
+
+def train(config: ConfigSource, *, experiment: str = "ppo-math", **overrides: object) -> Run:
+    """Run an experiment to its end and return where it wrote; its log lines go to this process's terminal.
+
+    Arguments as in load_config(). Raises ConfigError for bad input before anything starts, and RunError when the run
+    fails or is interrupted.
+    """
+    checked = load_config(config, experiment=experiment, **overrides)
+    with _arguments(config, overrides) as (file, words):
+        code = _run("core.quickstart", [experiment, "--config", str(file), *words], [*_folders(overrides)])
+    if code:
+        raise RunError(f"{experiment} ended with exit code {code}: {EXIT_CODES.get(code, 'killed by a signal')}", code)
+    fileroot = checked.external_configs.cluster_config.fileroot
+    paths = RunPaths.for_trial(fileroot, checked.experiment_name, checked.trial_name)
+    return Run(config=checked, logs=paths.logs, checkpoints=paths.checkpoints, recover=paths.recover)
+
+
+def evaluate(model: str | Path, output: str | Path, *, data: Sequence[str], **options: object) -> list[dict[str, Any]]:
+    """Evaluate a model on benchmarks (names, or paths of jsonl files) and return the rows of results.json.
+
+    `options` are those of `python -m tools.eval`, such as n_sampling=8 or temperature=0.6. Raises RunError.
+    """
+    words = ["--model_path", str(model), "--output_path", str(output), "--data_names", ",".join(map(str, data))]
+    code = _run("tools.eval", [*words, *_flags(options)], [])
+    if code:
+        raise RunError(f"evaluation of {model} ended with exit code {code}", code)
+    return json.loads((Path(output) / "results.json").read_text(encoding="utf-8"))
+
+
+def convert(checkpoint: str | Path, output: str | Path, **options: object) -> Path:
+    """Convert a Megatron checkpoint to a Hugging Face folder, or back with to_megatron=True; return `output`.
+
+    `options` are those of `python tools/convert.py`, such as dtype="bfloat16". Raises RunError.
+    """
+    words = ["--checkpoint_path", str(checkpoint), "--output_path", str(output), *_flags(options, dash=True)]
+    code = _run("tools.convert", words, [])
+    if code:
+        raise RunError(f"conversion of {checkpoint} ended with exit code {code}", code)
+    return Path(output)
+
+
+def import_path(found: Callable[..., object]) -> str:
+    """Return "module:name" of a function or class, as configuration keys take it.
+
+    An object of the script that runs is found under the script's file name: the script needs an
+    `if __name__ == "__main__"` guard. Raises ValueError for lambdas and for objects inside functions.
+    """
+    name = found.__qualname__
+    if not name.isidentifier():
+        raise ValueError(f"{name} cannot be imported by a worker process; define it at the top level of a module")
+    module = found.__module__
+    if module == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        if file is None:
+            raise ValueError(f"{name} is defined in an interactive session; put it into a file that workers can import")
+        module = Path(file).stem
+    return f"{module}:{name}"
+
+
+@contextmanager
+def _arguments(config: ConfigSource, overrides: Mapping[str, object]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the configuration as a file, and the overrides as words of the command line."""
+    words = [f"{key}={_word(value)}" for key, value in overrides.items()]
+    if not isinstance(config, Mapping):
+        yield Path(config), words
+        return
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        file = Path(folder) / "config.yaml"
+        dotted = {key: value for key, value in config.items() if "." in key}
+        tree = {key: value for key, value in config.items() if "." not in key}
+        file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        yield file, [*(f"{key}={_word(value)}" for key, value in dotted.items()), *words]
+
+
+def _word(value: object) -> str:
+    if callable(value):
+        return import_path(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _flags(options: Mapping[str, object], *, dash: bool = False) -> list[str]:
+    """Options as words: True is a bare flag, False and None are left out."""
+    words = []
+    for name, value in options.items():
+        flag = "--" + (name.replace("_", "-") if dash and name != "checkpoint_path" else name)
+        if value is True:
+            words.append(flag)
+        elif value is not False and value is not None:
+            words += [flag, str(value)]
+    return words
+
+
+def _folders(overrides: Mapping[str, object]) -> Iterator[str]:
+    """Folders of scripts whose functions were passed as values: workers import from there."""
+    for value in overrides.values():
+        if callable(value) and value.__module__ == "__main__":
+            yield str(Path(sys.modules["__main__"].__file__ or "").resolve().parent)
+
+
+def _run(module: str, words: Sequence[str], folders: Sequence[str]) -> int:
+    """Run a module of this installation in a process of its own; return its exit code."""
+    env = os.environ | {"PYTHONPATH": python_path(*folders)}
+    with subprocess.Popen([sys.executable, "-P", "-m", module, *words], env=env) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()  # the command ends its own processes in order
+            process.wait()
+            raise

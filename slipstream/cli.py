@@ -1,0 +1,68 @@
+"""The console script: `slipstream {train,sft,dry-run,eval,compare,convert,demo,chaos,bench} ...`.
+
+Every command is one of the module commands under a shorter name, with the same arguments. Invariant: the code that runs
+is that of this installation, also where the working folder has packages named core or tools.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from rollout.plugins import python_path
+from slipstream import __version__
+
+COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "train": ("core.quickstart", ("ppo-math",), "train by reinforcement learning"),
+    "sft": ("core.quickstart", ("sft",), "train on given answers"),
+    "dry-run": ("core.quickstart", ("--dry-run",), "check a configuration: slipstream dry-run {ppo-math,sft} ..."),
+    "eval": ("tools.eval", (), "evaluate a model on benchmarks"),
+    "compare": ("tools.eval", ("compare",), "compare two evaluations"),
+    "convert": ("tools.convert", (), "convert between Megatron checkpoints and Hugging Face folders"),
+    "demo": ("tools.demo", (), "train a small model on CPU"),
+    "chaos": ("tools.chaos", (), "kill a run again and again, and compare it with an undisturbed one"),
+    "bench": ("tools.bench", (), "measure, each figure beside its baseline"),
+}
+"""Command -> (module, its first arguments, description)."""
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in (["--version"], ["-V"]):
+        print(f"slipstream {__version__}")
+        return 0
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else BAD_INPUT
+    if words[0] not in COMMANDS:
+        print(f"error: unknown command {words[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return BAD_INPUT
+    module, first, _ = COMMANDS[words[0]]
+    os.environ["PYTHONPATH"] = python_path()  # for the processes that the command starts
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # rewards and workflows of the working folder
+    sys.argv = [f"slipstream {words[0]}", *first, *words[1:]]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    return 0
+
+
+def usage() -> str:
+    """Return the help text: every command with its description."""
+    lines = [f"  {name:<9}{description}" for name, (_, _, description) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: slipstream COMMAND [arguments]", "", *lines, "", "slipstream COMMAND --help explains one."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

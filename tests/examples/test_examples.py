@@ -1,0 +1,36 @@
+"""The scripts of examples/ run as their first lines say, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, folder: Path) -> str:
+    command = [sys.executable, str(ROOT / "examples" / script), "--output", str(folder / "out")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ["custom_reward.py", "custom_algorithm.py"])
+def test_a_script_with_code_of_its_own_raises_the_reward(script: str, tmp_path: Path) -> None:
+    first, last = map(
+        float, re.findall(r"mean reward of .*: (\d\.\d+); of the last 3: (\d\.\d+)", run(script, tmp_path))[0]
+    )
+    assert last > first + 0.2
+
+
+def test_training_from_python_ends_with_a_model_that_answers(tmp_path: Path) -> None:
+    output = run("train_from_python.py", tmp_path)
+    before, after = map(float, re.findall(r"loss of the warm-up: ([\d.]+) -> ([\d.]+)", output)[0])
+    assert after < before / 2
+    assert re.search(r"^12\+34=", output, re.MULTILINE)

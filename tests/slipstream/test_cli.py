@@ -1,0 +1,72 @@
+"""The console script and the package's import, as a user's folder sees them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from config_inputs import SMALLEST_PPO, write_run
+
+import slipstream
+from rollout.plugins import ROOT, python_path
+from slipstream.cli import COMMANDS
+
+MAIN = "import sys; sys.path[0] = sys.argv.pop(1); from slipstream.cli import main; sys.exit(main())"
+"""As the installed script starts: the working folder is not on the path."""
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MAIN, str(ROOT), *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_importing_the_package_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
+    code = "import slipstream, sys; print({'torch', 'ray', 'megatron'} & sys.modules.keys(), slipstream.__version__)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == f"set() {slipstream.__version__}\n", done.stderr
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert all(getattr(slipstream, name) is not None for name in slipstream.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = slipstream.trian
+
+
+def test_help_lists_every_command_and_an_unknown_one_is_bad_input(tmp_path: Path) -> None:
+    done = run("--help", cwd=tmp_path)
+    assert done.returncode == 0 and all(f"  {name}" in done.stdout for name in COMMANDS)
+    assert run(cwd=tmp_path).returncode == 2
+    wrong = run("trian", cwd=tmp_path)
+    assert wrong.returncode == 2 and "unknown command 'trian'; one of train, sft" in wrong.stderr
+    assert run("--version", cwd=tmp_path).stdout == f"slipstream {slipstream.__version__}\n"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"dry-run"}))
+def test_every_command_has_a_help_text(command: str, tmp_path: Path) -> None:
+    done = run(command, "--help", cwd=tmp_path)
+    assert done.returncode == 0 and ("usage: " in done.stdout or COMMANDS[command][0] in done.stdout), done.stderr
+
+
+def test_a_users_packages_do_not_hide_those_of_the_installation(tmp_path: Path) -> None:
+    for name in ("core", "tools", "rollout"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the package of the working folder')")
+    (tmp_path / "judge.py").write_text("def score(prompt, text):\n    return 0.0\n")
+    config = write_run(tmp_path, SMALLEST_PPO)
+    done = run("dry-run", "ppo-math", "--config", str(config), "reward.function=judge:score", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Dry run: every check passed" in done.stdout
+    wrong = run("train", "--config", str(config), "reward.function=judge:scor", "--dry-run", cwd=tmp_path)
+    assert wrong.returncode == 2 and "did you mean score?" in wrong.stderr
+
+
+def test_processes_of_a_run_import_the_installation_before_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"/given{os.pathsep}{ROOT}")
+    assert python_path("/script").split(os.pathsep) == [str(ROOT), "/script", "/given", str(tmp_path)]
