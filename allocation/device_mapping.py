@@ -91,7 +91,7 @@ def parse_device_mappings(
 def _placed_role(name: str, taken: Mapping[str, RoleAllocation]) -> str:
     role = role_name(name)
     if role not in ROLES:
-        raise AllocationError(f"{name} has no place of its own; roles: {', '.join(ROLES)}")
+        raise AllocationError(f"{name} has no slots of its own; roles: {', '.join(ROLES)}")
     if role in taken:
         raise AllocationError(f"{role} has two device mappings")
     return role

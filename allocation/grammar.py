@@ -150,7 +150,7 @@ def _side(text: str) -> tuple[Backend | None, ParallelLayout] | Spec:
         if backend in GENERATOR_BACKENDS:
             raise AllocationError(f"{role} runs on megatron; {backend} is for {GENERATOR_ROLE}", f"{name}:{layout}")
         if role == UNPLACED_ROLE:
-            logger.warning("allocation: %s has no place: rewards run in worker processes on the CPU", UNPLACED_ROLE)
+            logger.warning("allocation: %s has no slots: rewards run in worker processes on the CPU", UNPLACED_ROLE)
             continue
         trainer[role] = layout
     return replace(spec, trainer=trainer)
@@ -187,7 +187,7 @@ def _reject_other_backends(text: str) -> None:
     if match := _REPLACED.search(text):
         other, ours = match[1], _REPLACED_BACKENDS[match[1]]
         raise AllocationError(
-            f"there is no {other} backend here; {ours} does that",
+            f"the {other} backend is not supported; use {ours}",
             _REPLACED.sub(lambda m: _REPLACED_BACKENDS[m[1]], text),
         )
 

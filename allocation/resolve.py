@@ -66,7 +66,7 @@ def _resolve(
     generator = spec.generator
     if trainer_only and generator is not None:
         raise AllocationError(
-            "this run samples nothing: a generator's side would keep its slots idle",
+            "this experiment has no generators; remove the generator side",
             nearest=str(nearest_layout(trainer[TRAINER_ROLE], cluster.num_slots)),
         )
     if generator is None:

@@ -52,8 +52,8 @@ def check_sizes(
     needed = sampling + training if disaggregated else training
     if needed != cluster.num_slots:
         raise AllocationError(
-            f"needs {f'{sampling} + {training} = ' if disaggregated else ''}{needed} GPUs, too "
-            f"{'few' if needed > cluster.num_slots else 'many'} are there: n_nodes={cluster.n_nodes} x "
+            f"needs {f'{sampling} + {training} = ' if disaggregated else ''}{needed} GPUs, but too "
+            f"{'few' if needed > cluster.num_slots else 'many'} are available: n_nodes={cluster.n_nodes} x "
             f"n_gpus_per_node={cluster.n_gpus_per_node} = {cluster.num_slots}, and all must be used"
             + (" (without GPUs, n_gpus_per_node counts processes)" if backend == "embedded" else ""),
             nearest=_nearest_text(cluster, backend, generator, trainer, disaggregated=disaggregated)

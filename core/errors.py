@@ -27,6 +27,6 @@ def could_not_write(what: str, path: Path, error: Exception) -> OSError:
     folder = path if path.is_dir() else path.parent
     left = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB left on its disk)" if folder.exists() else ""
     return OSError(
-        f"{what} could not be written to {path}{left}: {error}. Recover checkpoints written before are as they were; "
-        "make room or set external_configs.cluster_config.fileroot to a larger disk"
+        f"{what} could not be written to {path}{left}: {error}. Earlier recover checkpoints are not affected; "
+        "free disk space or set external_configs.cluster_config.fileroot to a larger disk"
     )

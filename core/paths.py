@@ -50,8 +50,8 @@ def sole_run(logs: Path, *, patience_seconds: float = 10.0) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     file.seek(0)
                     raise RunningError(
-                        f"trial_name={logs.name}: a run of it is under way ({file.read().strip()}); wait for its end, "
-                        "end it, or choose another trial_name"
+                        f"trial_name={logs.name}: it is already running ({file.read().strip()}); wait for its end, "
+                        "stop it, or choose another trial_name"
                     ) from None
                 time.sleep(0.1)
             except OSError:  # a file system without locks

@@ -110,7 +110,7 @@ class RolloutService:
     def _load(self, version: int, state: Any, *, ignore_changes: bool) -> None:
         same_groups = state["group_size"] == self._group_size  # whether not is allowed was decided before
         if not same_groups:
-            logger.warning("group_size was %d: prompts whose answers wait are answered anew", state["group_size"])
+            logger.warning("group_size was %d: untrained completions are sampled again", state["group_size"])
         if state["producer"]["version"] != version:
             self._producer.begin_at(version, reason="Batches are cut in another way")
         else:

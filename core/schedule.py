@@ -25,7 +25,7 @@ def schedule_from_control(control: ExperimentSaveEvalControl, *, num_prompts: in
 
 @dataclass(frozen=True, kw_only=True)
 class Frequency:
-    """Due every so many epochs, steps or seconds, whichever comes first. None: never for that reason."""
+    """Due every N epochs, steps or seconds, whichever comes first. None: never for that reason."""
 
     epochs: int | None
     steps: int | None

@@ -268,7 +268,7 @@ class MegatronEngine:
         if int(lens.min()) < 1:
             raise ValueError(f"sequence {int(lens.argmin())} of the batch has no tokens")
         if bool(batch.loss_mask[batch.cu_seqlens[:-1]].any()):
-            raise ValueError("loss_mask is True on the first token of a sequence, which nothing predicts")
+            raise ValueError("loss_mask is True on the first token of a sequence, which has no log-probability")
         layout = self._parallel.layout
         padded = self._packing.padded_lens(lens).tolist()
         min_microbatches = 2 * layout.pp if layout.pp > 1 else 1  # half of a pipeline's bubble is gone at 2 a stage

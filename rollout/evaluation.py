@@ -93,7 +93,7 @@ class EvaluationPlan:
         if room < 1:
             raise ValueError(
                 f"{set_name}/{prompt.query_id}: its prompt has {len(prompt.token_ids)} tokens and the model's context "
-                f"{self.context_tokens}; no answer fits: leave the question out, or take a model with a longer context"
+                f"{self.context_tokens}; no completion fits: remove the question, or use a model with a longer context"
             )
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
         if mode == "greedy":
@@ -157,7 +157,7 @@ def read_answers(path: Path, *, repair: bool = False) -> list[Answer]:
             answers.append(Answer(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{path}:{number}: not an answer of an evaluation ({error}); move the file away to start anew"
+                f"{path}:{number}: not an answer of an evaluation ({error}); move the file to start again"
             ) from error
     return answers
 

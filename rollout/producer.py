@@ -162,7 +162,7 @@ class RolloutProducer:
         self._store.skip_to(step)
         position = self._schedule.consumed_before(step)
         self._dataset.seek(position)
-        logger.warning("%s. Finished and running answers are dropped; prompts go on at number %d.", reason, position)
+        logger.warning("%s. Finished and running completions are dropped; continuing at prompt %d.", reason, position)
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
         for name, before in saved.items():

@@ -200,7 +200,7 @@ def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.
         while process.poll() != 0:
             process = _running(trial, process)
             if not wait_until(lambda running=process: running.poll() is not None, _PATIENCE_SECONDS, stop):
-                raise RunFailed(f"{trial.name} does not come to its end:\n{trial.log_tail()}")
+                raise RunFailed(f"{trial.name} did not finish:\n{trial.log_tail()}")
         report.say(f"{trial.name}: finished all {trial.steps} steps")
     finally:
         _end(process)

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"wrote {args.output_path}")
     if args.check:
-        print("checked: the way back is byte-equal")
+        print("checked: converting back is byte-equal")
     return 0
 
 
@@ -123,7 +123,7 @@ def _check_target(target: Path, sources: Sequence[Path], *, overwrite: bool) -> 
         if place.is_relative_to(source) or source.is_relative_to(place):
             raise FileExistsError(
                 f"--output_path={target} must not be, hold or lie in the folder that is converted, {source}; "
-                "name a folder beside it"
+                "name a folder next to it"
             )
     if not target.exists():
         return
@@ -204,7 +204,7 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
             different = different_tensors(open_checkpoint(checkpoint, model), folder, model, dtype, progress)
         if different:
             raise _DifferentError(
-                f"{len(different)} tensors differ after the way back, nothing is kept: {', '.join(different[:5])}"
+                f"{len(different)} tensors differ after converting back, output deleted: {', '.join(different[:5])}"
             )
 
 

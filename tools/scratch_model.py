@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64, of twice --head-dim")
     parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=32, help="SGLang's GPU kernels want 64 or more")
+    parser.add_argument("--head-dim", type=int, default=32, help="SGLang's GPU kernels require 64 or more")
     parser.add_argument("--vocab-size", type=int, default=768)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()

@@ -55,7 +55,7 @@ def _placed(config: ExperimentConfig, **where: Any) -> Allocation:
     # The default says nothing that anybody meant.
     if "allocation_mode" in config.model_fields_set and config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
-            f"and {_key(config, next(iter(mapped)))}.device_mapping both say where roles run; keep one of them",
+            f"and {_key(config, next(iter(mapped)))}.device_mapping both define where roles run; keep one of them",
             value=config.allocation_mode,
             nearest="manual",
         )

@@ -27,7 +27,7 @@ def read_model_folder(path: str, *, weights: bool, tokenizer: bool) -> ModelConf
     try:
         return _read(path, weights=weights, tokenizer=tokenizer)
     except PermissionError as error:
-        raise ModelFolderError(f"{error.filename}: {error.strerror}; make it readable for you") from None
+        raise ModelFolderError(f"{error.filename}: {error.strerror}; change its permissions") from None
     except OSError as error:
         raise ModelFolderError(
             f"{error.filename or path}: {error.strerror}; a model is a local Hugging Face folder"
@@ -94,8 +94,8 @@ def _check_shard(path: Path, expected: set[str]) -> None:
         raise ModelFolderError(f"{path}: the safetensors header cannot be read; download the file again") from None
     needed = 8 + length + max(ends.values(), default=0)
     if size != needed:
-        what = "truncated" if size < needed else "longer than its header says"
-        raise ModelFolderError(f"{path}: {what}: {size} bytes, the header says {needed}; download the file again")
+        what = "truncated" if size < needed else "longer than its header requires"
+        raise ModelFolderError(f"{path}: {what}: {size} bytes, the header requires {needed}; download the file again")
     missing = sorted(expected - ends.keys())
     if missing:
-        raise ModelFolderError(f"{path}: has no {missing[0]}, which {_INDEX} promises; download the model again")
+        raise ModelFolderError(f"{path}: has no {missing[0]}, which {_INDEX} lists; download the model again")

@@ -68,7 +68,7 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
     family = use.section.type.family
     if family not in ("auto", model.model_type):
         known = "" if family in FAMILIES else f" ({family!r} is not one of {', '.join(sorted(FAMILIES))})"
-        message = f"{family!r}, but config.json of {use.path} says {model.model_type!r}{known}; write that, or auto"
+        message = f"{family!r}, but config.json of {use.path} has {model.model_type!r}{known}; write that, or auto"
         yield Problem(key=f"{use.key}.type._class", message=message)
 
 

@@ -37,10 +37,10 @@ from core.config.runtime import (
 _DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
 
-_N_GPUS = "GPUs of a machine; on the embedded default: processes, one a rank"
+_N_GPUS = "GPUs per node; without GPUs: processes per node, one per rank"
 _NO_SLURM = "there is no SLURM mode; Ray places the processes"
-_NO_LIMITS = "Ray places the processes; they take what they need"
-_NO_SERVICES = "the generators and the producer are actors of the run"
+_NO_LIMITS = "Ray places the processes without resource limits"
+_NO_SERVICES = "generators and rollout service are Ray actors of the run"
 
 
 class CommonExperimentConfig(Section):
@@ -53,8 +53,8 @@ class CommonExperimentConfig(Section):
         "metric_discovery_port": "metrics go to the log folder and to monitor.*",
         "tensorboard": "TensorBoard files go to the log folder: see monitor.tensorboard",
         "swanlab": "see monitor.* and wandb.*",
-        "recover_after": "a restart begins as soon as the processes of the last attempt are gone",
-        "cache_clear_freq": "batches leave the object store when they are no longer used",
+        "recover_after": "a restart begins when all processes of the previous attempt have exited",
+        "cache_clear_freq": "Ray deletes batches that are no longer referenced",
         "torch_cache_mysophobia": "device memory is managed by the engine",
         "allocation_use_cache": "there is no allocation search",
         "partition": _NO_SLURM,
@@ -66,45 +66,45 @@ class CommonExperimentConfig(Section):
         "mem_per_master_worker": _NO_LIMITS,
         "cpus_per_model_worker": _NO_LIMITS,
         "mem_per_model_worker": _NO_LIMITS,
-        "ray_temp_path": "Ray's own default",
-        "cluster": "Ray knows the cluster",
+        "ray_temp_path": "Ray uses its default folder",
+        "cluster": "determined by the Ray cluster",
         "auto_eval_config": "see evaluation.*",
     }
     FIXED: ClassVar[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "auto_eval": (("false",), "set exp_ctrl.eval_freq_* and evaluation.path"),
-        "ignore_worker_error": (("false",), "a failed worker ends the run; recover_mode=auto continues it"),
+        "ignore_worker_error": (("false",), "a failed worker ends the attempt; recover_mode=auto starts another one"),
     }
 
     experiment_name: str = key(description="Name of the experiment; part of every output path", pattern=_NAME)
-    trial_name: str = key(description="Name of this run of it; part of every output path", pattern=_NAME)
-    mode: Literal["ray", "local"] = key("ray", "How processes are started; local is Ray on this machine alone")
-    n_nodes: int = key(1, "Number of machines", ge=1)
+    trial_name: str = key(description="Name of the trial; part of every output path", pattern=_NAME)
+    mode: Literal["ray", "local"] = key("ray", "How processes are started. local: Ray on this machine only")
+    n_nodes: int = key(1, "Number of nodes", ge=1)
     n_gpus_per_node: int = key(2, _N_GPUS, ge=1)
     allocation_mode: str = key(
-        "embedded.d1m1p1+d1m1p1", "Generators + trainer. d: data, m: tensor, p: pipeline parallel size of each"
+        "embedded.d1m1p1+d1m1p1", "Layouts of generators and trainer. d, m, p: data, tensor, pipeline parallel size"
     )
     recover_mode: Literal["auto", "resume", "disabled"] = key(
-        "disabled", "auto: continue from the last recover checkpoint if there is one. resume: there must be one"
+        "disabled", "auto: continue from the newest recover checkpoint, if any. resume: fail without one"
     )
     recover_retries: int = key(
         1,
-        "With recover_mode=auto: restarts in a row without progress between them, after any process was lost, or "
-        "memory or time ran out",
+        "recover_mode=auto: maximum of consecutive restarts without progress, after a process failure, "
+        "out-of-memory or a timeout",
         ge=0,
     )
-    recover_keep: int = key(2, "Recover checkpoints that stay; older ones are removed", ge=1)
+    recover_keep: int = key(2, "Number of recover checkpoints to keep; older ones are deleted", ge=1)
     recover_ignore_changes: bool = key(
         False,
-        "Recover although batch size, group size or data changed: keep model and optimizer, sample again what does "
-        "not fit",
+        "Recover even if batch size, group size or data changed: keep model and optimizer, sample incompatible "
+        "completions again",
     )
-    seed: int = key(1, "Seed of everything random", ge=0, le=2**32 - 1)
+    seed: int = key(1, "Random seed of the run", ge=0, le=2**32 - 1)
     shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")
-    exp_ctrl: ExperimentSaveEvalControl = section(ExperimentSaveEvalControl, "Length, saving, evaluation")
+    exp_ctrl: ExperimentSaveEvalControl = section(ExperimentSaveEvalControl, "Length; frequency of saving, evaluation")
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases")
     monitor: MonitorConfig = section(MonitorConfig, "Metrics and logs")
     launch: LaunchConfig = section(LaunchConfig, "Processes")
-    deadlines: DeadlineConfig = section(DeadlineConfig, "Longest times; nothing waits for ever")
+    deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
     def masked(self) -> Self:
@@ -123,17 +123,17 @@ class PPOMATHOptions(Section):
     actor_train: MFCConfig = section(MFCConfig, "Training of the actor")
     critic_train: MFCConfig = section(MFCConfig, "Training of the critic")
     actor_gen: GenerationRoleConfig = section(GenerationRoleConfig, "Generation")
-    actor_inf: MFCConfig = section(MFCConfig, "The trainer's log-probabilities at the start of a batch")
+    actor_inf: MFCConfig = section(MFCConfig, "Log-probabilities at the start of a batch (old_logprobs)")
     critic_inf: MFCConfig = section(MFCConfig, "The critic's values")
-    ref_inf: MFCConfig = section(MFCConfig, "The reference's log-probabilities")
+    ref_inf: MFCConfig = section(MFCConfig, "Log-probabilities of the reference policy")
     dataset: PromptOnlyDatasetConfig = key(description="Prompts")
     ppo: PPOHyperparameters = section(PPOHyperparameters, "PPO")
-    group_size: int = key(1, "Answers sampled for each prompt", ge=1)
-    group_adv_norm: bool = key(False, "Normalise advantages over the answers to one prompt (GRPO)")
-    staleness: StalenessConfig = section(StalenessConfig, "How far off policy")
+    group_size: int = key(1, "Completions sampled per prompt", ge=1)
+    group_adv_norm: bool = key(False, "Normalize advantages within each group of completions (GRPO)")
+    staleness: StalenessConfig = section(StalenessConfig, "Staleness bound")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Which algorithm, off-policy correction, KL, entropy")
     generator: GeneratorConfig = section(GeneratorConfig, "The generators")
-    workflow: WorkflowConfig = section(WorkflowConfig, "From prompt to trajectories")
+    workflow: WorkflowConfig = section(WorkflowConfig, "Workflow and prompt template")
     reward: RewardConfig = section(RewardConfig, "Scoring")
     push: PushConfig = section(PushConfig, "Weight push")
     evaluation: EvaluationConfig = section(EvaluationConfig, "Evaluation")
@@ -163,14 +163,14 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     }
     IGNORED = {
         **CommonExperimentConfig.IGNORED,
-        "rew": "there is no reward model; rewards are functions: see reward.function",
-        "rew_inf": "there is no reward model; rewards are functions: see reward.function",
-        "use_dense_reward": "one reward an answer",
-        "reward_delta": "one reward an answer",
+        "rew": "reward models are not supported; see reward.function",
+        "rew_inf": "reward models are not supported; see reward.function",
+        "use_dense_reward": "each completion has one reward",
+        "reward_delta": "each completion has one reward",
         "n_rollout_workers": _NO_SERVICES,
-        "max_concurrent_rollouts": "staleness.max_staleness bounds what is under way",
+        "max_concurrent_rollouts": "see staleness.max_staleness and generator.max_running",
         "flush_request_timeout": "see push.timeout_seconds",
-        "new_tokens_per_chunk": "generation is interrupted between tokens",
+        "new_tokens_per_chunk": "generation can be interrupted after every token",
         "schedule_policy": "the router sends requests to the least loaded generator",
         "cpus_per_generation_server": _NO_LIMITS,
         "mem_per_generation_server": _NO_LIMITS,
@@ -181,12 +181,12 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     }
     FIXED = {
         **CommonExperimentConfig.FIXED,
-        "generation_size": (("null",), "every sampled answer is trained on: set group_size"),
+        "generation_size": (("null",), "all sampled completions are trained on; set group_size"),
         "mask_too_long": (("false",), "see ppo.mask_no_eos_with_zero"),
-        "check_verifier_status": (("false",), "the reward's failures are counted in the metrics"),
-        "check_xml_format": (("false",), "bring your own reward.function"),
-        "ref_ema_eta": (("null",), "the reference stays as it is"),
-        "rw_type": (("sparse",), "one reward an answer"),
+        "check_verifier_status": (("false",), "failures of the reward are counted in the metrics"),
+        "check_xml_format": (("false",), "use a custom reward.function"),
+        "ref_ema_eta": (("null",), "the reference model is not updated"),
+        "rw_type": (("sparse",), "each completion has one reward"),
         "dataset_filter_threshold": (("100", "100.0"), "prompts are not filtered"),
         "dataset_max_filter_percentage": (("0", "0.0"), "prompts are not filtered"),
         "success_rate_ub": (("1", "1.0"), "prompts are not filtered"),
@@ -326,7 +326,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     EVALUATION_KEY: ClassVar[str] = "dataset.valid_path"
 
     n_gpus_per_node: int = key(1, _N_GPUS, ge=1)
-    allocation_mode: str = key("d1m1p1", "Layout of the trainer, d: data, m: tensor, p: pipeline parallel")
+    allocation_mode: str = key("d1m1p1", "Layout of the trainer. d, m, p: data, tensor, pipeline parallel size")
 
     @property
     def roles(self) -> dict[str, MFCConfig]:

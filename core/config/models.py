@@ -22,7 +22,7 @@ class ModelFamily(Section):
 
     family: str = key(
         "auto",
-        f"Model family ({', '.join(FAMILIES)}); must agree with config.json. auto: what config.json says",
+        f"Model family ({', '.join(FAMILIES)}); must agree with config.json. auto: read from config.json",
         alias="_class",
     )
     is_critic: bool = key(False, "True for a model with a value head")
@@ -47,10 +47,10 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = key(0.0, "Learning rate at the end of a decay, as a fraction of lr", ge=0, le=1)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up")
     warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
-    gradient_clipping: float = key(1.0, "Largest global gradient norm; 0 switches clipping off", ge=0)
+    gradient_clipping: float = key(1.0, "Maximum global gradient norm; 0 disables clipping", ge=0)
     offload: bool = key(
         False,
-        "Keep fp32 masters and moments in memory of the host; each update brings them to the GPU and back. GPUs only",
+        "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update. GPUs only",
     )
 
 
@@ -59,42 +59,39 @@ class ModelTrainEvalConfig(Section):
 
     IGNORED = {
         "vllm": "see generator.* and actor.sglang.*",
-        "megatron": "Megatron's switches follow from the device and the layout",
+        "megatron": "Megatron options are derived from the device and the layout",
         "parallel": "the layout is part of allocation_mode",
-        "offload": "weights stay on their device; for the optimizer's state there is optimizer.offload",
+        "offload": "weights are not offloaded; see optimizer.offload for the optimizer state",
         "zero_stage": "the distributed optimizer is always on",
-        "enable_fp16": "half precision is bfloat16 here: see bf16",
+        "enable_fp16": "float16 is not supported; see bf16",
         "enable_bf16": "the key is bf16",
-        "fp16": "half precision is bfloat16 here: see bf16",
+        "fp16": "float16 is not supported; see bf16",
     }
     FIXED = {"backend": (("megatron",), "Megatron is the training backend")}
 
     type: ModelFamily = section(ModelFamily, "Model family and head")
     path: str = key("", "Hugging Face model folder. ref and critic: empty means actor.path")
-    init_from_scratch: bool = key(False, "Random weights; only config.json and the tokenizer are read from path")
-    init_critic_from_actor: bool = key(False, "critic only: path is a language model; it gets a new value head")
+    init_from_scratch: bool = key(False, "Start from random weights; read only config.json and the tokenizer from path")
+    init_critic_from_actor: bool = key(False, "critic only: path is a language model; initialize a new value head")
     gradient_checkpointing: bool | None = key(
         None,
-        "Recompute activations in the backward pass. true: whole layers. null: with GPUs only what costs next to "
-        "nothing, on the embedded default nothing",
+        "Recompute activations in the backward pass. true: full layers. null: selective recomputation with GPUs, "
+        "none without GPUs",
     )
     bf16: bool | None = key(
         None, "True: bfloat16, False: float32. null: bfloat16 where the trainer computes on GPUs, else float32"
     )
     fp8: bool = key(
         False,
-        "Matrix products of the layers in 8-bit floating point, each tensor scaled by its maximum; the weights stay in "
-        "bfloat16. GPUs only",
+        "Compute matrix products of the layers in FP8 with per-tensor scaling; the weights stay in bfloat16. GPUs only",
     )
-    grad_reduce_in_fp32: bool = key(
-        True, "False: gradients are added up, and reduced over data-parallel ranks, in bfloat16. Needs bf16"
-    )
+    grad_reduce_in_fp32: bool = key(True, "false: accumulate and reduce gradients in bfloat16. Requires bf16")
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule")
     moe_aux_loss_coeff: float = key(
-        0.0, "Models with experts: weight of the loss that balances their load (mean over sequences; 1 at best)", ge=0
+        0.0, "Models with experts: coefficient of the load-balancing loss (mean over sequences; 1 if even)", ge=0
     )
     moe_bias_update_rate: float = key(
-        0.0, "DeepSeek-V3: step of each expert's correction bias after an update, towards an even load", ge=0
+        0.0, "DeepSeek-V3: update rate of the correction biases of experts after an optimizer step", ge=0
     )
     moe_routing_replay: bool = key(
         False,
@@ -128,13 +125,13 @@ class ModelUse:
 class MicroBatchSpec(Section):
     """How a minibatch is cut into microbatches."""
 
-    IGNORED = {"n_mbs": "as many microbatches as max_tokens_per_mb makes necessary"}
+    IGNORED = {"n_mbs": "determined by max_tokens_per_mb"}
 
     max_tokens_per_mb: int | None = key(
         None,
-        "Most tokens of one forward/backward pass, prompts included (once for all answers that share one where the "
-        "trainer runs it once, on CPU); lower it when memory runs out. "
-        "null: actor_train's value; for actor_train 16384, or the longest possible sequence if that is more",
+        "Maximum tokens per microbatch, prompts included (on CPU a prompt shared by completions counts once). "
+        "Reduce it to use less memory. "
+        "null: value of actor_train; for actor_train 16384 or the longest possible sequence, whichever is larger",
         ge=1,
     )
 
@@ -144,14 +141,14 @@ class GenerationRoleConfig(Section):
 
     IGNORED = {
         "mb_spec": "generators batch continuously: see generator.max_running",
-        "parallel": "the layout is part of allocation_mode, or of layout beside device_mapping",
+        "parallel": "the layout is part of allocation_mode, or the key layout next to device_mapping",
         "device_mesh": "write device_mapping, or a per-role allocation_mode",
     }
 
     device_mapping: str | list[int] | None = key(
-        None, "Global GPU indices of the role, as in list(range(0,8)); instead of an allocation_mode"
+        None, "Global GPU indices of the role, such as list(range(0,8)); replaces allocation_mode"
     )
-    layout: str | None = key(None, "Parallel layout of device_mapping, as in d4m2p1. null: all data parallel")
+    layout: str | None = key(None, "Parallel layout of device_mapping, such as d4m2p1. null: all data parallel")
 
 
 class MFCConfig(GenerationRoleConfig):

@@ -12,42 +12,42 @@ from core.config.models import FlagValue
 class PromptOnlyDatasetConfig(Section):
     """Prompts: jsonl rows of {prompt, task, query_id, solutions}, or GSM8K, MATH or MAWPS rows as they are."""
 
-    IGNORED = {"fill_to_max_length": "batches are packed; nothing is padded"}
+    IGNORED = {"fill_to_max_length": "batches are packed without padding"}
 
     path: str = key(description="jsonl file of prompts")
-    max_prompt_len: int = key(256, "Longest prompt in tokens; longer ones are left out and counted", ge=1)
-    train_bs_n_seqs: int = key(256, "Prompts per training step; each is answered group_size times", ge=1, le=10**9)
+    max_prompt_len: int = key(256, "Maximum tokens per prompt; longer prompts are skipped and counted", ge=1)
+    train_bs_n_seqs: int = key(256, "Prompts per training step, with group_size completions each", ge=1, le=10**9)
 
 
 class PromptAnswerDatasetConfig(Section):
     """Prompts with answers, for supervised fine-tuning."""
 
-    IGNORED = {"fill_to_max_length": "batches are packed; nothing is padded"}
+    IGNORED = {"fill_to_max_length": "batches are packed without padding"}
 
     train_path: str = key(description="jsonl file to train on")
-    valid_path: str = key("", "jsonl file to measure the loss on; empty: none")
-    max_seqlen: int = key(1024, "Longest prompt with answer in tokens; longer ones are left out and counted", ge=2)
+    valid_path: str = key("", "jsonl file for the validation loss; empty: none")
+    max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
     train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
-    valid_bs_n_seqs: int = key(256, "Sequences per batch of the validation", ge=1)
+    valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1)
 
 
 class GenerationHyperparameters(Section):
     """How answers are sampled during training."""
 
     IGNORED = {
-        "use_cuda_graph": "the generator decides",
-        "force_cudagraph_recapture": "the generator decides",
-        "force_no_logits_mask": "log-probabilities are always those of the distribution sampled from",
+        "use_cuda_graph": "determined by the inference backend",
+        "force_cudagraph_recapture": "determined by the inference backend",
+        "force_no_logits_mask": "log-probabilities always refer to the sampled distribution",
     }
     FIXED = {
-        "n": (("1",), "group_size says how many answers a prompt gets"),
-        "greedy": (("false",), "training needs samples; evaluation.temperature=0 evaluates greedily"),
+        "n": (("1",), "set group_size for the completions per prompt"),
+        "greedy": (("false",), "training requires sampling; evaluation.temperature=0 is greedy"),
     }
 
-    max_new_tokens: int = key(16384, "Longest answer in tokens", ge=1)
-    min_new_tokens: int = key(0, "An answer cannot stop before this many tokens", ge=0)
-    top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability", gt=0, le=1)
-    top_k: int = key(-1, "Sample from this many most probable tokens; -1: all", ge=-1)
+    max_new_tokens: int = key(16384, "Maximum tokens per completion", ge=1)
+    min_new_tokens: int = key(0, "Minimum tokens per completion", ge=0)
+    top_p: float = key(1.0, "Sample from the smallest set of tokens with this total probability", gt=0, le=1)
+    top_k: int = key(-1, "Sample from the k most probable tokens; -1: all", ge=-1)
     temperature: float = key(1.0, "Sampling temperature", gt=0)
 
 
@@ -55,46 +55,46 @@ class PPOHyperparameters(Section):
     """Proximal policy optimisation."""
 
     IGNORED = {
-        "fuse_rew_ref": "rewards are functions, computed while other answers are sampled",
-        "value_norm_type": "the running mean and variance follow value_norm alone",
-        "value_norm_beta": "the running mean and variance follow value_norm alone",
-        "value_norm_eps": "the running mean and variance follow value_norm alone",
+        "fuse_rew_ref": "rewards are functions that run during generation",
+        "value_norm_type": "value_norm uses a running mean and variance",
+        "value_norm_beta": "value_norm uses a running mean and variance",
+        "value_norm_eps": "value_norm uses a running mean and variance",
         "early_stop_imp_ratio": "algorithm.behave_imp_weight_cap bounds the weights instead",
         "max_reward_clip": "rewards are not clipped",
         "recompute_logprob": "old log-probabilities always come from the trainer",
     }
     FIXED = {
         "c_clip": (("null",), "dual clipping is not available"),
-        "use_adaptive_kl_ctl": (("false",), "kl_ctl stays as it is"),
-        "actor_sample_reuse": (("1",), "every sample is trained on once"),
-        "critic_sample_reuse": (("1",), "every sample is trained on once"),
+        "use_adaptive_kl_ctl": (("false",), "kl_ctl is constant"),
+        "actor_sample_reuse": (("1",), "each sample is used once"),
+        "critic_sample_reuse": (("1",), "each sample is used once"),
     }
 
     gen: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers")
-    ppo_n_minibatches: int = key(4, "Parts that a batch is split into; each is one optimizer update", ge=1)
-    eps_clip: float = key(0.2, "The policy ratio is clipped to 1 - eps_clip .. 1 + eps_clip", gt=0, lt=1)
-    value_eps_clip: float = key(0.2, "The critic's change in one step is clipped to this", gt=0)
-    kl_ctl: float = key(0.1, "Weight of the KL divergence from the reference; 0: no reference model at all", ge=0)
+    ppo_n_minibatches: int = key(4, "Minibatches per batch, with one optimizer step each", ge=1)
+    eps_clip: float = key(0.2, "Clip the policy ratio to the range 1 - eps_clip to 1 + eps_clip", gt=0, lt=1)
+    value_eps_clip: float = key(0.2, "Clip the change of value predictions in one step to this value", gt=0)
+    kl_ctl: float = key(0.1, "Coefficient of the KL divergence from the reference; 0: no reference model", ge=0)
     discount: float = key(1.0, "Discount factor of rewards, per token", ge=0, le=1)
-    gae_lambda: float = key(1.0, "Lambda of generalised advantage estimation", ge=0, le=1)
-    adv_norm: bool = key(True, "Normalise advantages over the batch")
-    value_norm: bool = key(True, "Normalise the critic's targets by their running mean and variance")
-    disable_value: bool = key(False, "Train without a critic: the advantage is the (normalised) reward")
+    gae_lambda: float = key(1.0, "Lambda of generalized advantage estimation (GAE)", ge=0, le=1)
+    adv_norm: bool = key(True, "Normalize advantages over the batch")
+    value_norm: bool = key(True, "Normalize the targets of the critic by their running mean and variance")
+    disable_value: bool = key(False, "Train without a critic: the advantage is the (normalized) reward")
     reward_output_scaling: float = key(1.0, "Rewards become (reward - reward_output_bias) * reward_output_scaling")
     reward_output_bias: float = key(0.0, "Subtracted from rewards before they are scaled")
-    mask_no_eos_with_zero: bool = key(False, "Answers cut off at max_new_tokens get reward 0")
+    mask_no_eos_with_zero: bool = key(False, "Set the reward of completions truncated at max_new_tokens to 0")
 
 
 class StalenessConfig(Section):
     """How old the weights that sampled a batch may be."""
 
-    max_staleness: int = key(1, "Bound in training steps, never exceeded; 0: on policy, nothing overlaps", ge=0)
+    max_staleness: int = key(1, "Maximum age of sampled tokens in training steps; 0: synchronous, on policy", ge=0)
     over_age: Literal["wait", "mask"] = key(
         "wait",
-        "wait: the trainer waits for the oldest answers. mask: tokens over age are not trained on",
+        "wait: wait for the oldest completions. mask: exclude tokens beyond the bound from training",
     )
     in_order: bool = key(
-        False, "Train prompts in the order of the data set, not as they finish: every run has the same batches"
+        False, "Train prompts in the order of the data set instead of as they finish: reproducible batches"
     )
 
 
@@ -111,13 +111,13 @@ class AlgorithmConfig(Section):
     )
     decoupled: bool | None = key(
         None,
-        "Clip around the trainer's policy, weigh by trainer/generator. null: if max_staleness > 0",
+        "Decoupled PPO objective: proximal policy and importance weights. null: if max_staleness > 0",
     )
     behave_imp_weight_cap: float | None = key(
-        5.0, "Tokens whose trainer/generator weight exceeds this are not trained on (decoupled). null: no cap", gt=0
+        5.0, "Exclude tokens with a larger trainer/generator importance weight (decoupled). null: no cap", gt=0
     )
-    kl_in: Literal["reward", "loss"] = key("reward", "ppo.kl_ctl is subtracted from rewards, or added to the loss")
+    kl_in: Literal["reward", "loss"] = key("reward", "Apply the KL penalty (ppo.kl_ctl) to the rewards or to the loss")
     kl_estimator: Literal["k1", "k2", "k3"] | None = key(
-        None, "Per-token estimate of the KL divergence. null: k1 in the reward, k3 in the loss"
+        None, "Estimator of the per-token KL divergence. null: k1 in the reward, k3 in the loss"
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)

@@ -27,15 +27,15 @@ class PushConfig(Section):
 
     type: Literal["auto", "local", "nccl", "ipc", "disk"] = key(
         "auto",
-        "How weights travel. nccl: broadcast to servers on GPUs of their own. ipc: memory shared with servers on the "
-        "trainer's GPUs. disk: files that servers anywhere read. local: through the object store, for "
-        "embedded generators. auto: whichever of them the allocation asks for",
+        "Transport of weights. nccl: broadcast to servers on separate GPUs. ipc: CUDA IPC to servers on the "
+        "trainer's GPUs. disk: files that every server can read. local: Ray object store, for "
+        "embedded generators. auto: selected from the allocation",
     )
     verify: Verify = key(
         "first", "Compare checksums of all tensors on the generators' servers with what was sent: after which pushes"
     )
-    bucket_mib: int = key(1024, "Size of the pieces that weights travel in, MiB", ge=1)
-    timeout_seconds: float = key(120.0, "A push that takes longer fails the run", gt=0)
+    bucket_mib: int = key(1024, "Bucket size of weight updates in MiB", ge=1)
+    timeout_seconds: float = key(120.0, "Timeout of a weight update; a longer one ends the attempt", gt=0)
 
 
 def choose_transport(asked: str, allocation: Allocation) -> Transport:
@@ -73,12 +73,12 @@ def _why_not(asked: str, allocation: Allocation) -> str:
     """Why a transport that the backend has cannot reach the generators of this allocation."""
     generator, trainer = allocation.generator, allocation.trainer
     if generator.layout.pp > 1:
-        return f"{asked} cannot reach servers of {generator.layout.pp} pipeline stages; write disk, or auto"
+        return f"{asked} does not support servers with {generator.layout.pp} pipeline stages; use disk"
     if generator.device != trainer.device:
         return (
             f"{asked} needs both sides on one kind of device; the generators compute on {generator.device}, the "
             f"trainer on {trainer.device}: write disk, or auto"
         )
     if asked == "nccl":
-        return "nccl needs servers on GPUs of their own; they are the trainer's here: write ipc, or auto"
-    return "ipc needs every server on the trainer's own GPUs; they are apart here: write nccl, or auto"
+        return "nccl requires servers on separate GPUs, but they share the trainer's; use ipc or auto"
+    return "ipc requires every server on the trainer's GPUs, but some have others; use nccl or auto"

@@ -34,9 +34,9 @@ class Violation:
 def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
     """Every rule that `config` breaks."""
     if config.mode == "local" and config.n_nodes > 1:
-        yield Violation(("mode", "n_nodes"), f"mode=local is one machine, n_nodes={config.n_nodes}; write mode=ray")
+        yield Violation(("mode", "n_nodes"), f"mode=local is for one node, n_nodes={config.n_nodes}; write mode=ray")
     if config.mode == "local" and config.launch.ray_address:
-        message = f"mode=local is this machine alone, launch.ray_address={config.launch.ray_address}; write mode=ray"
+        message = f"mode=local is for this machine, launch.ray_address={config.launch.ray_address}; write mode=ray"
         yield Violation(("mode", "launch.ray_address"), message)
     yield from _microbatches(config)
     yield from _evaluation(config)
@@ -49,7 +49,7 @@ def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     """What is allowed and may not be meant."""
     if unread := [*_unread_keys(config), *(key for find in _UNREAD[config.NAME] for key in find(config))]:
         them = "it" if len(unread) == 1 else "them"
-        yield f"{', '.join(unread)}: nothing in this run reads {them}; leave {them} out"
+        yield f"{', '.join(unread)}: not used by this run; remove {them}"
     for warn in _WARNINGS[config.NAME]:
         yield from warn(config)
 
@@ -58,14 +58,14 @@ def _inexact_sampling(config: PPOMATHConfig) -> Iterator[str]:
     gen = config.ppo.gen
     if gen.top_p < 1.0 or 0 < gen.top_k < _MORE_THAN_ALL_TOKENS:
         yield (
-            f"ppo.gen.top_p={gen.top_p}, top_k={gen.top_k}: answers come from a part of the distribution, the "
-            "trainer's log-probabilities are of all of it, so importance weights miss the share that was cut; "
+            f"ppo.gen.top_p={gen.top_p}, top_k={gen.top_k}: completions come from a truncated distribution; the "
+            "trainer's log-probabilities refer to the full one, which biases importance weights; "
             "top_p=1, top_k=-1 are exact"
         )
     if gen.min_new_tokens:
         yield (
-            f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then answers are sampled without the tokens that "
-            "would end them, the trainer's log-probabilities count those in; min_new_tokens=0 is exact"
+            f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then stop tokens are excluded from sampling, "
+            "but included in the trainer's log-probabilities; min_new_tokens=0 is exact"
         )
 
 
@@ -106,7 +106,7 @@ def _evaluation(config: ExperimentConfig) -> Iterator[Violation]:
     control = config.exp_ctrl
     if not config.evaluates and (control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs):
         yield Violation(
-            (config.EVALUATION_KEY, "exp_ctrl"), "exp_ctrl.eval_freq_* asks for evaluation; set this to a jsonl file"
+            (config.EVALUATION_KEY, "exp_ctrl"), "exp_ctrl.eval_freq_* enables evaluation; set this to a jsonl file"
         )
 
 
@@ -122,7 +122,7 @@ def _sampling(config: PPOMATHConfig) -> Iterator[Violation]:
     if config.group_adv_norm and config.group_size == 1:
         yield Violation(
             ("group_adv_norm", "group_size"),
-            "group_adv_norm=true compares the answers to one prompt and needs group_size of at least 2, got 1",
+            "group_adv_norm=true normalizes within a group and requires group_size of at least 2, got 1",
         )
 
 
@@ -146,7 +146,7 @@ def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
     if not config.critic.path and not config.critic.init_critic_from_actor:
         yield Violation(
             ("critic.path", "critic.init_critic_from_actor", "ppo.disable_value"),
-            "needed with a critic: the folder of a value model; or start it from the actor with "
+            "required with a critic: the folder of a value model; or initialize it from the actor with "
             "critic.init_critic_from_actor=true; or train without one with ppo.disable_value=true",
         )
     if config.critic.optimizer.type == "empty":
@@ -233,7 +233,7 @@ def _interrupt(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
         yield Violation(
             ("generator.interrupt", "allocation_mode"),
             f"interrupt={interrupt} needs p1 on the generator's side, got {generator.layout}: a {backend.label} of "
-            f"{generator.layout.pp} pipeline stages does not tell the versions of single tokens; write "
+            f"{generator.layout.pp} pipeline stages does not return per-token versions; write "
             f"{' or '.join(exact)}, or tensor parallelism (m) instead of p",
         )
 
@@ -268,10 +268,10 @@ def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Viol
         if not gpus:
             for key, asked in ((f"{name}.fp8", model.fp8), (f"{name}.optimizer.offload", model.optimizer.offload)):
                 if asked:
-                    message = f"{key.rpartition('.')[2]}=true needs GPUs, this run trains on the CPU; write false"
+                    message = f"{key.rpartition('.')[2]}=true requires GPUs, but this run trains on CPU; write false"
                     yield Violation((key, "allocation_mode"), message)
         elif model.fp8 and dtype != "bfloat16":
-            yield Violation((f"{name}.fp8", f"{name}.bf16"), "fp8=true computes beside bfloat16; write bf16=true")
+            yield Violation((f"{name}.fp8", f"{name}.bf16"), "fp8=true requires bfloat16; write bf16=true")
         if not model.grad_reduce_in_fp32 and dtype != "bfloat16":
             message = f"grad_reduce_in_fp32=false is for bfloat16, {name} is {dtype}; write {name}.bf16=true, or true"
             yield Violation((f"{name}.grad_reduce_in_fp32", f"{name}.bf16"), message)

@@ -16,75 +16,75 @@ class ExperimentSaveEvalControl(Section):
 
     FIXED = {"benchmark_n_seqs": (("null",), "use exp_ctrl.benchmark_steps")}
 
-    total_train_epochs: int = key(1, "Passes over the data set", ge=1)
-    total_train_steps: int | None = key(None, "Stop after this many steps, if the epochs are not over before", ge=1)
-    save_freq_epochs: int | None = key(None, "Save the model as a Hugging Face folder every so many epochs", ge=1)
-    save_freq_steps: int | None = key(None, "... every so many steps", ge=1)
-    save_freq_secs: float | None = key(None, "... every so many seconds", gt=0)
-    ckpt_freq_epochs: int | None = key(None, "Write a recover checkpoint every so many epochs", ge=1)
-    ckpt_freq_steps: int | None = key(None, "... every so many steps", ge=1)
-    ckpt_freq_secs: float | None = key(600.0, "... every so many seconds", gt=0)
-    eval_freq_epochs: int | None = key(None, "Evaluate every so many epochs", ge=1)
-    eval_freq_steps: int | None = key(None, "... every so many steps", ge=1)
-    eval_freq_secs: float | None = key(None, "... every so many seconds", gt=0)
-    benchmark_steps: int | None = key(None, "Stop after this many steps; for timing", ge=1)
+    total_train_epochs: int = key(1, "Epochs over the data set", ge=1)
+    total_train_steps: int | None = key(None, "Stop after this many steps, or at the end of the epochs", ge=1)
+    save_freq_epochs: int | None = key(None, "Save the model as a Hugging Face folder every N epochs", ge=1)
+    save_freq_steps: int | None = key(None, "... every N steps", ge=1)
+    save_freq_secs: float | None = key(None, "... every N seconds", gt=0)
+    ckpt_freq_epochs: int | None = key(None, "Write a recover checkpoint every N epochs", ge=1)
+    ckpt_freq_steps: int | None = key(None, "... every N steps", ge=1)
+    ckpt_freq_secs: float | None = key(600.0, "... every N seconds", gt=0)
+    eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1)
+    eval_freq_steps: int | None = key(None, "... every N steps", ge=1)
+    eval_freq_secs: float | None = key(None, "... every N seconds", gt=0)
+    benchmark_steps: int | None = key(None, "Stop after this many steps; for benchmarks", ge=1)
 
 
 class GeneratorConfig(Section):
     """The generators."""
 
-    max_running: int = key(128, "Sequences that one replica decodes together", ge=1)
+    max_running: int = key(128, "Maximum concurrent sequences per replica", ge=1)
     interrupt: Literal["abort", "retract", "in_place"] = key(
         "retract",
-        "What new weights do to answers under way. abort: hand them back, to be continued as new requests. "
-        "retract: continue after recomputing the key/value cache. in_place: continue on the old cache",
+        "Running requests in a weight update. abort: return them and continue them as new requests. "
+        "retract: continue after recomputing the key/value cache. in_place: continue with the old cache",
     )
     device: DeviceChoice = key(
         "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
     )
-    dtype: Literal["float32", "bfloat16"] | None = key(None, "Format of its weights. null: the actor's")
-    mock_seconds_per_token: float = key(0.0, "mock generators: time that a token takes; 0: answers at once", ge=0)
+    dtype: Literal["float32", "bfloat16"] | None = key(None, "Data type of the weights. null: that of the actor")
+    mock_seconds_per_token: float = key(0.0, "mock generators: seconds per token; 0: no delay", ge=0)
     python: str | None = key(
         None, "Interpreter that has the backend's library, where that has an environment of its own. null: the run's"
     )
     flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; they are added to actor.sglang")
-    health_interval_seconds: float = key(5.0, "Time between two health checks of a replica", gt=0)
+    health_interval_seconds: float = key(5.0, "Interval between health checks of a replica", gt=0)
     health_timeout_seconds: float = key(
         120.0,
-        "A replica that does not answer a health check within this time is lost: its requests go to the others, and it "
-        "is started again on its own GPUs. After half of it the replica is reported as slow",
+        "Timeout of a health check. A replica that exceeds it is restarted on its own GPUs, and its requests go to "
+        "the others. After half of the timeout it is logged as slow",
         gt=0,
     )
     patience_seconds: float = key(
-        600.0, "With no replica left: time for one to come back before the attempt ends", ge=0
+        600.0, "Time to wait for a restart if no replica is left; then the attempt ends", ge=0
     )
 
 
 class WorkflowConfig(Section):
     """How a prompt becomes trajectories."""
 
-    type: str = key("math", "math (one question, one answer), or your own class as package.module:Class")
+    type: str = key("math", "math (single-turn), or a custom class as package.module:Class")
     prompt_template: str = key(
         "{prompt}",
-        "Text around each prompt, such as a chat template written out; {prompt} is its place",
+        "Template around each prompt, such as an expanded chat template; must contain {prompt}",
     )
 
 
 class RewardConfig(Section):
     """Scoring of answers, in worker processes."""
 
-    function: str = key("math", "math, or your own function as package.module:function")
+    function: str = key("math", "math, or a custom function as package.module:function")
     num_workers: int = key(2, "Worker processes", ge=1)
-    timeout_seconds: float = key(10.0, "An answer not scored within this time counts as wrong", gt=0)
+    timeout_seconds: float = key(10.0, "Timeout per completion; one that exceeds it counts as wrong", gt=0)
 
 
 class EvaluationConfig(Section):
     """Evaluation during training; exp_ctrl.eval_freq_* says when."""
 
     path: str | list[str] | None = key(None, "jsonl file of held-out prompts, or a list of such files")
-    max_new_tokens: int | None = key(None, "Longest answer in tokens. null: ppo.gen.max_new_tokens", ge=1)
+    max_new_tokens: int | None = key(None, "Maximum tokens per completion. null: ppo.gen.max_new_tokens", ge=1)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy", ge=0)
-    num_prompts: int | None = key(None, "Use only the first so many prompts of each. null: all", ge=1)
+    num_prompts: int | None = key(None, "Use only the first N prompts of each file. null: all", ge=1)
 
     @property
     def paths(self) -> list[str]:
@@ -95,32 +95,32 @@ class EvaluationConfig(Section):
 class LaunchConfig(Section):
     """Processes."""
 
-    ray_address: str | None = key(None, "Ray cluster to join, host:port. null: start one for this run, on this machine")
+    ray_address: str | None = key(None, "Existing Ray cluster, host:port. null: start a local one for this run")
     trainer_device: DeviceChoice = key(
         "auto",
         "Where the trainer's ranks compute. auto: where the generators do; in sft, which has none, on GPUs if this "
         "machine has any (not with a joined Ray cluster: then write the device)",
     )
-    master_port: int = key(0, "Port where the trainer's ranks meet; 0: a free one", ge=0, le=65535)
+    master_port: int = key(0, "Rendezvous port of the trainer ranks; 0: any free port", ge=0, le=65535)
     threads_per_process: int = key(
-        0, "Threads of each trainer and generator process; 0: divide the cores, on GPUs 8 at most", ge=0
+        0, "CPU threads per trainer or generator process. 0: divide the cores, with GPUs 8 at most", ge=0
     )
-    startup_timeout_seconds: float = key(300.0, "Processes that are not ready within this time fail the run", gt=0)
+    startup_timeout_seconds: float = key(300.0, "Timeout for processes to become ready", gt=0)
 
 
 class DeadlineConfig(Section):
     """How long anything may take. What takes longer ends the attempt with an error that names the process and its
     phase, and the Python stacks of all processes in the log folder."""
 
-    collective_seconds: float = key(600.0, "One collective of the trainer's ranks", gt=0)
+    collective_seconds: float = key(600.0, "Timeout of one collective of the trainer ranks", gt=0)
     call_seconds: float = key(
-        3600.0, "One call of the driver: a minibatch's update, log-probabilities of a batch, a saved model", gt=0
+        3600.0, "Timeout of one driver call: an update, log-probabilities of a batch, a saved model", gt=0
     )
-    batch_seconds: float = key(3600.0, "Waiting for the generators: the next batch, or an evaluation", gt=0)
+    batch_seconds: float = key(3600.0, "Timeout of the next batch or an evaluation", gt=0)
     driver_seconds: float = key(
         300.0,
-        "recover_mode=auto: a driver that gives no sign of life for this time, which it otherwise does every second, "
-        "was stopped or hangs. It is killed, and another attempt begins",
+        "recover_mode=auto: heartbeat timeout of the driver, which sends a heartbeat every second. After the timeout "
+        "the driver is killed and another attempt starts",
         ge=5,
     )
 
@@ -129,8 +129,8 @@ class WandBConfig(Section):
     """Weights & Biases."""
 
     IGNORED = {
-        "job_type": "not passed on",
-        "notes": "not passed on",
+        "job_type": "not forwarded to Weights & Biases",
+        "notes": "not forwarded to Weights & Biases",
         "config": "the whole configuration is uploaded",
     }
 
@@ -148,7 +148,7 @@ class MonitorConfig(Section):
     tensorboard: bool = key(True, "Write TensorBoard files into the log folder")
     mlflow_uri: str | None = key(None, "MLflow tracking server or folder. null: none")
     log_level: Literal["debug", "info", "warning", "error"] = key(
-        "info", "Least severe messages on the terminal; log files hold info and above"
+        "info", "Minimum log level on the terminal; log files contain info and above"
     )
 
 
@@ -173,9 +173,9 @@ _CLUSTER_FACTS = (
 class ClusterConfig(Section):
     """Where output goes."""
 
-    IGNORED = dict.fromkeys(_CLUSTER_FACTS, "Ray knows the cluster")
+    IGNORED = dict.fromkeys(_CLUSTER_FACTS, "determined by the Ray cluster")
 
-    fileroot: str = key("~/.cache/slipstream", "Root of all output; several nodes need a shared folder", min_length=1)
+    fileroot: str = key("~/.cache/slipstream", "Root folder of all output; shared by all nodes", min_length=1)
 
 
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
@@ -186,7 +186,7 @@ class ExternalConfigs(Section):
     """The cluster around the run."""
 
     cluster_config: ClusterConfig = section(ClusterConfig, "Output")
-    envs: dict[str, str] = key({}, "Environment variables of all processes; those already set win")
+    envs: dict[str, str] = key({}, "Environment variables of all processes; variables already set take precedence")
 
     def masked(self) -> ExternalConfigs:
         """The same, to be shown: *** for secrets."""

@@ -43,7 +43,7 @@ def find_start(recover: RecoverStore, recover_mode: str, folder: Path, *, ignore
         if recover_mode == "resume":
             raise ValueError(
                 f"recover_mode=resume: there is no valid recover checkpoint in {folder}; check experiment_name and "
-                "trial_name, or start anew with recover_mode=auto"
+                "trial_name, or start a new run with recover_mode=auto"
             )
         return Start(state=_BEGINNING, rollout_state=None, checkpoint=None)
     found = recover.load(checkpoint, ignore_changes=ignore_changes)

@@ -176,7 +176,7 @@ def _check_same_rows(train: AnswerDataset, start: Start, *, ignore_changes: bool
     except DatasetError as change:
         if not ignore_changes:
             raise
-        logger.warning("%s. Ignored: step %d goes on with these rows.", change, start.state.step)
+        logger.warning("%s. Ignored: step %d continues with these rows.", change, start.state.step)
 
 
 def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, total_updates: int) -> EngineRef:

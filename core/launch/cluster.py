@@ -92,7 +92,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
             self._end()
             raise LaunchError(
-                f"launch.ray_address={self._address}: Ray does not answer there ({type(e).__name__}: {e}); start it "
+                f"launch.ray_address={self._address}: Ray does not respond there ({type(e).__name__}: {e}); start it "
                 "with `ray start --head`, or unset launch.ray_address and RAY_ADDRESS: the run then starts its own"
                 if self._address
                 else f"Ray could not be started on this machine: {type(e).__name__}: {e}"

@@ -147,7 +147,7 @@ class ActorGenerator(Generator):
         except ray.exceptions.RayTaskError as failure:  # its process lives and says what is wrong with all of them
             self._fail_pending(failure.cause if isinstance(failure.cause, Exception) else failure)
         except ray.exceptions.RayError as e:
-            self._fail_pending(ConnectionError(f"the generator's process is gone: {e}"))
+            self._fail_pending(ConnectionError(f"the generator process has exited: {e}"))
 
     def _fail_pending(self, error: Exception) -> None:
         pending, self._pending = self._pending, {}

@@ -202,7 +202,7 @@ class GeneratorPool:
         """The rollout side has given this replica up. Raises LaunchError where it is not started again alone."""
         replica = self._replicas[index]
         if not self._health.restarts:
-            raise LaunchError(f"{replica.name} is lost: {why}")
+            raise LaunchError(f"{replica.name} failed: {why}")
         if replica.state == "serving":
             self._lose(replica, why)
 
@@ -237,7 +237,7 @@ class GeneratorPool:
         """Make a call on every replica that takes part; `what` names it in errors."""
         members = self._participants()
         if not members:
-            raise LaunchError(f"{what} of the generators: none is left; {self.failures()}")
+            raise LaunchError(f"{what} of the generators: no generator is left; {self.failures()}")
         return self._cluster.waiter.gather(
             [call(r.stub) for r in members],
             names=[r.name for r in members],
@@ -256,7 +256,7 @@ class GeneratorPool:
         answer, late = _answer(replica.asked), now - replica.asked_at
         if answer == "":
             if replica.told_slow:
-                logger.info("%s has answered after %.0f s", replica.name, late)
+                logger.info("%s has responded after %.0f s", replica.name, late)
             replica.asked, replica.told_slow, replica.num_restarts = None, False, 0
         elif answer is not None:
             self._lose(replica, answer)
@@ -269,14 +269,14 @@ class GeneratorPool:
         elif late > limit / 2 and not replica.told_slow:
             replica.told_slow = True
             logger.warning(
-                "%s is slow: no answer to a health check for %.0f s; lost after %g s", replica.name, late, limit
+                "%s is slow: no response to a health check for %.0f s; timeout %g s", replica.name, late, limit
             )
 
     def _check_started(self, replica: _Replica) -> None:
         answer, limit = _answer(replica.starting), self._cluster.startup_seconds
         if answer == "":
             replica.state = "waiting for weights"
-            logger.info("%s has started again and waits for weights", replica.name)
+            logger.info("%s has restarted and waits for a weight update", replica.name)
         elif answer is not None:
             self._lose(replica, answer)
         elif time.monotonic() - replica.started_at > limit:
@@ -294,11 +294,11 @@ class GeneratorPool:
             self._memory.lower_generator(self._settings, self._memory_flag)
         if replica.num_restarts == _MAX_RESTARTS:
             replica.state = "gone"
-            logger.error("%s is lost for good: %s; the run goes on without it", replica.name, replica.failure)
+            logger.error("%s is marked dead: %s; continuing with the other generators", replica.name, replica.failure)
             return
         replica.num_restarts += 1
         logger.error(
-            "%s is lost: %s. Starting it again (%d of %d); the run goes on with the others",
+            "%s failed: %s. Restarting it (%d of %d); continuing with the other generators",
             replica.name, replica.failure, replica.num_restarts, _MAX_RESTARTS,
         )  # fmt: skip
         replica.stub, replica.state = self._start_actor(replica.index, replica.slots), "starting"

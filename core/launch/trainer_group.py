@@ -83,7 +83,7 @@ class TrainerGroup:
         try:
             ray.get(answered)
         except RayActorError as e:
-            raise LaunchError(f"a trainer rank died while it wrote a checkpoint: {e}") from e
+            raise LaunchError(f"a trainer rank exited while writing a checkpoint: {e}") from e
         if not self._pings:
             self._pings = [rank.ping.remote() for rank in self._ranks]
 

@@ -175,7 +175,7 @@ class TrainerRank:
                 failure = f"out of memory in saving {engine}: {first_line(e)}"
             if last:
                 raise MemoryError(failure)
-            logger.warning("%s; trying again with caches given back", failure)
+            logger.warning("%s; trying again after emptying the caches", failure)
             gc.collect()
             self._device.empty_cache()
             shutil.rmtree(path, ignore_errors=True)

@@ -146,7 +146,7 @@ def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
     """What a call on `worker` raised: LaunchError where new processes may do better, else its own exception."""
     cause = error.cause if isinstance(error.cause, Exception) else error
     if isinstance(cause, NoGeneratorError):
-        return LaunchError(f"{worker} lost every generator: {cause}")
+        return LaunchError(f"{worker}: no generator is left: {cause}")
     # A server that is gone, or weights that did not arrive: the servers may hold old and new ones mixed. The messages
     # name the server.
     if isinstance(cause, PushError | GeneratorCallError | GeneratorGone | GeneratorStartError):

@@ -37,8 +37,8 @@ _GONE_SECONDS = 10.0
 """For what was killed to be gone."""
 _GOODBYE = b"done"
 _WITHOUT_GOODBYE = (
-    "error: the run ended without a word of its own: its process was killed, or its Ray cluster died. Nothing of it is "
-    "left running; the same command with recover_mode=auto continues from its last recover checkpoint, if any\n"
+    "error: the run ended without a message: its process was killed, or its Ray cluster failed. All its processes "
+    "have ended; the same command with recover_mode=auto continues from the newest recover checkpoint\n"
 )
 
 

@@ -72,7 +72,7 @@ class TensorBoardSink:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
         except OSError as error:  # of an earlier step: its thread writes later
-            raise could_not_write(f"what TensorBoard is told of step {step}", self._folder, error) from error
+            raise could_not_write(f"TensorBoard metrics of step {step}", self._folder, error) from error
 
     def close(self) -> None:
         self._writer.close()
@@ -115,7 +115,7 @@ class Monitor:
             except OSError as e:
                 if error_type is None:
                     raise
-                logger.error("The run ends with another error; %s could not be closed: %s", type(sink).__name__, e)
+                logger.error("Could not close %s after another error: %s", type(sink).__name__, e)
         if self._consumed is not None:
             self._consumed.close()
 
@@ -169,7 +169,7 @@ class Monitor:
             eta,
         )  # fmt: skip
         spent = ", ".join(f"{name} {value:.3f}s" for name, value in phases.items())
-        logger.info("Where the step went: %s, other %.3fs.", spent, seconds - sum(phases.values()))
+        logger.info("Step time: %s, other %.3fs.", spent, seconds - sum(phases.values()))
         times = {f"time/{name.replace(' ', '_')}": value for name, value in phases.items()}
         self.write(step, {**metrics, **times, "time/step": seconds})
         self._progress.update(self._task, completed=step, description=headline)

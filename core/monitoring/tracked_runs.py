@@ -54,7 +54,7 @@ class WandbSink:
                 raise
             raise RuntimeError(
                 f"wandb.mode={options.get('mode')}: run {run_id} of this trial cannot be continued: {error}. If it was "
-                f"deleted there, remove {runs.file} to begin another one"
+                f"deleted there, remove {runs.file} to start a new one"
             ) from error
         runs.put("wandb", run_id)
 
@@ -77,7 +77,7 @@ class MLflowSink:
         experiment_id = mlflow.set_experiment(experiment).experiment_id
         known = runs.get("mlflow")
         if known is not None and not self._is_there(known, experiment_id):
-            logger.warning("monitor.mlflow_uri=%s: run %s of this trial is not there; another one begins", uri, known)
+            logger.warning("monitor.mlflow_uri=%s: run %s of this trial does not exist; starting a new one", uri, known)
             known = None
         run = mlflow.start_run(run_id=known) if known is not None else mlflow.start_run(run_name=name)
         runs.put("mlflow", run.info.run_id)

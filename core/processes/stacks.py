@@ -96,7 +96,7 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
                     _ask(child)
         except (psutil.Error, ProcessLookupError, PermissionError) as error:
             with suppress(OSError), open(file, "a") as f:
-                f.write(f"Asking failed with {error!r}\n")
+                f.write(f"Sending the signal failed: {error!r}\n")
     if any(state != "gone" for state in states.values()):
         time.sleep(_WRITING_SECONDS)
     for file, size, process in asked:
@@ -129,18 +129,18 @@ def _why_silent(process: psutil.Process, file: Path) -> str:
     """What the kernel tells of a process that was asked for its stacks and did not write them; not every kernel tells
     everything."""
     if _same(process.pid, process.create_time()) is None:
-        return "it has ended since"
+        return "it has exited"
     status = _status(process.pid)
     findings = {
         "its main thread blocks SIGRTMIN": _marked(status, "SigBlk"),
         "it ignores SIGRTMIN": _marked(status, "SigIgn"),
-        "the signal waits to be taken": _marked(status, "ShdPnd"),
+        "the signal is pending": _marked(status, "ShdPnd"),
         "it has closed this file": _has_closed(process.pid, file),
     }
     found = [text for text, holds in findings.items() if holds]
     if not found:
         handled = _marked(status, "SigCgt")
-        found = ["its handler is not ours, writes elsewhere or is slow" if handled else "the kernel does not tell why"]
+        found = ["its handler was replaced, writes elsewhere or is slow" if handled else "the kernel reports no reason"]
     place = _of_kernel(process.pid, "wchan").strip()
     where = f", in the kernel at {place}" if place not in ("", "0") else ""
     return f"{', '.join(found)}; its main thread's state is {status.get('State', 'unknown')}{where}"

@@ -36,7 +36,7 @@ EXIT_CODES = {
     DONE: "training is complete",
     FAILED: "the run failed, and another attempt would too: bad data, a full disk; or recover_mode is not auto",
     BAD_INPUT: "bad input: nothing was started",
-    GAVE_UP: "recover_mode=auto: more than recover_retries attempts in a row were lost without progress",
+    GAVE_UP: "recover_mode=auto: more than recover_retries consecutive attempts failed without progress",
     INTERRUPTED: "interrupted by Ctrl-C or SIGTERM",
 }
 """Of `python -m core.quickstart`."""
@@ -106,10 +106,10 @@ def run_attempts(run: Callable[[Attempt], int], *, retries: int, silence_seconds
                 register_process(_DRIVER, log_folder)
             except OSError as error:
                 cause = f"external_configs.cluster_config.fileroot: {log_folder} cannot be written ({error})"
-                logger.error("%s; make room, or name another folder", cause)
+                logger.error("%s; free disk space, or use another folder", cause)
                 attempt.tell(final=True, cause=cause)
                 return FAILED
-            threading.Thread(target=_beat, args=(attempt,), name="signs of life", daemon=True).start()
+            threading.Thread(target=_beat, args=(attempt,), name="heartbeat", daemon=True).start()
             return run(attempt)
         attempts.append(attempt)
         if code in (DONE, INTERRUPTED) or attempt.final:
@@ -120,12 +120,12 @@ def run_attempts(run: Callable[[Attempt], int], *, retries: int, silence_seconds
         without_progress = 1 if progress else without_progress + 1
         if without_progress > retries:
             logger.error(
-                "Giving up: %d attempts in a row without progress (recover_retries=%d):\n%s",
+                "Giving up: %d consecutive attempts without progress (recover_retries=%d):\n%s",
                 without_progress, retries, _table(attempts),
             )  # fmt: skip
             return GAVE_UP
         logger.error(
-            "Attempt %d was lost after step %d: %s. Restarting from the last recover checkpoint (%d of %d).",
+            "Attempt %d failed after step %d: %s. Restarting from the last recover checkpoint (%d of %d).",
             attempt.number, attempt.step, attempt.cause, without_progress, retries,
         )  # fmt: skip
 
@@ -173,7 +173,7 @@ def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int
     elif not attempt.cause and os.WEXITSTATUS(status) == DONE:
         attempt.cause = "done"
     elif not attempt.cause:
-        attempt.cause = f"the driver ended without a word (exit code {os.WEXITSTATUS(status)}), as when its Ray dies"
+        attempt.cause = f"the driver exited without a message (exit code {os.WEXITSTATUS(status)}), as when Ray fails"
     return os.waitstatus_to_exitcode(status)
 
 
@@ -196,12 +196,12 @@ class _Watch:
         limit = min(self._limit, _END_SECONDS) if self._forwarding.came else self._limit
         if self._silent <= limit or self.verdict:
             return
-        said = f"no sign of life for {self._silent:.0f} s in phase {attempt.phase!r}"
+        said = f"no heartbeat for {self._silent:.0f} s in phase {attempt.phase!r}"
         state = "running"
         with suppress(OSError):  # a full disk; the driver is killed all the same
             state = ask_for_stacks(self._log_folder, [_DRIVER], why=said).get(_DRIVER, state)
         self.verdict = (
-            f"the driver ({state}) gave {said} (deadlines.driver_seconds={self._limit:g}) and was killed; its stacks "
+            f"the driver ({state}) sent {said} (deadlines.driver_seconds={self._limit:g}) and was killed; its stacks "
             f"are in {self._log_folder / FOLDER}"
         )
         logger.error("%s", self.verdict)  # now: a process that waits for a device may stay for long
@@ -294,7 +294,7 @@ def _end_orphans() -> None:
     while left := psutil.Process().children(recursive=True):
         if time.monotonic() > deadline:
             for process in left:
-                logger.warning("Killing what an attempt left behind: process %d", process.pid)
+                logger.warning("Killing process %d, left over from an attempt", process.pid)
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         with suppress(ChildProcessError):

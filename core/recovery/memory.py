@@ -62,7 +62,7 @@ class MemoryLimits:
                 self._halve(role, limit, e)
                 if not e.repeatable:
                     raise LaunchError(
-                        f"{e}; {role} goes on with {self.tokens(role, configured)} tokens a microbatch"
+                        f"{e}; {role} continues with {self.tokens(role, configured)} tokens per microbatch"
                     ) from e
 
     def fit_generator(self, settings: BackendSettings, flag: MemoryFlag | None) -> BackendSettings:

@@ -104,7 +104,7 @@ class RecoverStore:
                 return path
             except DamagedError as error:
                 self._invalid.add(path)
-                logger.warning("Recover checkpoint %s is not used: %s. Trying the one before.", path.name, error)
+                logger.warning("Recover checkpoint %s is not used: %s. Trying the previous one.", path.name, error)
         return None
 
     def _checkpoints(self) -> list[Path]:
@@ -220,7 +220,7 @@ class RecoverStore:
             shutil.rmtree(temporary, ignore_errors=True)
         logger.info("Dumped recover info to file.")
         seconds = time.perf_counter() - began
-        logger.info("Recover checkpoint of step %d: %.1f MiB written in %.3f s beside the training.",
+        logger.info("Recover checkpoint of step %d: %.1f MiB written in %.3f s in the background.",
                     state.step, num_bytes / 2**20, seconds)  # fmt: skip
 
     def _commit(self, temporary: Path, target: Path) -> None:
@@ -263,8 +263,8 @@ class RecoverStore:
         ]
         if changes and not ignore_changes:
             raise RecoverError(
-                f"{', '.join(changes)}: {checkpoint} cannot be continued exactly with other values. Set them back; or "
-                "set recover_ignore_changes=true to keep model and optimizer and drop what does not fit; or start anew "
+                f"{', '.join(changes)}: {checkpoint} cannot be continued exactly with other values. Restore them; or "
+                "set recover_ignore_changes=true to keep model and optimizer and drop the rest; or start a new run "
                 "with another trial_name or recover_mode=disabled"
             )
         with open(checkpoint / "rollout.pkl", "rb") as f:

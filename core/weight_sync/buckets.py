@@ -146,7 +146,7 @@ def compare_checksums(servers: Sequence[WeightEndpoint], buckets: Buckets, deadl
     if not left_out:
         return "all checksums equal"
     equal = "no checksums compared" if len(left_out) == len(servers) else "all other checksums equal"
-    return f"{equal}: {', '.join(left_out)} with pipeline stages cannot tell them"
+    return f"{equal}: {', '.join(left_out)} with pipeline stages cannot compute them"
 
 
 class Deadline:
@@ -168,7 +168,7 @@ class Deadline:
             if time.monotonic() > self._end:
                 raise PushError(
                     f"{what}: no answer within push.timeout_seconds={self._seconds:g} from "
-                    f"{', '.join(left) or 'the sender itself, although every server answered'}"
+                    f"{', '.join(left) or 'the sender, although every server responded'}"
                 )
             time.sleep(_POLL_SECONDS)
 

@@ -39,7 +39,7 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         released = time.perf_counter()
         self._trainer.call("reload")
         logger.info(
-            "The trainer's turn: servers released their memory in %.3f s, trainer state came back in %.3f s",
+            "Servers released their memory in %.3f s, the trainer reloaded its state in %.3f s",
             released - start, time.perf_counter() - released,
         )  # fmt: skip
 
@@ -60,8 +60,8 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         pauses = self._generators.resume(version, self._timeout)
         self._num_pushes += 1
         logger.info(
-            "The generators' turn: weights' memory back in %.3f s, trainer state offloaded in %.3f s, cache's memory "
-            "back and going on in %.3f s",
+            "Servers resumed weights in %.3f s, the trainer offloaded its state in %.3f s, servers resumed cache and "
+            "generation in %.3f s",
             resumed - prepared, cache - offload, time.perf_counter() - cache,
         )  # fmt: skip
         return push_report(version, sent, pauses, start=start, prepared=prepared)

@@ -87,7 +87,7 @@ class FaultTolerantWeightSync:
             except LaunchError as e:
                 if not self._generators.mark_dead_generators():
                     raise
-                logger.warning("The push of version %d failed (%s); again with the generators that live", version, e)
+                logger.warning("The push of version %d failed (%s); retrying with the remaining generators", version, e)
         for index, actor in self._generators.participated():
             self._rollout.replace_generator(index, actor)
         self._compare()
@@ -101,7 +101,7 @@ class FaultTolerantWeightSync:
         self._compare()
         if self._generators.waiting:
             report = self.push(self._version)
-            logger.info("Version %d reached the generators that came back in %.2f s", self._version, report.seconds)
+            logger.info("Pushed version %d to the restarted generators in %.2f s", self._version, report.seconds)
 
     def _compare(self) -> None:
         """Who gets no requests any more is lost, also where it seems to live. Asked now and then: the rollout side has
@@ -118,7 +118,7 @@ class FaultTolerantWeightSync:
             self._generators.raise_if_all_gone()
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"no generator came back within generator.patience_seconds={self._patience:g}: "
+                    f"no generator restarted within generator.patience_seconds={self._patience:g}: "
                     f"{self._generators.failures()}"
                 )
             raise_if_interrupted()

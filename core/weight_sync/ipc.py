@@ -45,7 +45,7 @@ class IpcSender:
         for server in servers:
             if server.pp > 1:
                 raise ValueError(
-                    f"push.type=ipc: {server.name} has {server.pp} pipeline stages, of which only one could open the "
+                    f"push.type=ipc: {server.name} has {server.pp} pipeline stages, only one of which can open the "
                     "trainer's memory; use p1 on the generator's side, or push.type=disk"
                 )
             if len(server.trainer_ranks) != server.tp:

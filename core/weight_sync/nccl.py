@@ -52,7 +52,7 @@ class NcclSender:
         if device.type == "cuda" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
             raise ValueError(
                 f"NCCL_CUMEM_ENABLE={os.environ.get('NCCL_CUMEM_ENABLE', '(unset)')} in the trainer's ranks must be 0, "
-                "as in the generators' servers; otherwise the first weight push fails there and hangs here"
+                "as in the generators' servers; otherwise the first weight update fails on the servers and hangs here"
             )
         self._settings, self._device, self._host = settings, device, host
         self._servers: Sequence[WeightEndpoint] = ()
@@ -138,7 +138,7 @@ class NcclSender:
             except TimeoutError:
                 failure = TimeoutError("no answer in time")
             if failure is not None:
-                logger.warning("%s did not leave the group of the weight push: %s", name, failure)
+                logger.warning("%s did not leave the process group of the weight push: %s", name, failure)
         # With a server that died it may wait for ever; then it is aborted.
         try:
             in_background(dist.destroy_process_group, self._group).result(timeout=10)
@@ -169,6 +169,6 @@ class NcclSender:
         group, self._group = self._group, None
         if group is None:
             return
-        logger.error("aborting the group of the weight push")
+        logger.error("aborting the process group of the weight push")
         with suppress(TimeoutError):
             in_background(group._get_backend(self._device).abort).exception(timeout=30)

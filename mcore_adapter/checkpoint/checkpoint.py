@@ -186,7 +186,7 @@ def load_checkpoint(
         loaded = dist_checkpointing.load(state, str(path))
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"{path}: the checkpoint cannot be read, rank {rank} says: {cause}") from error
+        raise OSError(f"{path}: the checkpoint cannot be read, rank {rank}: {cause}") from error
     for key, chunk in _model_keys(model):
         missing, unexpected = chunk.load_state_dict(loaded[key], strict=False)
         assert not unexpected and all(_is_extra_state(name) for name in missing), (missing, unexpected)

@@ -46,7 +46,7 @@ class HostCopy:
             try:
                 self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
-                logger.warning("no %.1f GB of page-locked memory for checkpoints now: %s", size / 1e9, error)
+                logger.warning("could not page-lock %.1f GB of memory for checkpoints: %s", size / 1e9, error)
                 return
 
     def room(self, name: str, numel: int, dtype: torch.dtype, *, on: torch.device) -> Tensor:

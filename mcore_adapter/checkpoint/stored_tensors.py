@@ -127,10 +127,10 @@ class StoredTensors:
         for part in parts:
             entry = self._tensors.get(part.key)
             if entry is None:
-                raise WeightsError(f"{self._folder}: {part.key} is missing; config.json says there is one")
+                raise WeightsError(f"{self._folder}: {part.key} is missing; config.json requires it")
             if tuple(entry.size) != part.global_shape:
                 found = tuple(entry.size)
-                raise WeightsError(f"{self._folder}: {part.key} is {found}; config.json says {part.global_shape}")
+                raise WeightsError(f"{self._folder}: {part.key} is {found}; config.json requires {part.global_shape}")
         sizes: dict[str, int] = {}
         for key in {part.key for part in parts}:
             for chunk in self._tensors[key].chunks:

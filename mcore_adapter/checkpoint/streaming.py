@@ -198,7 +198,7 @@ def why_no_conversion(folder: Path) -> str | None:
     if others:
         return f"it holds {others[0]}"
     if "config.json" not in names or not tensors | names & {INDEX_FILE}:
-        return "it holds no config.json beside tensors"
+        return "it has no config.json next to the tensors"
     if is_checkpoint:
         try:
             common = dist_checkpointing.load_common_state_dict(str(folder))
@@ -246,7 +246,7 @@ def open_folder(source: Path, model: ModelFile) -> SafetensorsFolder:
     check_names(folder, model.config, is_critic=model.config.is_critic, without=None)
     for name, shape in model.shapes.items():
         if folder.shape(name) != shape:
-            raise WeightsError(f"{folder.file_of(name)}: {name} is {folder.shape(name)}; config.json says {shape}")
+            raise WeightsError(f"{folder.file_of(name)}: {name} is {folder.shape(name)}; config.json requires {shape}")
     return folder
 
 

@@ -135,13 +135,11 @@ class CudaDevice:
         try:
             answer = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
         except (OSError, subprocess.TimeoutExpired) as e:
-            return f"nvidia-smi cannot say who holds it: {e}"
+            return f"nvidia-smi failed: {e}"
         rows = [line.split(", ") for line in answer.splitlines() if line.startswith(uuid)]
         others = [f"process {pid} ({name}) holds {used}" for _, pid, name, used in rows if int(pid) != os.getpid()]
         free, total = (n / 2**30 for n in torch.cuda.mem_get_info(self.torch_device))
-        return f"{free:.1f} of {total:.1f} GiB are free; " + (
-            ", ".join(others) or "no other process that can be seen from here holds any"
-        )
+        return f"{free:.1f} of {total:.1f} GiB are free; " + (", ".join(others) or "no other visible process holds any")
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -75,7 +75,7 @@ def _copy(source: int, begin: int, target: int, offset: int, count: int, path: P
             copied = os.preadv(source, [buffer[: count - done]], begin + done)
             write_all(target, offset + done, buffer[:copied])
         if not copied:
-            raise OSError(f"{path}: ends at byte {begin + done}, in the middle of a tensor; it was whole a moment ago")
+            raise OSError(f"{path}: ends at byte {begin + done}, in the middle of a tensor; it has been truncated")
         done += copied
 
 

@@ -154,7 +154,7 @@ def check_replaceable(target: str | Path) -> None:
     if os.path.ismount(target):
         raise OSError(f"{target} is a mount point, which cannot be replaced; name a folder inside it")
     if Path.cwd().is_relative_to(target):
-        raise OSError(f"{target} is or holds the current folder, which would be gone; name a folder inside it")
+        raise OSError(f"{target} is or contains the current folder, which would be deleted; name a folder inside it")
 
 
 @contextmanager

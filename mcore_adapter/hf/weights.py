@@ -71,7 +71,7 @@ def load_hf_weights(chunks: Sequence[nn.Module], path: str | Path, *, parallel: 
             for name in conversion.names:
                 if folder.shape(name) != shapes[name]:
                     found, expected = folder.shape(name), shapes[name]
-                    raise WeightsError(f"{folder.file_of(name)}: {name} is {found}; config.json says {expected}")
+                    raise WeightsError(f"{folder.file_of(name)}: {name} is {found}; config.json requires {expected}")
             return folder.read
 
         _fill(models, shapes, parallel, source)

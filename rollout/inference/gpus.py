@@ -61,8 +61,8 @@ def device_names(indices: Sequence[int], *, allowed: str | None = None) -> str:
     names = _names(allowed)
     if max(indices) >= len(names):
         raise ValueError(
-            f"allocation_mode asks for GPU {max(indices)}, and CUDA_VISIBLE_DEVICES={allowed} shows {len(names)} (from "
-            "0); lower n_gpus_per_node and the layout with it, or show more of them"
+            f"allocation_mode requires GPU {max(indices)}, CUDA_VISIBLE_DEVICES={allowed} contains {len(names)} (from "
+            "0); reduce n_gpus_per_node and the layout, or add GPUs to it"
         )
     return ",".join(names[index] for index in indices)
 
@@ -126,9 +126,9 @@ def check_gpus(
     missing = [index for index in indices if index not in by_index]
     if missing:
         raise ValueError(
-            f"allocation_mode asks for GPU {missing[0]}, and this machine has {len(gpus)} (0 to {max(by_index)}"
-            f"{'' if allowed_gpus() == 'all' else f', as CUDA_VISIBLE_DEVICES={allowed_gpus()} says'}); "
-            "lower n_gpus_per_node and the layout with it"
+            f"allocation_mode requires GPU {missing[0]}, this machine has {len(gpus)} (0 to {max(by_index)}"
+            f"{'' if allowed_gpus() == 'all' else f', given CUDA_VISIBLE_DEVICES={allowed_gpus()}'}); "
+            "reduce n_gpus_per_node and the layout"
         )
     own = {os.getpid(), *own_pids}
     for gpu in (by_index[index] for index in indices):
@@ -138,7 +138,7 @@ def check_gpus(
         if held > busy_mib:
             who = ", ".join(f"process {u.pid} ({u.name}) holds {u.mib} MiB" for u in others)
             raise ValueError(
-                f"GPU {gpu.index}: {held} of its {gpu.total_mib} MiB are in use by others: "
-                f"{who or 'processes that this container does not see'}; end them, or choose other GPUs with "
+                f"GPU {gpu.index}: {held} of its {gpu.total_mib} MiB are in use by other processes: "
+                f"{who or 'processes outside this container'}; end them, or choose other GPUs with "
                 "device_mapping"
             )

@@ -171,7 +171,7 @@ class Router:
             try:
                 return await asyncio.wait_for(member.generator.partial(), min(self._timeout, _TELL_SECONDS))
             except Exception as e:  # noqa: BLE001 (its requests are sampled anew, as after its death)
-                logger.warning("generator %d does not tell what its requests have: %r", member.index, e)
+                logger.warning("generator %d did not return the tokens of its running requests: %r", member.index, e)
                 return {}
 
         answers = await asyncio.gather(*(ask(member) for member in self._alive()))
@@ -195,7 +195,7 @@ class Router:
         self._members[index] = _Member(generator, index)
         self._none_since = None
         self._replaced.set()
-        logger.info("generator %d is back", index)
+        logger.info("generator %d has rejoined", index)
 
     def lost(self) -> dict[int, str]:
         """The dead, with the reason."""
@@ -255,7 +255,7 @@ class Router:
                 break
             if self._none_since is None:
                 self._none_since = time.monotonic()
-                logger.warning("no generator is left; waiting %g s for one to come back", self._patience)
+                logger.warning("no generator is left; waiting %g s for one to restart", self._patience)
             self._replaced.clear()
             try:
                 async with asyncio.timeout(self._none_since + self._patience - time.monotonic()):
@@ -302,7 +302,7 @@ class Router:
             return
         member.failure = failure
         requests = len(member.attempts)
-        logger.error("generator %d is gone (%r); its %d requests continue elsewhere", member.index, failure, requests)
+        logger.error("generator %d failed (%r); its %d requests continue elsewhere", member.index, failure, requests)
         for attempt in member.attempts:
             attempt.cancel()
 

@@ -195,7 +195,7 @@ class RewardPool:
         self._outcomes[outcome] += 1
         if message and self._outcomes[Outcome.ERROR] + self._outcomes[Outcome.CRASH] <= _MAX_LOGGED_ERRORS:
             logger.warning(
-                "reward %s: an answer to %s scores as wrong: %s", self._reward, answer.prompt.query_id, message
+                "reward %s: a completion of %s counts as wrong: %s", self._reward, answer.prompt.query_id, message
             )
         if not answer.score.done():
             answer.score.set_result((score, outcome))

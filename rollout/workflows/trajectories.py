@@ -24,8 +24,8 @@ def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> T
     """Prompt and completion end to end, the prompt masked out. Raises RuntimeError on an aborted completion."""
     if completion.finish_reason == "abort":
         raise RuntimeError(
-            f"{prompt.query_id}: the generator handed back an aborted completion; "
-            "put a Router in front of it, which continues those"
+            f"{prompt.query_id}: the generator returned an aborted completion; "
+            "use a Router, which continues aborted requests"
         )
     num_prompt, num_sampled = len(prompt.token_ids), len(completion.token_ids)
     total = num_prompt + num_sampled

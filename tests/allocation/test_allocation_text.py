@@ -96,7 +96,7 @@ def test_a_run_that_samples_nothing_trains_on_every_slot_and_has_no_generators_s
     assert str(parse("d4m2p1", **options)) == str(parse("d4m2p1", n_nodes=1, n_gpus_per_node=8))
     assert parse("sglang.d4m2p1", **options).generator.backend == "sglang", "how it says that there are GPUs"
     for text in ("sglang.d4m1p1+d2m2p1", "sglang.d8m1p1|d4m2p1", "actor_gen:d8,*:d4m2"):
-        with pytest.raises(AllocationError, match="this run samples nothing") as caught:
+        with pytest.raises(AllocationError, match="this experiment has no generators") as caught:
             parse(text, **options)
         assert caught.value.nearest == "d4m2p1"
     with pytest.raises(AllocationError) as caught:

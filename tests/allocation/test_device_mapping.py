@@ -149,7 +149,7 @@ def test_more_slots_than_the_cluster_has_are_counted() -> None:
         ({"actor_gen": ("range(8)", None), "actor_infer": ("range(8)", None)}, "two device mappings", None),
         ({"ref_inf": ("range(8)", None)}, "every run has a trainer", "list(range(0,8))"),
         ({"refernce": ("range(8)", None)}, "did you mean ref_inf?", None),
-        ({"*": ("range(8)", None)}, "no place of its own", None),
+        ({"*": ("range(8)", None)}, "no slots of its own", None),
         ({}, "every run has a trainer", "list(range(0,8))"),
     ],
 )

@@ -11,7 +11,7 @@ from core.paths import RunningError, sole_run
 
 def test_a_trial_runs_once_at_a_time(tmp_path: Path) -> None:
     logs = tmp_path / "logs" / "mine"
-    says = f"trial_name=mine: a run of it is under way .process {os.getpid()} on .*choose another trial_name"
+    says = f"trial_name=mine: it is already running .process {os.getpid()} on .*choose another trial_name"
     with sole_run(logs), pytest.raises(RunningError, match=says), sole_run(logs, patience_seconds=0.0):
         pass
     with sole_run(logs, patience_seconds=0.0), sole_run(tmp_path / "logs" / "other", patience_seconds=0.0):

@@ -66,8 +66,8 @@ def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(tmp_
     path = write_run(tmp_path)
     done = run("ppo-math", "--config", str(path), "--dry-run", "ppo.gen.top_p=0.9", "ppo.gen.min_new_tokens=2")
     assert done.returncode == 0, done.stderr
-    assert "WARNING: ppo.gen.top_p=0.9, top_k=-1: answers come from a part" in done.stdout
-    assert "WARNING: ppo.gen.min_new_tokens=2: until then answers are sampled without" in done.stdout
+    assert "WARNING: ppo.gen.top_p=0.9, top_k=-1: completions come from a truncated" in done.stdout
+    assert "WARNING: ppo.gen.min_new_tokens=2: until then stop tokens are excluded" in done.stdout
     assert "WARNING" not in run("ppo-math", "--config", str(path), "--dry-run").stdout
 
 

@@ -103,7 +103,7 @@ def test_two_files_of_one_name_are_not_compared(tmp_path: Path, capsys) -> None:
     a, b, c = map(str, folders)
     assert main(["compare", a, b]) == BAD_INPUT
     said = capsys.readouterr().err
-    assert "answered different files of that name: d-1 is '1+1=' in A and '2*3=' in B" in said
+    assert "used different files with that name: d-1 is '1+1=' in A and '2*3=' in B" in said
     assert main(["compare", a, c]) == 0, "the same questions in another template"
 
 

@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(CPU.keys() | GPU.keys()))
     parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
     parser.add_argument("--shape", choices=gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
-    parser.add_argument("--sglang-python", type=Path, help="gpu: interpreter that has SGLang, if this one has not")
+    parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
     parser.add_argument("--first-gpu", type=int, default=0, help="gpu: where the trainer is; servers come behind it")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"))
     given = parser.parse_args()

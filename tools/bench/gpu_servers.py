@@ -120,7 +120,7 @@ async def _sample(scene: Scene, server: ServerSettings, start: float) -> tuple[f
         await _plainly(scene, url, 0, new_tokens=16)
         ours = [await _stack(scene, served, seed) for seed in SEEDS]
         plainly = [await _plainly(scene, url, seed) for seed in OTHER_SEEDS]
-        logger.info("tokens/s of the stack: %s; of its server asked plainly: %s", ours, plainly)
+        logger.info("tokens/s of the stack: %s; of its server with direct requests: %s", ours, plainly)
         return starting, float(np.median(ours)), float(np.median(plainly))
 
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error)
     except KeyboardInterrupt:
         without = ", without --overwrite," if "--overwrite" in argv else ""
-        print(f"Interrupted; the same command{without} goes on where this one stopped.", file=sys.stderr)
+        print(f"Interrupted; run the same command{without} to resume.", file=sys.stderr)
         return 130
 
 
@@ -67,36 +67,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model_path", type=Path, required=True, help="Hugging Face folder, saved step, or recover checkpoint")
-    add("--output_path", type=Path, required=True, help="folder for answers and tables")
+    add("--output_path", type=Path, required=True, help="folder for completions and tables")
     add("--data_names", default="math_500,aime24,amc23", help="benchmarks, or paths of jsonl files, with commas")
-    add("--max_gen_tokens", type=_positive, default=32768, help="longest answer")
-    add("--n_sampling", type=int, default=32, help="sampled answers a question, besides the greedy one")
-    add("--temperature", type=float, default=0.6, help="of the sampled answers")
-    add("--top_p", type=float, default=0.95, help="of the sampled answers")
+    add("--max_gen_tokens", type=_positive, default=32768, help="maximum tokens per completion")
+    add("--n_sampling", type=int, default=32, help="sampled completions per question, in addition to the greedy one")
+    add("--temperature", type=float, default=0.6, help="of the sampled completions")
+    add("--top_p", type=float, default=0.95, help="of the sampled completions")
     add("--seed", type=int, default=1)
-    add("--num_questions", type=_positive, help="the first so many of each benchmark only")
+    add("--num_questions", type=_positive, help="use only the first N questions of each benchmark")
     add("--data_dir", type=Path, help="folder of the benchmarks; default: $SLIPSTREAM_DATA, data, ../shared/data")
     add("--prompt_field", help="key of the question; default: detected")
     add("--answer_field", help="key of the answer; default: detected")
     add(
         "--prompt_template",
-        help="text around a question, {prompt} in its place; default: the chat template with a request for a boxed "
-        "answer where the tokenizer has one, else the question alone",
+        help="template that contains {prompt}; default: the chat template with an instruction to box the "
+        "answer if the tokenizer has one, else the question alone",
     )
-    add("--generator", choices=("auto", "sglang", "embedded"), default="auto", help="auto: sglang where a GPU is")
+    add("--generator", choices=("auto", "sglang", "embedded"), default="auto", help="auto: sglang if there is a GPU")
     add("--tensor_parallel", type=_positive, default=1, help="GPUs of one SGLang server")
-    add("--max_running", type=_positive, default=256, help="answers that one generator decodes together")
+    add("--max_running", type=_positive, default=256, help="maximum concurrent requests per generator")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on SGLang, float32 embedded")
-    add("--sglang_python", type=Path, help="interpreter that has SGLang, where this one has not")
+    add("--sglang_python", type=Path, help="Python interpreter with SGLang, if this one has none")
     add(
         "--sglang",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a server argument by name, as mem_fraction_static=0.8; may be repeated",
+        help="a server argument by name, such as mem_fraction_static=0.8; can be repeated",
     )
     add("--reward_workers", type=_positive, default=2, help="processes that judge answers")
-    add("--overwrite", action="store_true", help="start anew: delete the evaluation in --output_path")
+    add("--overwrite", action="store_true", help="delete the evaluation in --output_path and start again")
     return parser
 
 

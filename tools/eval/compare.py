@@ -68,10 +68,10 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[
             left_out[name] = f"no answers in {' and '.join(empty)}"
             continue
         if _other_questions(name, a, b):
-            raise CompareError(f"{name}: {a} and {b} answered different files of that name: {_how(left, right)}")
+            raise CompareError(f"{name}: {a} and {b} used different files with that name: {_how(left, right)}")
         found = _differences(name, left, right, np.random.default_rng(seed))
         if not found:
-            left_out[name] = "no question in common; were they asked the same file?"
+            left_out[name] = "no question in common; the data files differ"
         differences += found
         flips += _flips(name, left, right)
     if not differences:
@@ -130,7 +130,7 @@ def _how(a: Sequence[Answer], b: Sequence[Answer]) -> str:
             return f"{query_id} is {_short(left[query_id])!r} in A and {_short(right[query_id])!r} in B"
     if left.keys() != right.keys():
         return f"A has {len(left)} questions, B {len(right)}, and {len(left.keys() & right.keys())} ids are in both"
-    return "the questions that were asked are the same, but not their solutions, or further rows"
+    return "the questions are the same, but their solutions or other rows differ"
 
 
 def _measures(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, Callable[[Sequence[Answer]], dict[str, float]]]:

@@ -117,7 +117,7 @@ def weights_identity(path: Path) -> str:
 def _convert(path: Path, checkpoint: Path, target: Path) -> None:
     command = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(checkpoint)]
     done = subprocess.run([*command, "--output_path", str(target)], capture_output=True, text=True)
-    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
+    said = (done.stderr.strip().splitlines() or ["no error message"])[-1].removeprefix("error: ")
     if done.returncode == _CONVERT_REFUSED:
         raise EvalError(f"--model_path {path}: {said}")
     if done.returncode:

@@ -202,7 +202,7 @@ async def evaluate(settings: EvalSettings) -> str:
             "%s: %d questions of %s, question %r, answer %r", b.name, len(b.rows), b.path, b.fields.prompt,
             b.fields.answer,
         )  # fmt: skip
-    logger.info("A question is asked as %r", template)
+    logger.info("Prompt template: %r", template)
     config = read_json(model / "config.json")
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     ends = end_token_ids(tokenizer, read_json(model / "generation_config.json"))
@@ -295,7 +295,7 @@ def _check_same(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         before = read_json(path)
     except EvalError as error:
         raise EvalError(
-            f"{error}; what the answers in {path.parent} were made with is not known: give another --output_path, or "
+            f"{error}; the settings of the completions in {path.parent} are unknown: give another --output_path, or "
             "--overwrite"
         ) from error
     for key, now in identity.items():

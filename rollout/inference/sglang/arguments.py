@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 FROM_ELSEWHERE = {
-    "model_path": "actor.path says which model",
-    "tp_size": "allocation_mode says the layout",
-    "pp_size": "allocation_mode says the layout",
-    "dp_size": "allocation_mode says the layout: one server a data-parallel replica",
-    "base_gpu_id": "allocation_mode says which GPUs",
+    "model_path": "set by actor.path",
+    "tp_size": "set by allocation_mode",
+    "pp_size": "set by allocation_mode",
+    "dp_size": "set by allocation_mode: one server per data-parallel replica",
+    "base_gpu_id": "set by allocation_mode",
     "device": "generator.device says it",
     "nnodes": "a replica is on one node",
     "host": "chosen at start",
     "port": "a free one is chosen at start",
     "nccl_port": "a free one is chosen at start",
-    "dtype": "generator.dtype says it",
-    "max_running_requests": "generator.max_running says it",
+    "dtype": "set by generator.dtype",
+    "max_running_requests": "set by generator.max_running",
     "skip_tokenizer_init": "requests and answers are token ids",
-    "enable_return_routed_experts": "actor.moe_routing_replay says it",
-    "enable_memory_saver": "allocation_mode says whether trainer and generators share GPUs",
-    "tokenizer_worker_num": "the process that answers requests has calls of this project, and it is one",
-    "speculative_algorithm": "a step that samples several tokens cannot tell their versions apart",
+    "enable_return_routed_experts": "set by actor.moe_routing_replay",
+    "enable_memory_saver": "set by allocation_mode",
+    "tokenizer_worker_num": "the hooks require a single tokenizer process",
+    "speculative_algorithm": "a step that samples several tokens has no per-token versions",
 }
 """Server arguments that are not the user's to set, and what decides them."""
 

@@ -51,9 +51,11 @@ class SGLangClient:
             ):
                 raw, status = await response.read(), response.status
         except TimeoutError as e:
-            raise GeneratorGone(f"{self.name} ({self.url}) did not answer {path} within {timeout_seconds:g} s") from e
+            raise GeneratorGone(
+                f"{self.name} ({self.url}) did not respond to {path} within {timeout_seconds:g} s"
+            ) from e
         except (aiohttp.ClientError, OSError) as e:
-            raise GeneratorGone(f"{self.name} ({self.url}) is gone ({path}: {type(e).__name__}: {e})") from e
+            raise GeneratorGone(f"{self.name} ({self.url}) is unreachable ({path}: {type(e).__name__}: {e})") from e
         try:
             answer = orjson.loads(raw) if raw else {}
         except orjson.JSONDecodeError:

@@ -71,12 +71,12 @@ def read_answer(
         versions = []
     if versions is None and token_ids:
         raise GeneratorCallError(
-            f"{server}: the server does not tell the versions of its tokens; its SGLang differs from {WRITTEN_FOR} in "
-            f"ways that the hooks in {log_file} complain about"
+            f"{server}: the server does not return token versions; its SGLang differs from {WRITTEN_FOR}; see "
+            f"the warnings of the hooks in {log_file}"
         )
     n = min(len(token_ids), len(logprobs), len(versions or []))
     if n < len(token_ids) and reason != "abort":
-        raise GeneratorCallError(f"{server}: an answer of {len(token_ids)} tokens tells of {n} only")
+        raise GeneratorCallError(f"{server}: a response of {len(token_ids)} tokens is complete for {n} only")
     sampled = Sampled(
         np.array(token_ids[:n], np.int32),
         np.array(logprobs[:n], np.float32),  # null, which is how JSON has no number, becomes one that is not finite
@@ -85,7 +85,7 @@ def read_answer(
     if not np.isfinite(sampled.logprobs).all():
         raise GeneratorCallError(
             f"{server}: log-probabilities of an answer are not finite: its weights are broken, or their activations "
-            f"overflow (generator.dtype); {log_file} may tell more"
+            f"overflow (generator.dtype); see {log_file}"
         )
     return _completion(sampled, sampling, reason)
 

@@ -45,12 +45,12 @@ class ExpertsOfTokens:
             return np.concatenate([before, np.full((wanted, *self._shape), -1, np.int16)])
         if told is None:
             raise GeneratorCallError(
-                f"{server}: an answer does not tell the experts of its tokens; its SGLang differs from {WRITTEN_FOR}"
+                f"{server}: a response lacks the experts of its tokens; its SGLang differs from {WRITTEN_FOR}"
             )
         new = np.frombuffer(base64.b64decode(told), np.int32)
         if new.size % (self._shape[0] * self._shape[1]) or len(new := new.reshape(-1, *self._shape)) < wanted:
             raise GeneratorCallError(
-                f"{server}: an answer tells {new.size} experts for {wanted} tokens of {self._shape[0]} layers x "
+                f"{server}: a response has {new.size} experts for {wanted} tokens of {self._shape[0]} layers x "
                 f"{self._shape[1]}"
             )
         return np.concatenate([before, new[:wanted].astype(np.int16)])

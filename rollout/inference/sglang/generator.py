@@ -78,7 +78,7 @@ class SGLangGenerator:
         if settings.pp > 1 and interrupt != "abort":
             raise ValueError(
                 f"generator.interrupt={interrupt} needs p1 on the generator's side: a SGLang server of {settings.pp} "
-                "pipeline stages does not tell the versions of single tokens; use abort, or tensor parallelism"
+                "pipeline stages does not return per-token versions; use abort, or tensor parallelism"
             )
         self._server, self._interrupt, self._timeout = server, interrupt, control_timeout_seconds
         self._owns_server = False
@@ -243,7 +243,7 @@ class SGLangGenerator:
         try:
             answer = await self._client.post((PATH, {}), timeout_seconds=_TELL_SECONDS)
         except (GeneratorGone, GeneratorCallError) as error:
-            logger.warning("A checkpoint lacks what %d requests sampled since they were sent: %s", len(sent), error)
+            logger.warning("A checkpoint lacks the new tokens of %d running requests: %s", len(sent), error)
             return {}
         told = {rid: sampled for rank in answer["answers"] for rid, sampled in unpack(rank).items()}
         # What the server does not know any more has ended: its answer is on the way.

@@ -156,9 +156,11 @@ def post(server: ServerAddress, call: Call, *, timeout_seconds: float) -> dict[s
         response = connection.getresponse()
         raw = response.read()
     except TimeoutError as e:
-        raise GeneratorGone(f"{server.name} ({server.url}) did not answer {path} within {timeout_seconds:g} s") from e
+        raise GeneratorGone(
+            f"{server.name} ({server.url}) did not respond to {path} within {timeout_seconds:g} s"
+        ) from e
     except (OSError, http.client.HTTPException) as e:
-        raise GeneratorGone(f"{server.name} ({server.url}) is gone ({path}: {type(e).__name__}: {e})") from e
+        raise GeneratorGone(f"{server.name} ({server.url}) is unreachable ({path}: {type(e).__name__}: {e})") from e
     finally:
         connection.close()
     try:

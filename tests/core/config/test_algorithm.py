@@ -71,7 +71,7 @@ def test_without_a_name_the_keys_decide_and_nothing_is_reported(tmp_path: Path) 
 def test_keys_that_the_named_algorithm_does_not_read_are_reported(tmp_path: Path, name: str, unread: str) -> None:
     given = "ppo.value_eps_clip=0.3 ppo.eps_clip=0.1 group_adv_norm=true ppo.gae_lambda=0.9"
     warnings = list(config_warnings(load(tmp_path, f"algorithm.name={name} group_size=2 {given}")))
-    assert [w.partition(": nothing in this run reads")[0] for w in warnings] == [unread] * bool(unread)
+    assert [w.partition(": not used by this run")[0] for w in warnings] == [unread] * bool(unread)
 
 
 @pytest.mark.parametrize(

@@ -309,10 +309,12 @@ def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
     path = write_run(tmp_path)
     apart = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2"]
     (message,) = problems(path, *apart)
-    assert "allocation_mode: GPU 1: 91000 of its 141000 MiB are in use by others: process 77 (python)" in message
+    assert (
+        "allocation_mode: GPU 1: 91000 of its 141000 MiB are in use by other processes: process 77 (python)" in message
+    )
     assert problems(path, "allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1") == []
     (message,) = problems(path, "allocation_mode=sglang.d1m1p1+d1m2p1", "n_gpus_per_node=3")
-    assert "allocation_mode asks for GPU 2, and this machine has 2 (0 to 1)" in message
+    assert "allocation_mode requires GPU 2, this machine has 2 (0 to 1)" in message
     assert problems(path, *apart, "actor.sglang.device=cpu") == []
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     words = [f"model.path={tmp_path / 'model'}", f"dataset.train_path={tmp_path / 'pairs.jsonl'}", "n_gpus_per_node=2"]
@@ -376,8 +378,8 @@ def test_what_may_not_be_read_or_entered_is_named() -> None:
         locked.chmod(0o755)
     lines = [line.replace(f"{folder}/", "") for line in done.stdout.splitlines()]
     assert [line.partition("': ")[2] for line in lines] == [
-        "actor.path: locked/model: Permission denied; make it readable for you",
-        "actor.path: hidden/config.json: Permission denied; make it readable for you",
+        "actor.path: locked/model: Permission denied; change its permissions",
+        "actor.path: hidden/config.json: Permission denied; change its permissions",
         "external_configs.cluster_config.fileroot: locked/model/out: cannot write in locked: Permission denied; "
         "set it to a folder that you may write",
     ], done.stderr

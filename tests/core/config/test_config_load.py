@@ -323,19 +323,19 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "ppo.kl_ctl=0.1 ref_inf.mb_spec.max_tokens_per_mb=31",
             "max_tokens_per_mb=31 cannot hold the longest sequence",
         ),
-        ("group_adv_norm=true", "group_adv_norm: group_adv_norm=true compares the answers to one prompt"),
-        ("exp_ctrl.eval_freq_steps=5", "evaluation.path: exp_ctrl.eval_freq_* asks for evaluation"),
-        ("ppo.disable_value=false", "critic.path: needed with a critic"),
+        ("group_adv_norm=true", "group_adv_norm: group_adv_norm=true normalizes within a group"),
+        ("exp_ctrl.eval_freq_steps=5", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),
+        ("ppo.disable_value=false", "critic.path: required with a critic"),
         ("actor.type.is_critic=true", "actor.type.is_critic: actor is a language model"),
         ("actor.optimizer.type=empty", "actor.optimizer.type: actor is trained"),
         ("ppo.gen.top_k=0", "ppo.gen.top_k: top_k=0 leaves no token"),
-        ("mode=local n_nodes=2", "mode: mode=local is one machine"),
-        ("mode=local launch.ray_address=head:6379", "mode: mode=local is this machine alone"),
+        ("mode=local n_nodes=2", "mode: mode=local is for one node"),
+        ("mode=local launch.ray_address=head:6379", "mode: mode=local is for this machine"),
         ("n_gpus_per_node=8", "allocation_mode: 'embedded.d1m1p1+d1m1p1': needs 1 + 1 = 2 GPUs"),
         ("allocation_mode=vllm.d1m1p1+d1m1p1", "allocation_mode: 'vllm.d1m1p1+d1m1p1': "),
         (
             "allocation_mode=embedded.d1m1p1+d1m1p1 actor_train.device_mapping=[0,1]",
-            "allocation_mode: 'embedded.d1m1p1+d1m1p1': and actor_train.device_mapping both say where roles run",
+            "allocation_mode: 'embedded.d1m1p1+d1m1p1': and actor_train.device_mapping both define where roles run",
         ),
         ("actor_train.device_mapping=[0,1] actor_train.layout=q4", "actor_train.layout: 'q4': no dimension"),
         (
@@ -352,7 +352,7 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ),
         (
             "actor.moe_routing_replay=true",
-            "actor.moe_routing_replay: moe_routing_replay=true needs SGLang servers, which tell the experts of each "
+            "actor.moe_routing_replay: moe_routing_replay=true needs SGLang servers, which return the experts of each "
             "token; the generator is embedded; write sglang in allocation_mode, or false",
         ),
         (
@@ -361,13 +361,13 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ),
         (
             "actor.sglang.tp-size=2 actor.sglang.disable_radix_cache=true",
-            "actor.sglang: tp-size cannot be set: allocation_mode says the layout; leave it out",
+            "actor.sglang: tp-size cannot be set: set by allocation_mode; leave it out",
         ),
-        ("actor.fp8=true", "actor.fp8: fp8=true needs GPUs, this run trains on the CPU; write false"),
-        ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true needs GPUs"),
+        ("actor.fp8=true", "actor.fp8: fp8=true requires GPUs, but this run trains on CPU; write false"),
+        ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true requires GPUs"),
         (
             "ref.fp8=true ppo.kl_ctl=0.1 allocation_mode=sglang.d1m1p1+d1m1p1 actor.sglang.device=cpu",
-            "ref.fp8: fp8=true needs GPUs",
+            "ref.fp8: fp8=true requires GPUs",
         ),
         ("actor.fp8=true actor.bf16=false allocation_mode=sglang.d1m1p1+d1m1p1", "write bf16=true"),
         ("actor.grad_reduce_in_fp32=false", "actor.grad_reduce_in_fp32: grad_reduce_in_fp32=false is for bfloat16"),
@@ -407,7 +407,7 @@ def test_sft_has_one_section_for_its_place_and_no_generator(tmp_path: Path) -> N
     config = load(tmp_path, text, "n_gpus_per_node=4", "allocation_mode=heuristic", **options)
     assert len(resolve_allocation(config).trainer.slots) == 4
     for override, message in [
-        ("allocation_mode=embedded.d1m1p1+d1m1p1", "this run samples nothing"),
+        ("allocation_mode=embedded.d1m1p1+d1m1p1", "this experiment has no generators"),
         ("allocation.device_mapping=[0,5]", "allocation.device_mapping: [0, 5]: slot 5 does not exist"),
         ("allocation={device_mapping: '[0,1]', layout: q4}", "allocation.layout: 'q4': no dimension"),
     ]:

@@ -89,7 +89,7 @@ def test_help_shows_choices_defaults_and_what_is_ignored() -> None:
     assert "  critic.type.is_critic (bool; default true)\n" in text
     assert "One of: wait, mask\n" in text
     assert "  torch_cache_mysophobia: device memory is managed by the engine\n" in text
-    assert "  ppo.gen.n (only 1): group_size says how many answers a prompt gets\n" in text
+    assert "  ppo.gen.n (only 1): set group_size for the completions per prompt\n" in text
 
 
 @pytest.mark.parametrize("section", sorted(set.union(*map(sections, EXPERIMENTS.values())), key=lambda s: s.__name__))

@@ -52,13 +52,13 @@ def test_a_top_k_of_all_tokens_is_no_reason_for_a_warning(tmp_path: Path) -> Non
 )
 def test_keys_that_nothing_reads_are_named_in_one_warning(tmp_path: Path, overrides: str, keys: str) -> None:
     warnings = list(config_warnings(load(tmp_path, PPO_7B_128_GPUS, *overrides.split()).config))
-    assert [line.partition(": nothing in this run reads")[0] for line in warnings] == [keys] * bool(keys)
+    assert [line.partition(": not used by this run")[0] for line in warnings] == [keys] * bool(keys)
 
 
 def test_what_sft_does_not_read_is_named_too(tmp_path: Path) -> None:
     assert list(config_warnings(load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config)) == []
     (warning,) = config_warnings(load(tmp_path, SFT_32B_128_GPUS, "model.sglang.a=1", experiment="sft").config)
-    assert warning == "model.sglang: nothing in this run reads it; leave it out"
+    assert warning == "model.sglang: not used by this run; remove it"
 
 
 def test_its_values_arrive(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_two_spellings_of_one_key_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ppo.gen.n=4", "ppo.gen.n: must be 1, got '4': group_size says how many answers a prompt gets"),
+        ("ppo.gen.n=4", "ppo.gen.n: must be 1, got '4': set group_size for the completions per prompt"),
         ("ppo.gen.greedy=True", "ppo.gen.greedy: must be false, got 'True'"),
         ("actor.backend=deepspeed", "actor.backend: must be megatron, got 'deepspeed'"),
         ("mask_too_long=true", "mask_too_long: must be false"),

@@ -180,7 +180,7 @@ def test_training_on_gpus_has_the_numbers_of_gpus_whatever_samples(
 ) -> None:
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
     allocated(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", "launch.trainer_device=cuda", "actor.fp8=true")
-    assert "fp8=true needs GPUs" in refused(tmp_path, SERVERS, "launch.trainer_device=cpu", "actor.fp8=true")
+    assert "fp8=true requires GPUs" in refused(tmp_path, SERVERS, "launch.trainer_device=cpu", "actor.fp8=true")
 
 
 def test_table_and_log_of_a_dry_run_show_backend_device_and_reason(

@@ -14,7 +14,7 @@ TUTORIAL_METRICS = [
     "advantage", "avg_seq_len", "avg_prompt_len", "n_tokens", "n_valid_tokens", "n_seqs", "no_eos_ratio",
     "disable_value", "mask_no_eos_with_zero",
 ]  # fmt: skip
-WITHOUT_GOODBYE = "error: the run ended without a word of its own"
+WITHOUT_GOODBYE = "error: the run ended without a message"
 STAMP = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} "
 STEP_LINE = re.compile(
     STAMP + r"master worker INFO: Epoch (\d+)/(\d+) step (\d+)/(\d+) \(global step (\d+)\) finishes\. "
@@ -64,7 +64,7 @@ def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_comman
     assert [bool(s[5]) for s in steps] == [False, False, True, True, True]
     line = re.search(STAMP + r"master worker INFO: RPC name actor_train returns (\{.*\})$", output, re.MULTILINE)
     assert line is not None and list(ast.literal_eval(line[1]))[: len(TUTORIAL_METRICS)] == TUTORIAL_METRICS
-    assert len(re.findall(r"Where the step went: wait for rollout", output)) == 5
+    assert len(re.findall(r"Step time: wait for rollout", output)) == 5
     assert len(re.findall(r"Staleness of the batch", output)) == 5
 
     rows = [m for m in metrics_of(command) if "task_reward" in m]
@@ -179,7 +179,7 @@ def test_a_lost_generator_that_is_the_only_one_comes_back_while_the_run_waits(as
     generator = next(p for p in family if p.is_running() and "GeneratorActor" in " ".join(p.cmdline()))
     generator.kill()
     assert command.finish() == 0, command.output()[-4000:]
-    assert "generator-0 is lost: " in command.output() and "Starting it again (1 of 3)" in command.output()
+    assert "generator-0 failed: " in command.output() and "Restarting it (1 of 3)" in command.output()
     assert trained_steps(command) == list(range(1, 16))
     assert command.survivors(timeout=20) == []
 

@@ -92,7 +92,7 @@ def test_other_rows_or_another_order_do_not_continue_a_run(assets, tmp_path, cap
         with pytest.raises(DatasetError, match=says):
             _check_same_rows(data, start, ignore_changes=False)
         _check_same_rows(data, start, ignore_changes=True)
-        assert says in caplog.text and "step 5 goes on with these rows" in caplog.text
+        assert says in caplog.text and "step 5 continues with these rows" in caplog.text
         caplog.clear()
 
 

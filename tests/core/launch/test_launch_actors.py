@@ -58,7 +58,7 @@ def test_a_request_that_fails_fails_alone() -> None:
     ("failure", "kind", "said"),
     [
         (RayTaskError("drain", "", MemoryError("the engine ran out")), MemoryError, "the engine ran out"),
-        (RayActorError(error_msg="killed"), ConnectionError, "the generator's process is gone: killed"),
+        (RayActorError(error_msg="killed"), ConnectionError, "the generator process has exited: killed"),
     ],
 )
 def test_only_a_process_that_is_gone_is_called_gone(failure: Exception, kind: type[Exception], said: str) -> None:

@@ -175,7 +175,7 @@ def test_with_no_generator_left_a_call_on_all_of_them_is_a_lost_generator_and_cl
 ) -> None:
     pool = make_pool(Cluster(tmp_path, [Actor(), Actor(start=PENDING)]), 1)
     pool.lose(0, "no answer")
-    with pytest.raises(LaunchError, match="receive of the generators: none is left; generator-0: no answer"):
+    with pytest.raises(LaunchError, match="receive of the generators: no generator is left; generator-0: no answer"):
         pool.receive([], 1, 60.0)
     pool.close()
 

@@ -38,7 +38,7 @@ def test_a_run_that_begins_anew_starts_an_empty_file_and_one_without_recovery_ap
 def test_a_full_disk_is_one_clear_error_and_closing_afterwards_is_none() -> None:
     journal = Journal(Path("/dev/full"), continue_after=None)
     with pytest.raises(
-        OSError, match=r"the row of step 7 could not be written to /dev/full \([\d.]+ MiB left .*make room"
+        OSError, match=r"the row of step 7 could not be written to /dev/full \([\d.]+ MiB left .*free disk space"
     ):
         journal.write(7, {"prompts": [1]})
     journal.close()

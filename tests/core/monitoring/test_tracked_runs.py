@@ -71,7 +71,7 @@ def test_an_mlflow_run_that_was_deleted_is_followed_by_another_one(
     mlflow.module.MlflowClient(mlflow.uri).delete_run(run_id)
     with caplog.at_level(logging.WARNING):
         mlflow.attempt([2])
-    assert f"run {run_id} of this trial is not there; another one begins" in caplog.text
+    assert f"run {run_id} of this trial does not exist; starting a new one" in caplog.text
     assert mlflow.histories() == [[2]]
     mlflow.uri = f"file:{mlflow.folder / 'elsewhere'}"
     mlflow.attempt([3])

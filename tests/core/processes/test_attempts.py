@@ -40,7 +40,7 @@ def nothing_left() -> Callable[..., None]:
 
 def lost(command, number: int) -> str:
     """What ended attempt `number`, once it is over and the next one has begun to train."""
-    match = wait_for_match(command, rf"Attempt {number} was lost after step (\d+): (.*)\. Restarting")
+    match = wait_for_match(command, rf"Attempt {number} failed after step (\d+): (.*)\. Restarting")
     wait_for_match(command, rf"global step {int(match[1]) + 1}\) finishes", start=match.end())
     return match[2]
 
@@ -108,11 +108,11 @@ def test_a_run_whose_driver_is_stopped_goes_on_and_finishes(assets, run_command,
     command.remember_family()
     driver_of(command).send_signal(signal.SIGSTOP)
     cause = lost(command, 1)
-    assert re.match(r"the driver \(stopped\) gave no sign of life for 1[56] s in phase '.+' \(deadlines\.driver", cause)
+    assert re.match(r"the driver \(stopped\) sent no heartbeat for 1[56] s in phase '.+' \(deadlines\.driver", cause)
     (stacks,) = (command.logs / "stacks" / "earlier").glob("driver.*.txt")
-    assert "driver (stopped): no sign of life" in stacks.read_text() and "core/experiments/ppo.py" in stacks.read_text()
+    assert "driver (stopped): no heartbeat" in stacks.read_text() and "core/experiments/ppo.py" in stacks.read_text()
     assert command.finish(timeout=300) == 0
-    assert "Attempt 2 was lost" not in command.output() and "This run took 2 attempts" in command.output()
+    assert "Attempt 2 failed" not in command.output() and "This run took 2 attempts" in command.output()
     rows = [m["step"] for m in metrics_of(command) if "task_reward" in m]
     assert rows == list(range(1, 101))
     nothing_left(command)
@@ -136,14 +136,14 @@ def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weigh
     process_of(command, "generator-1").kill()
     back = came_back(command, 1)
     process_of(command, "generator-0").send_signal(signal.SIGSTOP)
-    gone = wait_for_match(command, r"generator-0 is lost: no answer to a health check within (.*) \(stopped\)")
+    gone = wait_for_match(command, r"generator-0 failed: no answer to a health check within (.*) \(stopped\)")
     assert gone[1] == "generator.health_timeout_seconds=4"
     stacks = (command.logs / "stacks" / "generator-0.txt").read_text()
     assert "(stopped): no answer to a health check" in stacks and "Thread 0x" in stacks and "File " in stacks
     came_back(command, 0, start=back)
     command.process.send_signal(signal.SIGTERM)
     assert command.finish() == 130
-    assert "Attempt 1 was lost" not in command.output()
+    assert "Attempt 1 failed" not in command.output()
     rows = [m for m in metrics_of(command) if "task_reward" in m]
     assert [m["step"] for m in rows] == list(range(1, len(rows) + 1))
     # Whoever sampled with the weights that a process starts with would be older than that.
@@ -154,9 +154,9 @@ def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weigh
 
 def came_back(command, index: int, start: int = 0, timeout: float = 90) -> int:
     """Return when generator `index` has its weights and the run has made another step; how far the output is then."""
-    wait_for_match(command, rf"generator-{index} has started again", start, timeout)
+    wait_for_match(command, rf"generator-{index} has restarted", start, timeout)
     deadline = time.monotonic() + timeout
-    while f"generator {index} is back" not in (command.logs / "rollout.log").read_text():
+    while f"generator {index} has rejoined" not in (command.logs / "rollout.log").read_text():
         assert time.monotonic() < deadline, command.output()[-4000:]
         time.sleep(0.1)
     return wait_for_match(command, r"global step \d+\) finishes", len(command.output())).end()

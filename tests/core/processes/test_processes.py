@@ -71,15 +71,15 @@ SLEEPS = "its main thread's state is S (sleeping)"
 @pytest.mark.parametrize(
     ("then", "why"),
     [
-        (BLOCKED, f"its main thread blocks SIGRTMIN, the signal waits to be taken; {SLEEPS}"),
+        (BLOCKED, f"its main thread blocks SIGRTMIN, the signal is pending; {SLEEPS}"),
         (
             BLOCKED + "; import ctypes; ctypes.CDLL(None).prctl(15, b'\\xe9')",  # a name that is no text
-            f"its main thread blocks SIGRTMIN, the signal waits to be taken; {SLEEPS}",
+            f"its main thread blocks SIGRTMIN, the signal is pending; {SLEEPS}",
         ),
         ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_IGN)", f"it ignores SIGRTMIN; {SLEEPS}"),
         (
             "import signal; signal.signal(signal.SIGRTMIN, print)",
-            f"its handler is not ours, writes elsewhere or is slow; {SLEEPS}",
+            f"its handler was replaced, writes elsewhere or is slow; {SLEEPS}",
         ),
         ("import os; os.closerange(3, 100)", f"it has closed this file; {SLEEPS}"),
         ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_DFL)", "it has ended since\n"),

@@ -50,7 +50,7 @@ def attempt(self):
     code, said = run(body, retries=2)
     assert code == GAVE_UP
     assert said.count("Restarting from the last recover checkpoint") == 4
-    assert "Giving up: 3 attempts in a row without progress (recover_retries=2)" in said
+    assert "Giving up: 3 consecutive attempts without progress (recover_retries=2)" in said
     table = said.partition("Giving up")[2]
     assert "attempt 1: began with 0 steps done, reached 5, 0." in table
     assert "attempt 5: began with 8 steps done, reached 13, 0." in table
@@ -63,7 +63,7 @@ def test_a_final_failure_and_success_are_not_tried_again() -> None:
     code, said = run(body, retries=2)
     assert code == DONE
     assert "attempt 2: began with 0 steps done, reached 0" in said
-    assert "the driver ended without a word (exit code 1)" in said
+    assert "the driver exited without a message (exit code 1)" in said
 
 
 def test_an_attempt_that_hangs_on_its_way_out_keeps_what_it_has_said() -> None:
@@ -78,8 +78,8 @@ def attempt(self):
         script(body, retries=3, silence_seconds=3), cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == FAILED, done.stdout + done.stderr
-    assert "Attempt 1 was lost after step 0: cause 1; then the driver (stopped) gave no sign of life" in done.stdout
-    assert "cause 2; then the driver (stopped) gave no sign of life" in done.stdout.partition("took 2 attempts")[2]
+    assert "Attempt 1 failed after step 0: cause 1; then the driver (stopped) sent no heartbeat" in done.stdout
+    assert "cause 2; then the driver (stopped) sent no heartbeat" in done.stdout.partition("took 2 attempts")[2]
 
 
 def test_a_log_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,12 +206,12 @@ def test_a_driver_that_is_stopped_or_hangs_is_killed_with_its_stacks_and_the_nex
     said, _ = process.communicate(timeout=60)
     assert process.returncode == DONE and "went on" in said
     assert (
-        f"Attempt 1 was lost after step 5: the driver ({state}) gave no sign of life for 3 s in phase 'update' "
+        f"Attempt 1 failed after step 5: the driver ({state}) sent no heartbeat for 3 s in phase 'update' "
         f"(deadlines.driver_seconds=2.5) and was killed; its stacks are in {tmp_path}/stacks. Restarting"
     ) in said
     assert not psutil.pid_exists(driver)
     (stacks,) = (tmp_path / "stacks" / "earlier").glob("driver.*.txt")
-    assert "in hangs_here" in stacks.read_text() and f"driver ({state}): no sign of life" in stacks.read_text()
+    assert "in hangs_here" in stacks.read_text() and f"driver ({state}): no heartbeat" in stacks.read_text()
 
 
 def test_a_driver_is_not_blamed_for_the_time_in_which_nothing_ran_at_all() -> None:
@@ -234,7 +234,7 @@ def attempt(self):
     time.sleep(0.7)  # it looks at the driver before that one can say anything
     os.kill(driver, signal.SIGCONT)
     said, _ = process.communicate("go on\n", timeout=30)
-    assert process.returncode == DONE and "was lost" not in said
+    assert process.returncode == DONE and "failed after step" not in said
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,8 @@ def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
     command = run_command("ppo-math", {**config, "trial_name": "disturbed"})
     assert command.finish() == 0, command.output()[-6000:]
     said = command.output()
-    assert "was lost after step" not in said
-    assert "generator-0 is lost: the engine failed: MemoryError" in said
+    assert "failed after step" not in said
+    assert "generator-0 failed: the engine failed: MemoryError" in said
     assert "a generator ran out of memory: for the rest of the run max_running is 64" in said
     assert "out of memory in training on rank" in said and "for the rest of the run actor_train is" in said
     assert "for the rest of the run ref_inf is" in said
@@ -142,8 +142,8 @@ def test_what_cannot_be_repeated_in_place_goes_on_in_another_attempt_with_what_w
     )
     assert command.finish() == 0, command.output()[-4000:]
     said = command.output()
-    assert "Attempt 1 was lost after step 0: out of memory in the initialisation of default" in said
+    assert "Attempt 1 failed after step 0: out of memory in the initialisation of default" in said
     assert "holds" in said.partition("out of memory in the initialisation")[2].partition("\n")[0]
-    assert "Attempt 2 was lost after step 0: out of memory in training on rank 1" in said
+    assert "Attempt 2 failed after step 0: out of memory in training on rank 1" in said
     rows = [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 5 and all(m["num_microbatches"] > 1 for m in rows)

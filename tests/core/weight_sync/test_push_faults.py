@@ -73,8 +73,8 @@ def test_nothing_is_said_to_be_compared_where_nothing_was(folder: Path) -> None:
         assert push(sender, 1, verify=False).compared == ""
         staged = [servers[0], replace(servers[1], pp=2)]
         for addresses, compared in (
-            (staged, "all other checksums equal: generator-1 with pipeline stages cannot tell them"),
-            (staged[1:], "no checksums compared: generator-1 with pipeline stages cannot tell them"),
+            (staged, "all other checksums equal: generator-1 with pipeline stages cannot compute them"),
+            (staged[1:], "no checksums compared: generator-1 with pipeline stages cannot compute them"),
         ):
             sender.connect(addresses)
             assert push(sender, 2).compared == compared

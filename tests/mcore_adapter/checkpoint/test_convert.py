@@ -214,7 +214,7 @@ def test_an_earlier_conversion_is_replaced_only_when_asked(ranks: RankPool, mode
         ("beside the engine in its recover checkpoint", ("must not be, hold or lie in",)),
         ("somebody's file", ("--overwrite replaces only", "it holds mine", "name a new folder")),
         ("somebody's folder beside a model", ("--overwrite replaces only", "it holds data", "name a new folder")),
-        ("a config alone", ("--overwrite replaces only", "no config.json beside tensors")),
+        ("a config alone", ("--overwrite replaces only", "no config.json next to the tensors")),
         ("an engine's checkpoint", ("--overwrite replaces only", "an engine's checkpoint")),
         ("the current folder", ("--output_path", "current folder", "name a folder inside it")),
         ("a mount point", ("--output_path", "mount point", "name a folder inside it")),
@@ -297,7 +297,7 @@ def test_an_output_that_differs_never_appears_and_the_old_one_stays(
     assert convert(ranks, model_folders["qwen2"][0], tmp_path / "megatron", "--to-megatron")[0] == 0
     arguments = ("--checkpoint_path", str(tmp_path / "megatron"), "--output_path", str(tmp_path / "hf"))
     status, out, err = ranks.run(run_convert_damaged, 1, *arguments, "--check")[0]
-    assert (status, out) == (1, "") and "1 tensors differ after the way back, nothing is kept: " in err
+    assert (status, out) == (1, "") and "1 tensors differ after converting back, output deleted: " in err
     assert {path.name for path in tmp_path.iterdir()} == {"megatron"}
     assert ranks.run(run_convert, 1, *arguments)[0][0] == 0
     before = content_of(tmp_path / "hf")

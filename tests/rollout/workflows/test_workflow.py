@@ -156,7 +156,7 @@ def test_the_requests_of_a_second_attempt_have_the_seeds_of_the_first_and_names_
 
 def test_an_aborted_completion_is_an_error_that_names_the_router() -> None:
     completion = Completion(token_ids=np.array([1]), logprobs=np.zeros(1), versions=np.zeros(1), finish_reason="abort")
-    with pytest.raises(RuntimeError, match="put a Router in front"):
+    with pytest.raises(RuntimeError, match="use a Router"):
         build_trajectory(make_prompt(), completion, 0.0)
 
 

@@ -53,9 +53,9 @@ def test_experts_that_are_not_told_are_unknown_after_an_abort_and_else_an_error(
     reader, known = ExpertsOfTokens(MODEL), EXPERTS[:4].astype(np.int16)
     after = reader.read(meta(None, "abort"), known, 7, server="s")
     assert np.array_equal(after[:4], known) and after.shape == (6, 3, 2) and (after[4:] == -1).all()
-    with pytest.raises(GeneratorCallError, match="generator-0: an answer does not tell the experts"):
+    with pytest.raises(GeneratorCallError, match="generator-0: a response lacks the experts"):
         reader.read(meta(None), None, 5, server="generator-0")
-    with pytest.raises(GeneratorCallError, match="tells 12 experts for 3 tokens of 3 layers x 2"):
+    with pytest.raises(GeneratorCallError, match="has 12 experts for 3 tokens of 3 layers x 2"):
         reader.read(meta(EXPERTS[:2]), None, 4, server="s")
 
 

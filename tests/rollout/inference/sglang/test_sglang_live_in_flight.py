@@ -195,4 +195,4 @@ def test_a_server_that_hangs_costs_a_checkpoint_its_tokens_and_some_seconds(
         seconds, told, whole = with_generator(server, "in_place", ask)
     assert 4 < seconds < 15
     assert told["h"].token_ids.tolist() == [5, 6, 7] and len(whole.token_ids) == LENGTH
-    assert "A checkpoint lacks what 1 requests sampled since they were sent: generator-0" in caplog.text
+    assert "A checkpoint lacks the new tokens of 1 running requests: generator-0" in caplog.text

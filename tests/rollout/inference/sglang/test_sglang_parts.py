@@ -112,7 +112,7 @@ CARD = Gpu(index=0, name="H", used_mib=30_000, total_mib=141_000, users=(GpuUser
 def test_memory_in_the_hands_of_others_is_an_error_with_names() -> None:
     with pytest.raises(ValueError, match=r"GPU 0: 30000 of its 141000 MiB .* process 77 \(python3\) holds 29000 MiB"):
         check_gpus([0], gpus=[CARD])
-    with pytest.raises(ValueError, match="processes that this container does not see"):
+    with pytest.raises(ValueError, match="processes outside this container"):
         check_gpus([0], gpus=[Gpu(index=0, name="H", used_mib=9000, total_mib=141_000, users=())])
     check_gpus([0], gpus=[CARD], own_pids=[77])
 
@@ -120,7 +120,7 @@ def test_memory_in_the_hands_of_others_is_an_error_with_names() -> None:
 def test_missing_gpus_are_an_error_with_a_way_out() -> None:
     with pytest.raises(ValueError, match=r"write embedded\. instead of sglang\."):
         check_gpus([0], gpus=[])
-    with pytest.raises(ValueError, match="asks for GPU 3, and this machine has 1"):
+    with pytest.raises(ValueError, match="requires GPU 3, this machine has 1"):
         check_gpus([0, 3], gpus=[CARD], own_pids=[77])
 
 
@@ -170,7 +170,7 @@ def test_the_gpus_of_a_run_are_those_that_cuda_shows_it(
         assert query_gpus(str(script)) == []
         assert f"CUDA_VISIBLE_DEVICES={unusable}: {unusable} is no number or UUID of a whole GPU" in caplog.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(ValueError, match=f"asks for GPU 5, and CUDA_VISIBLE_DEVICES={visible} shows"):
+    with pytest.raises(ValueError, match=f"requires GPU 5, CUDA_VISIBLE_DEVICES={visible} contains"):
         device_names([5])
     if found:
         assert device_names([len(found) - 1]) == visible.split(",")[len(found) - 1].strip()
