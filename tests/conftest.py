@@ -1,6 +1,13 @@
 """Whole runs come first: a test process that got the longest file last would leave the others idle."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+# Helpers and the cases of other test modules are imported by their names, from every folder of tests.
+TESTS = Path(__file__).parent
+sys.path[:0] = sorted({str(path.parent) for path in TESTS.rglob("*.py")} - set(sys.path))
 
 WHOLE_RUNS = (
     "test_attempts",
