@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
+from commands import Command
 
 
 @dataclass(frozen=True)
@@ -66,80 +59,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     pairs = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     return Assets(model=folder / "model", prompts=folder / "prompts.jsonl", pairs=folder / "pairs.jsonl")
-
-
-class Command:
-    """`python -m core.quickstart` in a process of its own; everything it started is known by its process group tree."""
-
-    def __init__(self, experiment: str, config: dict, folder: Path) -> None:
-        self.root = folder / "root"
-        config = {
-            "experiment_name": "test",
-            "trial_name": "trial",
-            "external_configs": {"cluster_config": {"fileroot": str(self.root)}},
-            "launch": {"threads_per_process": 1},
-            **config,
-        }
-        path = folder / "config.yaml"
-        path.write_text(yaml.safe_dump(config))
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        self._output = open(folder / "output.log", "a+")  # noqa: SIM115 (closed in stop())
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "core.quickstart", experiment, "--config", str(path)],
-            cwd=ROOT, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        self._family: dict[int, psutil.Process] = {}
-
-    @property
-    def logs(self) -> Path:
-        return next((self.root / "logs").glob("*/test/trial"))
-
-    @property
-    def checkpoints(self) -> Path:
-        return next((self.root / "checkpoints").glob("*/test/trial"))
-
-    def output(self) -> str:
-        self._output.flush()
-        return Path(self._output.name).read_text()
-
-    def remember_family(self) -> set[int]:
-        """Process ids of everything that descends from the command now; kept for `survivors`."""
-        try:
-            found = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            found = []
-        self._family |= {p.pid: p for p in found}
-        return set(self._family)
-
-    def survivors(self, timeout: float) -> list[psutil.Process]:
-        """What of the family is still there after at most `timeout` seconds."""
-        _, alive = psutil.wait_procs(list(self._family.values()), timeout=timeout)
-        return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    def wait_for(self, text: str, timeout: float = 120) -> None:
-        """Return when the output holds `text`; fails with the output if the command ends or the time is over."""
-        import time
-
-        deadline = time.monotonic() + timeout
-        while text not in self.output():
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output()[-4000:]}"
-            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.output()[-4000:]}"
-            time.sleep(0.05)
-
-    def finish(self, timeout: float = 180) -> int:
-        """Exit code."""
-        return self.process.wait(timeout)
-
-    def stop(self) -> None:
-        """Leave nothing behind, whatever the test did."""
-        self.remember_family()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-        for p in self._family.values():
-            if p.is_running():
-                p.kill()
-        self._output.close()
 
 
 @pytest.fixture

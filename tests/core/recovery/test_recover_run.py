@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import Command
+from commands import Command
 
 from core.recovery.recover import RecoverStore, RunIdentity
 
