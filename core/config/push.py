@@ -45,9 +45,9 @@ def choose_transport(asked: str, allocation: Allocation) -> Transport:
     if asked != "auto" and asked not in transports:
         ways = " or ".join(", ".join(transports).rsplit(", ", 1))
         if asked == "local":
-            raise ValueError(f"local is for generators inside this program; {backend.label}s take {ways}, or auto")
+            raise ValueError(f"local is for generators inside this program; with {backend.label}s use {ways}, or auto")
         into = " and ".join(f"{b.label}s" for b in BACKENDS.values() if asked in b.capabilities.transports)
-        raise ValueError(f"{asked} is a way into {into}; {backend.label}s take {ways}, or auto")
+        raise ValueError(f"{asked} transfers weights to {into}; with {backend.label}s use {ways}, or auto")
     possible = [way for way in _possible(allocation) if way in transports]
     if asked in possible:
         return cast(Transport, asked)

@@ -248,7 +248,7 @@ def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[V
         able = {name: b.label for name, b in BACKENDS.items() if b.capabilities.routed_experts}
         yield Violation(
             keys,
-            f"moe_routing_replay=true needs {' or '.join(able.values())}s, which tell the experts of each token; the "
+            f"moe_routing_replay=true needs {' or '.join(able.values())}s, which return the experts of each token; the "
             f"generator is {generator.backend}; write {' or '.join(able)} in allocation_mode, or false",
         )
     elif generator.layout.pp > 1:

@@ -39,7 +39,7 @@ def test_a_number_of_prompts_is_the_step_that_skips_none_of_them(num_prompts: in
     schedule = Schedule(num_prompts=num_prompts, batch_size=batch_size, total_epochs=3)
     consumed = [schedule.consumed_before(step) for step in range(schedule.total_steps + 1)]
     for trained in range(2 * num_prompts + 1):
-        assert schedule.step_at(trained) == max(step for step, n in enumerate(consumed) if n <= trained)
+        assert schedule.step_of(trained) == max(step for step, n in enumerate(consumed) if n <= trained)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
 def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     (message,) = problems(path, "actor.type._class=llama")
-    assert "actor.type._class: 'llama', but config.json of model says 'qwen2'; write that, or auto" in message
+    assert "actor.type._class: 'llama', but config.json of model has 'qwen2'; write that, or auto" in message
     write_model(tmp_path / "model", model_type="gpt2")
     (message,) = problems(path)
     assert "actor.path: model/config.json: model_type='gpt2' is not supported; supported: deepseek_v2, " in message
@@ -129,7 +129,7 @@ def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
     write_safetensors(model / "s1.safetensors", {"a": 3})
     assert "model/s2.safetensors: No such file or directory" in problems(path)[0]
     write_safetensors(model / "s2.safetensors", {"x": 3})
-    assert "model/s2.safetensors: has no b, which model.safetensors.index.json promises" in problems(path)[0]
+    assert "model/s2.safetensors: has no b, which model.safetensors.index.json lists" in problems(path)[0]
     write_safetensors(model / "s2.safetensors", {"b": 3})
     assert problems(path) == []
     (model / "model.safetensors.index.json").write_text("[]")

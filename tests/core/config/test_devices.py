@@ -102,7 +102,7 @@ def test_only_the_gpus_that_a_role_computes_on_must_be_here(tmp_path: Path, monk
     allocated(tmp_path, SERVERS, "launch.trainer_device=cpu")
     loaded = load_config("ppo-math", write_run(tmp_path), [SERVERS])
     (problem,) = run_checks(loaded.config, loaded.where)
-    assert "allocation_mode asks for GPU 1, and this machine has 1" in problem.message
+    assert "allocation_mode requires GPU 1, this machine has 1" in problem.message
 
 
 @pytest.mark.parametrize(

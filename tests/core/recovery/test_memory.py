@@ -6,6 +6,7 @@ import pytest
 
 from core.recovery.memory import MemoryLimits
 from mcore_adapter.out_of_memory import StepOutOfMemory
+from rollout.inference.backend import BackendSettings, MemoryFlag
 
 
 def test_of_two_limits_the_lower_one_holds_after_a_restart() -> None:
@@ -30,18 +31,14 @@ def test_the_last_halving_stops_at_the_longest_sequence() -> None:
 @pytest.mark.parametrize("configured", [None, 0.8])
 def test_a_server_that_runs_out_of_memory_again_and_again_keeps_a_share_of_its_gpu(configured: float | None) -> None:
     memory = MemoryLimits()
-    settings = {"max_running": 24, "sglang": {"mem_fraction_static": configured, "page_size": 16}}
+    flag = MemoryFlag(name="share", default=0.85)
+    flags = {"share": configured, "page_size": 16}
+    settings = BackendSettings(model_path="m", dtype="float32", device="cuda", max_running=24, flags=flags)
     taken = []
     for _ in range(8):
-        memory.lower_generator(settings, gpus=True)
-        fitted = memory.fit_generator(settings)
-        assert fitted["sglang"]["page_size"] == 16
-        taken.append((fitted["max_running"], fitted["sglang"]["mem_fraction_static"]))
+        memory.lower_generator(settings, flag)
+        fitted = memory.fit_generator(settings, flag)
+        assert fitted.flags["page_size"] == 16
+        taken.append((fitted.max_running, fitted.flags["share"]))
     fractions = {None: [0.75, 0.65, 0.55, 0.45, 0.35], 0.8: [0.7, 0.6, 0.5, 0.4, 0.3]}[configured]
     assert taken == list(zip([12, 6, 3, 1, 1, 1, 1, 1], [*fractions, 0.3, 0.3, 0.3], strict=True))
-
-
-def test_a_generator_without_a_gpu_of_its_own_takes_fewer_sequences_alone() -> None:
-    memory = MemoryLimits()
-    memory.lower_generator({"max_running": 24}, gpus=False)
-    assert memory.state_dict() == {"max_running": 12}

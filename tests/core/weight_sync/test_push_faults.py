@@ -124,7 +124,7 @@ def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(
         else:
             doubles[1].faults.refuse(path, "out of memory", status=200 if "200" in fault else 400)
         status = 200 if "200" in fault else 400
-        message = {"dropped": rf"generator-1 \(http://127.*\) is gone \({path}: "}.get(
+        message = {"dropped": rf"generator-1 \(http://127.*\) is unreachable \({path}: "}.get(
             fault, rf"generator-1: {path} failed \(HTTP {status}\): out of memory"
         )
         with pytest.raises((PushError, GeneratorCallError, GeneratorGone), match=message):

@@ -301,11 +301,11 @@ def test_the_allocation_chooses_the_transport(text: str, size: int, transport: s
 @pytest.mark.parametrize(
     ("asked", "text", "size", "way_out"),
     [
-        ("nccl", "embedded.d1m1p1+d1m1p1", 2, "with embedded generators use local or auto"),
+        ("nccl", "embedded.d1m1p1+d1m1p1", 2, "with embedded generators use local, or auto"),
         ("nccl", "sglang.d1m1p1", 1, "use ipc or auto"),
         ("ipc", "sglang.d1m1p1+d1m1p1", 2, "use nccl or auto"),
         ("nccl", "sglang.d1m1p2+d2m1p1", 4, "pipeline stages; use disk"),
-        ("local", "sglang.d1m1p1+d1m1p1", 2, "with SGLang servers use nccl, ipc, disk"),
+        ("local", "sglang.d1m1p1+d1m1p1", 2, "with SGLang servers use nccl, ipc or disk, or auto"),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused_with_one_that_can(

@@ -278,7 +278,9 @@ def skipped_run(rank: Rank, model: str) -> tuple[dict[str, float], bool, bool]:
         before = exported()
         assert any(name.endswith("e_score_correction_bias") for name in before)
         skipped = engine.train_step(
-            random_batch(), lambda output, fields: (output.logprobs.sum() * torch.nan, {}), max_tokens_per_mb=MAX_TOKENS
+            random_batch(),
+            lambda output, fields, sequences: (output.logprobs.sum() * torch.nan, {}),
+            max_tokens_per_mb=MAX_TOKENS,
         )
         kept = unchanged(before)
         engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)

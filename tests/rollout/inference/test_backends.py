@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from allocation import GENERATOR_BACKENDS
+from model_specs.hf_config import parse_config
 from rollout.inference.backend import BackendSettings, Interrupt, WeightFormat
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
@@ -104,7 +105,7 @@ def test_a_server_of_several_stages_takes_the_interrupt_modes_of_its_capabilitie
     if interrupt in BACKENDS["sglang"].capabilities.staged_interrupts:
         asyncio.run(make())
     else:
-        with pytest.raises(ValueError, match="pipeline stages does not tell the versions"):
+        with pytest.raises(ValueError, match="pipeline stages does not return per-token versions"):
             asyncio.run(make())
 
 
@@ -129,7 +130,7 @@ def test_settings_of_any_backend_become_arguments_of_a_server(
     same = ("name", "model_path", "log_file", "tp", "pp", "gpus", "dtype", "max_running", "colocated", "python", "host")
     assert [getattr(server, name) for name in same] == [getattr(given, name) for name in same]
     assert server.tells_experts and server.startup_timeout_seconds == 9.0
-    arguments = server_flags(server, CONFIG, port=1, nccl_port=2)
+    arguments = server_flags(server, parse_config(CONFIG), port=1, nccl_port=2)
     assert arguments.get("load_format") == (None if load_weights else "dummy")
     assert arguments["context_length"] == 7
 

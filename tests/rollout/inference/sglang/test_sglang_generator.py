@@ -176,7 +176,9 @@ def test_submitted_requests_come_out_once_each_and_failures_beside_them(folder: 
         failures = {type(outcome): str(outcome) for _, outcome in done if isinstance(outcome, Exception)}
         assert failures.keys() == {GeneratorCallError, GeneratorGone}
         assert "generator-0: /generate failed (HTTP 400): not this one" in failures[GeneratorCallError]
-        assert "generator-0 (http://127.0.0.1:" in failures[GeneratorGone] and "is gone" in failures[GeneratorGone]
+        assert (
+            "generator-0 (http://127.0.0.1:" in failures[GeneratorGone] and "is unreachable" in failures[GeneratorGone]
+        )
         for name, outcome in done:
             if isinstance(outcome, Completion):
                 check(outcome, [0] * (1 + int(name[1:]) % 3))

@@ -409,13 +409,13 @@ def test_what_a_server_answers_becomes_an_error_that_names_it(answering: ServerA
         post(answering, ("/refused", {}), timeout_seconds=10)
     with pytest.raises(GeneratorCallError, match=r"generator-3: this SGLang has no /absent; .* SGLang 0\.5\.17"):
         post(answering, ("/absent", {}), timeout_seconds=10)
-    with pytest.raises(GeneratorGone, match="generator-3 .* did not answer /slow within 0.2 s"):
+    with pytest.raises(GeneratorGone, match="generator-3 .* did not respond to /slow within 0.2 s"):
         post(answering, ("/slow", {}), timeout_seconds=0.2)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     nobody = ServerAddress(name="generator-4", url="http://127.0.0.1:9", tp=1)
-    with pytest.raises(GeneratorGone, match="generator-4 .* is gone"):
+    with pytest.raises(GeneratorGone, match="generator-4 .* is unreachable"):
         post(nobody, ("/x", {}), timeout_seconds=5)
 
 

@@ -76,7 +76,7 @@ def test_an_answer_without_versions_is_an_error_where_updates_may_have_come_in_b
         running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
         await double.until(at_the_server(1))
         await double.step()
-        with pytest.raises(GeneratorCallError, match="generator-0: the server does not tell the versions"):
+        with pytest.raises(GeneratorCallError, match="generator-0: the server does not return token versions"):
             await running
 
     run(use, folder, interrupt="retract")
