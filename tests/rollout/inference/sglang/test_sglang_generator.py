@@ -142,7 +142,7 @@ def test_a_server_that_does_not_report_its_requests_costs_the_tokens_since_they_
         double.faults.drop("/slipstream_in_flight")
         with caplog.at_level(logging.WARNING):
             check((await router.partial())["a"], [0] * 3)
-        assert "lacks what 1 requests sampled since they were sent: generator-0" in caplog.text
+        assert "A checkpoint lacks the new tokens of 1 running requests: generator-0" in caplog.text
         check((await router.partial())["a"], [0] * 3 + [1])
         await double.step(1)
         check(await running, [0] * 3 + [1] * 2)
