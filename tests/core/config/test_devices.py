@@ -218,6 +218,6 @@ def test_another_backend_is_checked_by_its_capabilities_alone(tmp_path: Path, mo
     assert "narrow generators hold weights in float32, not in bfloat16" in refused(tmp_path, apart[0])
     shared = ["allocation_mode=mock.d1m1p1", "n_gpus_per_node=1", "actor.bf16=false"]
     assert "narrow generators cannot leave the GPUs to the trainer" in refused(tmp_path, *shared)
-    assert "nccl is a way into SGLang servers; narrow generators take disk" in refused(
+    assert "nccl transfers weights to SGLang servers; with narrow generators use disk" in refused(
         tmp_path, *apart, "push.type=nccl"
     )

@@ -82,7 +82,7 @@ SLEEPS = "its main thread's state is S (sleeping)"
             f"its handler was replaced, writes elsewhere or is slow; {SLEEPS}",
         ),
         ("import os; os.closerange(3, 100)", f"it has closed this file; {SLEEPS}"),
-        ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_DFL)", "it has ended since\n"),
+        ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_DFL)", "it has exited\n"),
     ],
 )
 def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Path, then: str, why: str) -> None:

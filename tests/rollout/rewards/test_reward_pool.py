@@ -246,7 +246,7 @@ def test_no_worker_survives_a_killed_parent_even_while_it_hangs(evil: str, tmp_p
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
-        f"sys.path[:0] = [{str(REPOSITORY)!r}, {str(tmp_path)!r}, {str(REPOSITORY / 'tests' / 'rollout')!r}]\n"
+        f"sys.path[:0] = [{str(REPOSITORY)!r}, {str(tmp_path)!r}, {str(Path(__file__).parent)!r}]\n"
         "from test_reward_pool import RewardPool, make_prompt\n"
         "async def main():\n"
         f"    async with RewardPool({evil!r}, num_workers=2, timeout_seconds=600) as pool:\n"
