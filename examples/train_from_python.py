@@ -38,7 +38,8 @@ def main() -> None:
 
     steps = {"exp_ctrl.total_train_steps": 20, "exp_ctrl.save_freq_steps": 20, "exp_ctrl.eval_freq_steps": None}
     run = slipstream.train(CONFIGS / "demo-ppo.yaml", **steps, **{"actor.path": str(newest_model(warm_up))})
-    for row in run.metrics()[::5]:
+    steps_done = [row for row in run.metrics() if "task_reward" in row]  # evaluations have rows of their own
+    for row in steps_done[::5]:
         print(f"reward {row['task_reward']:.3f}, staleness {row['staleness/mean']:.2f}")
 
     model = AutoModelForCausalLM.from_pretrained(newest_model(run))

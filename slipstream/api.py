@@ -49,7 +49,7 @@ class Run:
     recover: Path
 
     def metrics(self) -> list[dict[str, float]]:
-        """Return the scalars of every step, oldest first, as logs/metrics.jsonl has them."""
+        """Return the rows of logs/metrics.jsonl, oldest first: one for each step, and one for each evaluation."""
         lines = (self.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
