@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.algorithms.advantages import group_means, sequence_advantages
 from core.algorithms.base import Algorithm, Metrics, Pass, Unit
-from core.algorithms.losses import regularised, trained_weights
+from core.algorithms.losses import clipped_surrogate, regularised, trained_weights
 from core.algorithms.ppo import passes_of
 from core.algorithms.settings import COMMON, AlgorithmSettings, read_options
 from mcore_adapter.data.weights import sequence_mean
@@ -76,25 +76,10 @@ def gspo_policy_loss(
     sequence_log_ratio = sequences.spread(sequences.mean(log_ratio.detach(), loss_mask))
     own = torch.where(loss_mask, logprobs - logprobs.detach(), 0.0)
     ratio = (sequence_log_ratio + own).clamp(max=MAX_LOG_RATIO).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    behave_log_weight = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    behave_weight = behave_log_weight.exp()
-    kept = loss_mask
-    if behave_imp_weight_cap is not None:
-        kept = loss_mask & (behave_weight <= behave_imp_weight_cap)
-    loss = (torch.maximum(unclipped, clipped) * behave_weight * (kept * weights)).sum()
-    with torch.no_grad():
-        metrics = {
-            "actor_loss": loss.detach(),
-            "ppo_approx_kl": (log_ratio * weights).sum(),
-            "actor_clip_ratio": ((clipped > unclipped) * weights).sum(),
-            "importance_weight": (ratio * weights).sum(),
-            "behave_imp_weight": (behave_weight * weights).sum(),
-            "behave_approx_kl": (behave_log_weight * weights).sum(),
-            "behave_capped_ratio": (~kept * weights).sum(),
-        }
-    return loss, metrics
+    return clipped_surrogate(
+        ratio, log_ratio, old_logprobs, rollout_logprobs, advantages, loss_mask, weights,
+        clip_low=clip_low, clip_high=clip_high, behave_imp_weight_cap=behave_imp_weight_cap,
+    )  # fmt: skip
 
 
 class GSPO(Algorithm):

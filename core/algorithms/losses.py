@@ -39,6 +39,44 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     return torch.expm1(-log_ratio) + log_ratio
 
 
+def clipped_surrogate(
+    ratio: Tensor,  # [t] what is clipped: of a token, or of its sequence
+    log_ratio: Tensor,  # [t] current over proximal policy, of each token
+    old_logprobs: Tensor,  # [t] trainer, start of batch (proximal)
+    rollout_logprobs: Tensor,  # [t] generator (behaviour)
+    advantages: Tensor,  # [t]
+    loss_mask: Tensor,  # [t] bool
+    weights: Tensor,  # [t], 0 outside loss_mask
+    *,
+    clip_low: float,
+    clip_high: float,
+    behave_imp_weight_cap: float | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the clipped surrogate of these ratios and its metrics: weighted sums over the trained tokens.
+
+    Each token is weighted by proximal over behaviour; tokens whose weight exceeds `behave_imp_weight_cap` do not
+    contribute. Source: Hilton et al. 2022 ("Batch size-invariance for policy optimization"), as in AReaL."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    behave_log_weight = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
+    behave_weight = behave_log_weight.exp()
+    kept = loss_mask
+    if behave_imp_weight_cap is not None:
+        kept = loss_mask & (behave_weight <= behave_imp_weight_cap)
+    loss = (torch.maximum(unclipped, clipped) * behave_weight * (kept * weights)).sum()
+    with torch.no_grad():
+        metrics = {
+            "actor_loss": loss.detach(),
+            "ppo_approx_kl": (log_ratio * weights).sum(),
+            "actor_clip_ratio": ((clipped > unclipped) * weights).sum(),
+            "importance_weight": (ratio * weights).sum(),
+            "behave_imp_weight": (behave_weight * weights).sum(),
+            "behave_approx_kl": (behave_log_weight * weights).sum(),
+            "behave_capped_ratio": (~kept * weights).sum(),
+        }
+    return loss, metrics
+
+
 def ppo_policy_loss(
     logprobs: Tensor,  # [T] current policy
     old_logprobs: Tensor,  # [T] trainer, start of batch (proximal)
@@ -57,26 +95,12 @@ def ppo_policy_loss(
     weight exceeds `behave_imp_weight_cap` do not contribute. With rollout_logprobs == old_logprobs this is plain PPO.
     """
     weights = loss_mask.float() if weights is None else weights
-    ratio = torch.exp(torch.where(loss_mask, logprobs - old_logprobs, 0.0))
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip)
-    behave_log_weight = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    behave_weight = behave_log_weight.exp()
-    kept = loss_mask
-    if behave_imp_weight_cap is not None:
-        kept = loss_mask & (behave_weight <= behave_imp_weight_cap)
-    loss = (torch.maximum(unclipped, clipped) * behave_weight * (kept * weights)).sum()
-    with torch.no_grad():
-        metrics = {
-            "actor_loss": loss.detach(),
-            "ppo_approx_kl": ((logprobs - old_logprobs) * weights).sum(),
-            "actor_clip_ratio": ((clipped > unclipped) * weights).sum(),
-            "importance_weight": (ratio * weights).sum(),
-            "behave_imp_weight": (behave_weight * weights).sum(),
-            "behave_approx_kl": (behave_log_weight * weights).sum(),
-            "behave_capped_ratio": (~kept * weights).sum(),
-        }
-    return loss, metrics
+    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0)
+    ratio = torch.exp(log_ratio)
+    return clipped_surrogate(
+        ratio, log_ratio, old_logprobs, rollout_logprobs, advantages, loss_mask, weights,
+        clip_low=eps_clip, clip_high=eps_clip, behave_imp_weight_cap=behave_imp_weight_cap,
+    )  # fmt: skip
 
 
 def ppo_loss(
