@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from core.algorithms.advantages import group_means, sequence_advantages
-from core.algorithms.base import Algorithm, Metrics, Pass, Unit
+from core.algorithms.base import Metrics, Unit
 from core.algorithms.losses import clipped_surrogate, regularised, trained_weights
-from core.algorithms.ppo import passes_of
+from core.algorithms.ppo import ConfiguredAlgorithm
 from core.algorithms.settings import COMMON, AlgorithmSettings, read_options
 from mcore_adapter.data.weights import sequence_mean
 
@@ -82,7 +82,7 @@ def gspo_policy_loss(
     )  # fmt: skip
 
 
-class GSPO(Algorithm):
+class GSPO(ConfiguredAlgorithm):
     """Group-normalised rewards with the clipped loss of sequence ratios."""
 
     unit: Unit = "group"
@@ -92,14 +92,6 @@ class GSPO(Algorithm):
         """Raises ValueError for options that do not fit GSPOConfig."""
         self._config = read_options(GSPOConfig, options)
         self._settings = replace(settings, disable_value=True)
-
-    @property
-    def passes(self) -> frozenset[Pass]:
-        return passes_of(self._settings)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self._settings.entropy_coeff != 0.0
 
     def advantages(
         self, batch: RolloutBatch, fields: Mapping[str, Tensor]

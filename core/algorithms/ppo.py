@@ -40,7 +40,27 @@ class PPOConfig:
     """algorithm.options of PPO: none; its settings are ppo.* and algorithm.*."""
 
 
-class PPO(Algorithm):
+class ConfiguredAlgorithm(Algorithm):
+    """An algorithm whose passes and entropy term follow from AlgorithmSettings."""
+
+    _settings: AlgorithmSettings
+
+    @property
+    def passes(self) -> frozenset[Pass]:
+        settings = self._settings
+        wanted: dict[Pass, bool] = {
+            "old_logprobs": settings.needs_old_logprobs,
+            "ref_logprobs": settings.needs_reference,
+            "values": not settings.disable_value,
+        }
+        return frozenset(name for name, needed in wanted.items() if needed)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._settings.entropy_coeff != 0.0
+
+
+class PPO(ConfiguredAlgorithm):
     """Clipped policy updates on advantages of generalised advantage estimation."""
 
     unit: Unit = "sequence"
@@ -53,16 +73,8 @@ class PPO(Algorithm):
         self._value_norm = ValueNorm()
 
     @property
-    def passes(self) -> frozenset[Pass]:
-        return passes_of(self._settings)
-
-    @property
     def critic(self) -> Objective | None:
         return None if self._settings.disable_value else Critic(value_eps_clip=self._settings.value_eps_clip)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self._settings.entropy_coeff != 0.0
 
     def advantages(
         self, batch: RolloutBatch, fields: Mapping[str, Tensor]
@@ -114,16 +126,6 @@ class Critic(Objective):
 
     def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
         return value_loss(output, fields, value_eps_clip=self.value_eps_clip)
-
-
-def passes_of(settings: AlgorithmSettings) -> frozenset[Pass]:
-    """The passes that these settings make necessary."""
-    wanted: dict[Pass, bool] = {
-        "old_logprobs": settings.needs_old_logprobs,
-        "ref_logprobs": settings.needs_reference,
-        "values": not settings.disable_value,
-    }
-    return frozenset(name for name, needed in wanted.items() if needed)
 
 
 def policy_fields(settings: AlgorithmSettings, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

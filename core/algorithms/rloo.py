@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from core.algorithms.advantages import group_means, sequence_advantages
-from core.algorithms.base import Algorithm, Metrics, Pass, Unit
-from core.algorithms.ppo import clipped_loss, passes_of
+from core.algorithms.base import Metrics, Unit
+from core.algorithms.ppo import ConfiguredAlgorithm, clipped_loss
 from core.algorithms.settings import COMMON, AlgorithmSettings, read_options
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
     return torch.where(counts > 1, counts / (counts - 1).clamp(min=1) * (scores - means), 0.0)
 
 
-class RLOO(Algorithm):
+class RLOO(ConfiguredAlgorithm):
     """Leave-one-out advantages with the clipped loss of PPO."""
 
     unit: Unit = "group"
@@ -49,14 +49,6 @@ class RLOO(Algorithm):
         """Raises ValueError for options that do not fit RLOOConfig."""
         self._config = read_options(RLOOConfig, options)
         self._settings = replace(settings, disable_value=True)
-
-    @property
-    def passes(self) -> frozenset[Pass]:
-        return passes_of(self._settings)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self._settings.entropy_coeff != 0.0
 
     def advantages(
         self, batch: RolloutBatch, fields: Mapping[str, Tensor]
