@@ -179,7 +179,7 @@ def place(
 
 
 def format_allocation(allocation: Allocation) -> str:
-    """The canonical text: `parse` gives the same places back, whatever its `default_backend`; it does not say devices.
+    """The canonical text, without devices: `parse` returns the same places, whatever its `default_backend`.
 
     An allocation that no text of the grammar stands for (an explicit device_mapping in an order of its own) is
     described instead, role by role: 'actor_gen=sglang.d8m1p1 on node 1: 0-7, actor_train=...'.

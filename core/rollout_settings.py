@@ -1,4 +1,4 @@
-"""What the rollout side of a run is told at its start. Loads no heavy library: the driver makes these settings."""
+"""Settings of the rollout side of a run. Loads no heavy library: the driver makes these settings."""
 
 from __future__ import annotations
 

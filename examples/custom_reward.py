@@ -3,7 +3,7 @@
     python examples/custom_reward.py            # CPU, about a minute
 
 A reward is a function (prompt, text) -> float. It runs in worker processes with a time limit; an answer that makes it
-crash or hang scores as wrong, and the run goes on.
+crash or hang scores as wrong, and the run continues.
 """
 
 from __future__ import annotations

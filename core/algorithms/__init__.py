@@ -10,7 +10,7 @@ class Entry(NamedTuple):
     path: str
     """module:class; the class takes (AlgorithmSettings, options) and has the attributes of base.Algorithm."""
     has_critic: bool = False
-    """It trains a critic, unless ppo.disable_value says otherwise."""
+    """It trains a critic unless ppo.disable_value=true."""
 
 
 ALGORITHMS: Mapping[str, Entry] = {

@@ -1,5 +1,5 @@
 """From scores to advantages: reward shaping, generalised advantage estimation, normalisation. Pure functions on
-packed tensors; `cu_seqlens` says where sequences begin and end."""
+packed tensors; `cu_seqlens` holds the boundaries of sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def shape_scores(
-    scores: Tensor,  # [N] what the reward function said
+    scores: Tensor,  # [N] scores of the reward function
     no_eos: Tensor,  # [N] bool, completions cut off by the length limit
     *,
     bias: float,

@@ -52,7 +52,7 @@ def _placed(config: ExperimentConfig, **where: Any) -> Allocation:
     mapped = {role: s for role, s in config.placed_roles.items() if s.device_mapping is not None}
     if not mapped:
         return parse(config.allocation_mode, trainer_only=config.TRAINER_ONLY, **where)
-    # The default says nothing that anybody meant.
+    # A default value is not the user's choice.
     if "allocation_mode" in config.model_fields_set and config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
             f"and {_key(config, next(iter(mapped)))}.device_mapping both define where roles run; keep one of them",

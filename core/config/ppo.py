@@ -103,8 +103,8 @@ class AlgorithmConfig(Section):
 
     name: str | None = key(
         None,
-        f"One of {', '.join(ALGORITHMS)}, or your own as package.module:Class. null: PPO as ppo.* says, which is GRPO "
-        "with ppo.disable_value and group_adv_norm",
+        f"One of {', '.join(ALGORITHMS)}, or your own as package.module:Class. null: PPO with the settings of "
+        "ppo.*, which is GRPO with ppo.disable_value and group_adv_norm",
     )
     options: dict[str, FlagValue] = key(
         {}, "Settings of the named algorithm alone, by name, as in clip_low: 3e-4 (gspo); see core/algorithms"

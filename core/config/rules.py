@@ -255,8 +255,8 @@ def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[V
         yield Violation(
             keys,
             f"moe_routing_replay=true needs p1 on the generator's side, got {generator.layout}: each pipeline stage of "
-            f"a {backend.label} knows the experts of its own layers; write tensor parallelism (m) instead of p, or "
-            "false",
+            f"a {backend.label} returns the experts of its own layers only; write tensor parallelism (m) instead "
+            "of p, or false",
         )
 
 

@@ -1,4 +1,4 @@
-"""What config.json says for each model_type, one file a family; FAMILIES lists them all.
+"""Parsers of config.json by model_type, one file a family; FAMILIES lists them all.
 
 A family has two files: here, with the standard library alone, what its checkpoint is (how config.json is read, how an
 inference server holds its tensors); in mcore_adapter/models, how Megatron builds it (layers, conversion table,

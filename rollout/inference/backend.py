@@ -55,7 +55,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFlag:
-    """A flag of a backend that says which share of a GPU's memory a replica takes."""
+    """The flag of a backend that sets the share of a GPU's memory that a replica takes."""
 
     name: str
     default: float

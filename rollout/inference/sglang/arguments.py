@@ -8,7 +8,7 @@ FROM_ELSEWHERE = {
     "pp_size": "set by allocation_mode",
     "dp_size": "set by allocation_mode: one server per data-parallel replica",
     "base_gpu_id": "set by allocation_mode",
-    "device": "generator.device says it",
+    "device": "generator.device sets it",
     "nnodes": "a replica is on one node",
     "host": "chosen at start",
     "port": "a free one is chosen at start",

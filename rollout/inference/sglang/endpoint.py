@@ -36,7 +36,7 @@ class SGLangEndpoint(ServerAddress):
     """One server; every call is a POST on a connection of its own."""
 
     model_path: str = ""
-    """The server's model folder: its config.json says how the server fuses and cuts parameters."""
+    """The server's model folder: its config.json determines how the server fuses and shards parameters."""
     trainer_ranks: tuple[int, ...] = ()
     """Shared slots: the trainer's rank in the place of each tensor-parallel rank."""
 

@@ -1,4 +1,4 @@
-"""Backend and device of every role: what is chosen, why, and what the start-up table and the log say about it."""
+"""Backend and device of every role: what is chosen, why, and how the start-up table and the log show it."""
 
 from __future__ import annotations
 
