@@ -2,6 +2,10 @@
 
 import warnings
 
+from mcore_adapter import quick_import
+
+quick_import.install()
+
 # Megatron says at import, once per file, what is not installed without a GPU; and it warns of its own defaults and of
 # torch functions that it still uses. None of it is for the user to act on.
 for _message in (

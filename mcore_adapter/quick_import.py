@@ -1,24 +1,52 @@
-"""Imports megatron-core without torch's compiler.
+"""Import megatron-core without torch's compiler.
 
-Megatron decorates its fused functions with torch.compile while it is imported, which takes two seconds of processor
-time in every rank, also where none of them is ever called. Here the compiler is loaded at a function's first call.
+Megatron decorates its fused functions with torch.compile while it is imported. That loads torch's compiler, a third of
+the import time of a trainer rank, also where none of these functions is ever called. Here the compiler is loaded at
+the first call of such a function.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-import torch
+
+class _MegatronFinder:
+    """Find megatron.core as usual, and execute it with a torch.compile that waits for the first call.
+
+    A hook of the import system, because any module of this package may be the first that imports megatron.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of megatron.core with a wrapped loader, None for any other module."""
+        if name != "megatron.core":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: _with_late_compiler(execute, module)  # type: ignore[method-assign]
+        return spec
 
 
-def import_megatron() -> None:
-    """Call before anything else imports megatron; afterwards it changes nothing."""
+def install() -> None:
+    """Wrap the next import of megatron.core. Has no effect where megatron.core is imported already."""
+    if "megatron.core" not in sys.modules and not any(isinstance(f, _MegatronFinder) for f in sys.meta_path):
+        sys.meta_path.insert(0, _MegatronFinder())
+
+
+def _with_late_compiler(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    import torch
+
     compiler = torch.compile
     torch.compile = functools.partial(_compiled_when_called, compiler)
     try:
-        import megatron.core  # noqa: F401
+        execute(module)
     finally:
         torch.compile = compiler
 
@@ -26,10 +54,14 @@ def import_megatron() -> None:
 def _compiled_when_called(compiler: Callable[..., Any], function: Any = None, **options: Any) -> Any:
     if function is None:
         return functools.partial(_compiled_when_called, compiler, **options)
+    import torch
+
     compiled = functools.cache(lambda: compiler(function, **options))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
+        # The compiler of an outer function must not trace this one, only what it calls.
+        inner = torch.compiler.is_dynamo_compiling()
+        return function(*args, **kwargs) if inner else compiled()(*args, **kwargs)
 
     return call

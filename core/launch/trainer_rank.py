@@ -59,9 +59,6 @@ class TrainerRank:
 
     def start(self, layout: ParallelLayout, init_method: str, collective_seconds: float) -> None:
         """Join the process group; a collective of it that takes longer than so many seconds fails."""
-        from mcore_adapter.quick_import import import_megatron
-
-        import_megatron()
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import initialize_parallel
 

@@ -24,8 +24,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[RankPool]:
-    """As ranks, but they leave the GPUs when the file is through."""
-    pool = RankPool()
+    """As ranks, but they leave the GPUs when the file is through; CUDA does not survive a fork."""
+    pool = RankPool("spawn")
     yield pool
     pool.close()
 

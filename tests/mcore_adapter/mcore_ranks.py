@@ -91,8 +91,10 @@ def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
 class RankPool:
     """run(function, world_size, *args) calls function(Rank, *args) on that many processes at once."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, start_method: str = "forkserver") -> None:
+        """Fork the processes from one that has imported the trainer, or with "spawn" let each import it itself."""
+        self._context = multiprocessing.get_context(start_method)
+        self._context.set_forkserver_preload(["torch", "pytest", "transformers", "mcore_adapter.engine"])
         self._processes: list[Any] = []
         self._tasks: list[Any] = []
         self._results: Any = self._context.Queue()

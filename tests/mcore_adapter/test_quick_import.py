@@ -1,0 +1,39 @@
+"""Megatron is imported without torch's compiler, which its functions load when they are called."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mcore_adapter import quick_import
+
+SHOW = """
+import sys
+import mcore_adapter.engine, torch
+print("megatron.core" in sys.modules, "torch._inductor.compile_fx" in sys.modules, torch.compile.__module__)
+"""
+
+
+def test_importing_the_engine_loads_megatron_and_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "torch"]
+
+
+def test_a_function_is_compiled_once_with_its_options_at_its_first_call() -> None:
+    compiled: list[dict[str, Any]] = []
+
+    def compiler(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled.append(options)
+        return lambda *args: ("compiled", function(*args))
+
+    def decorate(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        return quick_import._compiled_when_called(compiler, **options)
+
+    @decorate(mode="fast")
+    def double(number: int) -> int:
+        """Return twice the number."""
+        return 2 * number
+
+    assert not compiled and double.__name__ == "double"
+    assert [double(2), double(3)] == [("compiled", 4), ("compiled", 6)]
+    assert compiled == [{"mode": "fast"}]
