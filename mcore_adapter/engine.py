@@ -21,11 +21,13 @@ from allocation.strain import strain
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
-from mcore_adapter.data.microbatch import Microbatch, check_longest, plan_microbatches
-from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_microbatch
+from mcore_adapter.data.microbatch import Microbatch
+from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_sequences
+from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.shared_prompts import prompt_units
-from mcore_adapter.data.weights import Divisors, token_mean, weigh_tokens
+from mcore_adapter.data.shape import BatchShape
+from mcore_adapter.data.shard import BatchShard, weighed, whole
+from mcore_adapter.data.weights import Divisors, TokenWeights, token_mean
 from mcore_adapter.device import Device
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
@@ -49,8 +51,6 @@ from model_specs.hf_config import ModelConfig, read_config
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask" and "token_weights", sequences) -> (loss, metrics), all of them weighted
 sums over the trained tokens of a microbatch; train_step() divides them."""
-TokenWeights = Callable[[PackedBatch], Tensor]
-"""minibatch -> [T], see train_step()."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,15 @@ class MegatronEngine:
             share_prompts=device.shares_prompts and parallel.layout.cp == 1 and self.model_config.mla is None,
             routes=self.model_config.moe is not None,
         )
+        self.planner = Planner(
+            dp=parallel.layout.dp,
+            pp=parallel.layout.pp,
+            interleaved=parallel.layout.vpp > 1,
+            sequence_multiple=self._packing.sequence_multiple,
+            share_prompts=self._packing.share_prompts,
+            attention_cost=_attention_cost(self.model_config),
+        )
+        """How this engine cuts a batch."""
 
     @property
     def num_updates(self) -> int:
@@ -126,7 +135,7 @@ class MegatronEngine:
 
     def train_step(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | BatchShard,
         loss_fn: LossFn,
         *,
         max_tokens_per_mb: int,
@@ -135,9 +144,10 @@ class MegatronEngine:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> dict[str, float]:
-        """One optimizer update on the whole of `batch` (the same on every rank), in microbatches of max_tokens_per_mb;
-        where a sequence is longer, but not beyond max_sequence_tokens, of as many as that one has.
+        """One optimizer update on the whole of `batch`, in microbatches of max_tokens_per_mb; where a sequence is
+        longer, but not beyond max_sequence_tokens, of as many as that one has.
 
+        `batch` is the same PackedBatch on every rank, or each rank's shard of it, which has its token weights.
         `token_weights(batch)` gives each token of the whole batch a weight [T]. The loss is divided by the sum of all
         weights, its metrics by that of the trained tokens; `loss_fn` finds the weights of its tokens in the field
         "token_weights" [t] float32. Returns, on every rank, "loss", the metrics of `loss_fn`, "grad_norm" (before
@@ -146,9 +156,9 @@ class MegatronEngine:
         """
         if self._optimizer is None:
             raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
-        limit = self._limit(batch, max_tokens_per_mb, max_sequence_tokens)
-        plan = self._plan(batch, limit)
-        batch, divisors = weigh_tokens(batch, token_weights)
+        shard = weighed(batch, token_weights)
+        limit = self.planner.limit(shard.shape, max_tokens_per_mb, max_sequence_tokens)
+        plan, divisors = self.planner.plan(shard.shape, limit), shard.divisors
         no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
 
         def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -158,10 +168,10 @@ class MegatronEngine:
             return loss / divisors.loss, no_tokens, {"loss": loss.detach(), **metrics}
 
         def gradients() -> tuple[list[Any], int]:
-            microbatches = self._pack(batch, plan[self._parallel.dp_rank])
+            microbatches = self._pack(shard, plan[self._parallel.dp_rank])
             return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
 
-        sizes = partial(self._sizes, batch, plan, limit)
+        sizes = partial(self._sizes, shard.shape, plan, limit)
         self._optimizer.zero_grad()
         if self.model_config.moe is not None:
             forget_counts(self._model)  # of a pass that ran out of memory
@@ -177,7 +187,12 @@ class MegatronEngine:
         }
 
     def logprobs(
-        self, batch: PackedBatch, *, max_tokens_per_mb: int, max_sequence_tokens: int = 0, temperature: float = 1.0
+        self,
+        batch: PackedBatch | BatchShard,
+        *,
+        max_tokens_per_mb: int,
+        max_sequence_tokens: int = 0,
+        temperature: float = 1.0,
     ) -> Shard | None:
         """Log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result (tensor and
         context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others. Limits as in
@@ -185,17 +200,21 @@ class MegatronEngine:
         if self._settings.is_critic:
             raise ValueError("this engine holds a critic: it has values, no log-probabilities")
         return self._infer(
-            batch,
-            self._limit(batch, max_tokens_per_mb, max_sequence_tokens),
+            whole(batch),
+            max_tokens_per_mb,
+            max_sequence_tokens,
             lambda mb, out: self._head(mb, out, temperature, with_entropy=False).logprobs,
         )
 
-    def values(self, batch: PackedBatch, *, max_tokens_per_mb: int, max_sequence_tokens: int = 0) -> Shard | None:
+    def values(
+        self, batch: PackedBatch | BatchShard, *, max_tokens_per_mb: int, max_sequence_tokens: int = 0
+    ) -> Shard | None:
         """The critic's values of the states in which the loss_mask tokens were chosen (0 elsewhere); see logprobs()."""
         if not self._settings.is_critic:
             raise ValueError("this engine holds a language model: it has log-probabilities, no values")
-        limit = self._limit(batch, max_tokens_per_mb, max_sequence_tokens)
-        return self._infer(batch, limit, lambda mb, out: self._head(mb, out, 1.0, False).values)
+        return self._infer(
+            whole(batch), max_tokens_per_mb, max_sequence_tokens, lambda mb, out: self._head(mb, out, 1.0, False).values
+        )
 
     def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
@@ -256,49 +275,19 @@ class MegatronEngine:
         if self._optimizer is not None:
             self._optimizer.finish_param_gather()
 
-    def _limit(self, batch: PackedBatch, max_tokens_per_mb: int, max_sequence_tokens: int) -> int:
-        """Tokens of a microbatch of this batch: a limit that was learnt from shorter sequences makes way for a longer
-        one."""
-        longest = int(self._packing.padded_lens(batch.seq_lens).max())
-        return max(max_tokens_per_mb, min(longest, max_sequence_tokens))
+    def _pack(self, shard: BatchShard, plan: Sequence[Microbatch]) -> list[PackedMicrobatch]:
+        return [self._pack_microbatch(shard, sequences) for sequences in plan]
 
-    def _plan(self, batch: PackedBatch, max_tokens_per_mb: int) -> list[list[Microbatch]]:
-        _check_routed_experts(batch, self.model_config)
-        lens = batch.seq_lens
-        if int(lens.min()) < 1:
-            raise ValueError(f"sequence {int(lens.argmin())} of the batch has no tokens")
-        if bool(batch.loss_mask[batch.cu_seqlens[:-1]].any()):
+    def _pack_microbatch(self, shard: BatchShard, sequences: Microbatch) -> PackedMicrobatch:
+        own, shape = shard.select(sequences), shard.shape
+        _check_routed_experts(own, self.model_config)
+        if bool(own.loss_mask[own.cu_seqlens[:-1]].any()):
             raise ValueError("loss_mask is True on the first token of a sequence, which has no log-probability")
-        layout = self._parallel.layout
-        padded = self._packing.padded_lens(lens).tolist()
-        min_microbatches = 2 * layout.pp if layout.pp > 1 else 1  # half of a pipeline's bubble is gone at 2 a stage
-        multiple_of = layout.pp if layout.vpp > 1 else 1
-        units, sizes = [[i] for i in range(len(padded))], padded
-        if self._packing.share_prompts:
-            check_longest(padded, max_tokens_per_mb)
-            # A fourth of a microbatch that everybody gets: small enough to balance, large enough to share.
-            fair = batch.num_tokens // (4 * layout.dp * min_microbatches)
-            # No rank runs a filler beside one that holds several completions of a prompt.
-            everywhere = layout.dp * multiple_of
-            units, sizes = prompt_units(batch, max_tokens=min(max_tokens_per_mb, fair), at_least=everywhere)
-        attention = _attention_cost(self.model_config)
-        plan = plan_microbatches(
-            sizes,
-            dp=layout.dp,
-            max_tokens_per_mb=max_tokens_per_mb,
-            costs=[
-                size + attention * sum(padded[i] ** 2 for i in unit) for unit, size in zip(units, sizes, strict=True)
-            ],
-            min_microbatches=min_microbatches,
-            multiple_of=multiple_of,
-        )
-        return [[[i for unit in microbatch for i in units[unit]] for microbatch in rank] for rank in plan]
+        batch_tokens = shape.num_tokens - shape.num_sequences
+        return pack_sequences(own, self._packing, batch_tokens=batch_tokens, device=self._device.torch_device)
 
-    def _pack(self, batch: PackedBatch, plan: Sequence[Microbatch]) -> list[PackedMicrobatch]:
-        return [pack_microbatch(batch, mb, self._packing, device=self._device.torch_device) for mb in plan]
-
-    def _sizes(self, batch: PackedBatch, plan: list[list[Microbatch]], max_tokens_per_mb: int) -> PassSizes:
-        padded = self._packing.padded_lens(batch.seq_lens)
+    def _sizes(self, shape: BatchShape, plan: list[list[Microbatch]], max_tokens_per_mb: int) -> PassSizes:
+        padded = self.planner.padded_lens(shape)
         largest = max(int(padded[microbatch].sum()) for rank in plan for microbatch in rank if microbatch)
         return PassSizes(largest=min(largest, max_tokens_per_mb), longest=int(padded.max()))
 
@@ -326,18 +315,23 @@ class MegatronEngine:
 
     @torch.no_grad()
     def _infer(
-        self, batch: PackedBatch, max_tokens_per_mb: int, head: Callable[[PackedMicrobatch, Tensor], Tensor | None]
+        self,
+        shard: BatchShard,
+        max_tokens_per_mb: int,
+        max_sequence_tokens: int,
+        head: Callable[[PackedMicrobatch, Tensor], Tensor | None],
     ) -> Shard | None:
         self._finish_param_gather()
-        whole_plan = self._plan(batch, max_tokens_per_mb)
+        limit = self.planner.limit(shard.shape, max_tokens_per_mb, max_sequence_tokens)
+        whole_plan = self.planner.plan(shard.shape, limit)
         plan = whole_plan[self._parallel.dp_rank]
 
         def run() -> tuple[list[PackedMicrobatch], list[Any]]:
-            microbatches = self._pack(batch, plan)
+            microbatches = self._pack(shard, plan)
             strain("logprobs", rank=self._parallel.rank, tokens=max(m.token_ids.shape[1] for m in microbatches))
             return microbatches, run_schedule(self._model, microbatches, head, forward_only=True)
 
-        microbatches, results = self._memory.inference(run, partial(self._sizes, batch, whole_plan, max_tokens_per_mb))
+        microbatches, results = self._memory.inference(run, partial(self._sizes, shard.shape, whole_plan, limit))
         if not (self._parallel.is_last_stage and self._parallel.tp_rank == 0):
             return None
         own = [self._whole(mb, r) for mb, r, ids in zip(microbatches, results, plan, strict=True) if ids]

@@ -75,12 +75,20 @@ def pack_microbatch(
     batch: PackedBatch, sequences: Sequence[int], layout: PackingLayout, *, device: torch.device
 ) -> PackedMicrobatch:
     """The microbatch of `sequences` of `batch`, in this order; none of them makes a zero-weight filler of one token."""
-    own = batch.select(sequences) if len(sequences) else _filler(batch)
+    batch_tokens = batch.num_tokens - batch.num_sequences
+    return pack_sequences(batch.select(sequences), layout, batch_tokens=batch_tokens, device=device)
+
+
+def pack_sequences(
+    own: PackedBatch, layout: PackingLayout, *, batch_tokens: int, device: torch.device
+) -> PackedMicrobatch:
+    """As pack_microbatch(), of all of its sequences. `batch_tokens`: tokens of the whole batch that predict another."""
+    is_filler = not own.num_sequences
+    own = _filler(own) if is_filler else own
     rows = _shared_rows(own, layout, device) if layout.share_prompts else _rows(own, layout, device)
     if layout.routes:
-        forced = own.fields.get(ROUTED_EXPERTS) if len(sequences) else None
-        batch_tokens = max(1, batch.num_tokens - batch.num_sequences)
-        cast(Any, rows.params).routing = _routing_inputs(own, rows, layout, forced, batch_tokens, device)
+        forced = None if is_filler else own.fields.get(ROUTED_EXPERTS)
+        cast(Any, rows.params).routing = _routing_inputs(own, rows, layout, forced, max(1, batch_tokens), device)
     fields = {name: value for name, value in own.fields.items() if name != ROUTED_EXPERTS}
     fields["loss_mask"] = own.loss_mask
     sequence_of_token = torch.arange(own.num_sequences).repeat_interleave(own.seq_lens)

@@ -7,7 +7,6 @@ and is left out. Invariant: every trained token is predicted from exactly the to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.shape import leading_prompt_lens, prompts_of
 
 
 @dataclass
@@ -84,9 +84,11 @@ class SharedRows:
 def share_prompts(batch: PackedBatch) -> SharedRows:
     """Lay out all sequences of a batch."""
     starts, input_lens = batch.cu_seqlens[:-1], (batch.seq_lens - 1).clamp(min=1)
-    prompt_lens = torch.minimum(leading_prompt_lens(batch), input_lens)
+    cu_seqlens = batch.cu_seqlens.numpy()
+    prompt_lens = torch.from_numpy(leading_prompt_lens(cu_seqlens, batch.loss_mask.numpy())).minimum(input_lens)
+    prompts = prompts_of(batch.token_ids.numpy(), cu_seqlens, prompt_lens.numpy())
     owner_of: dict[bytes, int] = {}
-    owners = [owner_of.setdefault(prompt, i) for i, prompt in enumerate(_prompts(batch, prompt_lens))]
+    owners = [owner_of.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
     owner = torch.tensor(owners)
 
     whole_starts = input_lens.cumsum(0) - input_lens  # in the whole sequences' rows
@@ -113,47 +115,3 @@ def share_prompts(batch: PackedBatch) -> SharedRows:
         predictor=predictor,
         row_of_token=row_of_token,
     )
-
-
-def prompt_units(batch: PackedBatch, *, max_tokens: int, at_least: int = 1) -> tuple[list[list[int]], list[int]]:
-    """Sequences that should stay together because they share a prompt: (units, tokens of each unit).
-
-    A unit of several sequences has at most `max_tokens` tokens, the shared prompt counted once. There are `at_least` so
-    many units, or as many as sequences.
-    """
-    lens, prompt_lens = batch.seq_lens.tolist(), leading_prompt_lens(batch)
-    units: list[list[int]] = []
-    sizes: list[int] = []
-    unit_of: dict[bytes, int] = {}
-    for i, prompt in enumerate(_prompts(batch, prompt_lens)):
-        own = lens[i] - int(prompt_lens[i])
-        unit = unit_of.get(prompt)
-        if unit is not None and sizes[unit] + own <= max_tokens:
-            units[unit].append(i)
-            sizes[unit] += own
-        else:
-            unit_of[prompt] = len(units)
-            units.append([i])
-            sizes.append(lens[i])
-    while len(units) < min(at_least, len(lens)):
-        largest = max((u for u, unit in enumerate(units) if len(unit) > 1), key=lambda u: sizes[u])
-        half = units[largest][::2]
-        del units[largest][::2]
-        own = sum(lens[i] - int(prompt_lens[i]) for i in half)
-        sizes[largest] -= own
-        sizes.append(int(prompt_lens[half[0]]) + own)
-        units.append(half)
-    return units, sizes
-
-
-def leading_prompt_lens(batch: PackedBatch) -> Tensor:
-    """[N] int64: tokens of each sequence before its first trained one; all of them where none is trained."""
-    lens = batch.seq_lens
-    sequence = torch.arange(batch.num_sequences).repeat_interleave(lens)
-    place = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].repeat_interleave(lens)
-    return lens.scatter_reduce(0, sequence[batch.loss_mask], place[batch.loss_mask], "amin")
-
-
-def _prompts(batch: PackedBatch, prompt_lens: Tensor) -> Sequence[bytes]:
-    tokens, starts = batch.token_ids.numpy(), batch.cu_seqlens.tolist()
-    return [tokens[start : start + n].tobytes() for start, n in zip(starts, prompt_lens.tolist(), strict=False)]

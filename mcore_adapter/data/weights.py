@@ -16,6 +16,8 @@ from mcore_adapter.data.batch import PackedBatch
 
 TOKEN_WEIGHTS = "token_weights"
 """The field [T] float32 in which a loss finds the weights of its tokens."""
+TokenWeights = Callable[[PackedBatch], Tensor]
+"""minibatch -> weight of each of its tokens [T]."""
 
 
 def token_mean(minibatch: PackedBatch) -> Tensor:
@@ -53,9 +55,7 @@ class Divisors:
     """Of the trained tokens."""
 
 
-def weigh_tokens(
-    minibatch: PackedBatch, token_weights: Callable[[PackedBatch], Tensor]
-) -> tuple[PackedBatch, Divisors]:
+def weigh_tokens(minibatch: PackedBatch, token_weights: TokenWeights) -> tuple[PackedBatch, Divisors]:
     """The minibatch with the field TOKEN_WEIGHTS, and the sums of the weights; 1 where a sum is 0.
 
     Raises ValueError where the weights are not one finite number a token, or their sum is negative."""

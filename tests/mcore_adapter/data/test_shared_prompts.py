@@ -16,7 +16,8 @@ from tiny_models import write_model
 from allocation import ParallelLayout
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.packing import PackingLayout, pack_microbatch
-from mcore_adapter.data.shared_prompts import SharedPromptParams, leading_prompt_lens, prompt_units
+from mcore_adapter.data.shape import prompt_units, shape_of
+from mcore_adapter.data.shared_prompts import SharedPromptParams
 
 CPU = torch.device("cpu")
 
@@ -105,9 +106,10 @@ def test_a_prompt_of_very_many_completions_gets_all_of_their_gradients_in_bfloat
 @settings(max_examples=100, deadline=None)
 @given(batches, st.integers(1, 12), st.integers(1, 12))
 def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, limit: int, at_least: int) -> None:
-    units, sizes = prompt_units(batch, max_tokens=limit, at_least=at_least)
+    shape = shape_of(batch)
+    units, sizes = prompt_units(shape, max_tokens=limit, at_least=at_least)
     assert len(units) >= min(at_least, batch.num_sequences)
-    prompt_lens = leading_prompt_lens(batch)
+    prompt_lens = shape.prompt_lens
     for unit, size in zip(units, sizes, strict=True):
         one = batch.select(unit)
         ends = one.cu_seqlens[:-1] + prompt_lens[unit]
@@ -203,7 +205,7 @@ def one_prompt_run(rank: Rank, layout: ParallelLayout, model: str) -> Any:
         engine = make_engine(parallel, device, model, train=False)
         batch = grouped_batch([list(range(60))], [(0, [i % 7, 1]) for i in range(32)])
         batch = replace(batch, loss_mask=torch.arange(batch.num_tokens) % 62 >= 60)
-        plan = engine._plan(batch, 4096)
+        plan = engine.planner.plan(shape_of(batch), 4096)
         return [[len(microbatch) for microbatch in rank_plan] for rank_plan in plan]
 
 

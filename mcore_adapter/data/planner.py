@@ -1,0 +1,69 @@
+"""How a model's ranks cut a batch: which sequences each data-parallel rank runs, and in which microbatches.
+
+A plan follows from the shape of the batch and plain settings alone. Every rank, and the process that places the batch
+in the object store, computes the same one without communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_adapter.data.microbatch import Microbatch, check_longest, plan_microbatches
+from mcore_adapter.data.shape import BatchShape, prompt_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """What the parallel layout and the model ask of a cut."""
+
+    dp: int
+    pp: int = 1
+    interleaved: bool = False
+    """Pipeline stages of several parts, whose schedule runs microbatches in rounds of the pipeline's size."""
+    sequence_multiple: int = 1
+    """Each sequence is padded to a multiple of it."""
+    share_prompts: bool = False
+    """A prompt runs once for all its completions of a microbatch."""
+    attention_cost: float = 0.0
+    """Cost of a token pair relative to that of a token."""
+
+    def padded_lens(self, shape: BatchShape) -> np.ndarray:
+        """[N] int64, padding included."""
+        return -(-shape.seq_lens // self.sequence_multiple) * self.sequence_multiple
+
+    def limit(self, shape: BatchShape, max_tokens_per_mb: int, max_sequence_tokens: int) -> int:
+        """Tokens of a microbatch of this batch: a limit that was learnt from shorter sequences makes way for a longer
+        one, up to max_sequence_tokens."""
+        return max(max_tokens_per_mb, min(int(self.padded_lens(shape).max()), max_sequence_tokens))
+
+    def plan(self, shape: BatchShape, limit: int) -> list[list[Microbatch]]:
+        """Sequences of every microbatch of every data-parallel rank: [dp][num_microbatches].
+
+        Raises ValueError for an empty sequence, or one that is longer than `limit`."""
+        if int(shape.seq_lens.min()) < 1:
+            raise ValueError(f"sequence {int(shape.seq_lens.argmin())} of the batch has no tokens")
+        padded = self.padded_lens(shape).tolist()
+        min_microbatches = 2 * self.pp if self.pp > 1 else 1  # half of a pipeline's bubble is gone at 2 a stage
+        multiple_of = self.pp if self.interleaved else 1
+        units, sizes = [[i] for i in range(len(padded))], padded
+        if self.share_prompts:
+            check_longest(padded, limit)
+            # A fourth of a microbatch that everybody gets: small enough to balance, large enough to share.
+            fair = shape.num_tokens // (4 * self.dp * min_microbatches)
+            # No rank runs a filler beside one that holds several completions of a prompt.
+            everywhere = self.dp * multiple_of
+            units, sizes = prompt_units(shape, max_tokens=min(limit, fair), at_least=everywhere)
+        plan = plan_microbatches(
+            sizes,
+            dp=self.dp,
+            max_tokens_per_mb=limit,
+            costs=[
+                size + self.attention_cost * sum(padded[i] ** 2 for i in unit)
+                for unit, size in zip(units, sizes, strict=True)
+            ],
+            min_microbatches=min_microbatches,
+            multiple_of=multiple_of,
+        )
+        return [[[i for unit in microbatch for i in units[unit]] for microbatch in rank] for rank in plan]
