@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,7 +119,8 @@ class RolloutService:
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         """Return the next batch, packed, and the figures of the producer and of the workflow."""
-        batch = pack_trajectories(await self._producer.take(version), self._producer.taken)
+        groups = await self._producer.take(version)
+        batch = await asyncio.to_thread(pack_trajectories, groups, self._producer.taken)
         return batch, self._producer.stats() | batch.workflow_figures()
 
     def set_version(self, version: int) -> None:

@@ -52,7 +52,7 @@ ORDER = {
         "monitoring data",
         "algorithms",
         "config",
-        "schedule rollout_settings",
+        "schedule rollout_settings step_batch",
         "weight_sync recovery rollout_service",
         "periodic launch",
         "trainer",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
+from core.data.minibatches import Unit
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import token_mean
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, Tensor]
 Pass = Literal["old_logprobs", "ref_logprobs", "values"]
-Unit = Literal["sequence", "group", "pair"]
 
 
 class Objective(Protocol):
@@ -70,6 +70,9 @@ class Algorithm(Objective, Protocol):
         self, batch: RolloutBatch, fields: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Fields to train on ([T] each, "advantages" among them), and metrics of the whole batch.
+
+        Runs in the rollout process, on a copy of this object: what it changes and later calls need must be in
+        state_dict().
 
         `fields` holds "loss_mask", "rollout_logprobs" and the results of `passes`, [T] each. The metrics include
         task_reward, kl_reward, final_reward and advantage, which every step reports."""

@@ -1,4 +1,4 @@
-"""Batches and weights as numpy arrays: those cross the object store without copies, torch tensors do not."""
+"""Weights as numpy arrays: those cross the object store without copies, torch tensors do not."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_adapter.data.batch import PackedBatch
 from rollout.types import WeightBucket
-
-
-def batch_to_wire(batch: PackedBatch) -> dict[str, Any]:
-    """numpy arrays cross the object store without copies; torch tensors do not."""
-    return {
-        "token_ids": batch.token_ids.numpy(),
-        "cu_seqlens": batch.cu_seqlens.numpy(),
-        "loss_mask": batch.loss_mask.numpy(),
-        "fields": {name: value.numpy() for name, value in batch.fields.items()},
-    }
-
-
-def batch_from_wire(wire: dict[str, Any]) -> PackedBatch:
-    """The inverse of `batch_to_wire`; the tensors own their memory (the store's pages are read-only)."""
-    return PackedBatch(
-        token_ids=torch.from_numpy(wire["token_ids"].copy()),
-        cu_seqlens=torch.from_numpy(wire["cu_seqlens"].copy()),
-        loss_mask=torch.from_numpy(wire["loss_mask"].copy()),
-        fields={name: torch.from_numpy(value.copy()) for name, value in wire["fields"].items()},
-    )
 
 
 def bucket_to_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_
     """`{checkpoints}/{engine}/{name}`: a Hugging Face folder for every trained engine."""
     for engine in engines:
         target = checkpoints / engine.name / name
-        engine.group.call("save_hf", engine.name, str(target), tokenizer_from)
+        engine.group.save_hf(engine.name, str(target), tokenizer_from)
         logger.info("Saved %s to %s", engine.name, target)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from core.algorithms.sft import SFT
 from core.config.allocation import resolve_allocation
 from core.data.answers import AnswerDataset
+from core.data.batch_writer import BatchWriter, assemble
 from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
 from core.launch.cluster import Cluster
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from core.config.experiments import SFTConfig
     from core.paths import RunPaths
     from core.processes.supervise import Attempt
+    from mcore_adapter.data.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +66,9 @@ class SFTTrainer:
             epoch, epoch_step = self._schedule.position(step)
             with timer("data"):
                 batch = self._train.batch(epoch, epoch_step, self._batch_size)
-                handle = self._engine.group.put(batch)
+                self._open(batch, trains=True)
             with timer("update"):
-                metrics = self._engine.train_step(
-                    handle, range(batch.num_sequences), self._objective.loss, self._memory,
-                    token_weights=self._objective.token_weights,
-                )  # fmt: skip
+                metrics = self._engine.train_step(0, self._objective, self._memory)
             metrics = {"loss": metrics["nll"], "ppl": math.exp(min(metrics["nll"], 700.0)), **metrics}
             periodic.after_step(step, timer)
             self._monitor.rpc("trainDefault", metrics)
@@ -83,13 +82,26 @@ class SFTTrainer:
             )  # fmt: skip
             periodic.after_report(step, timer)
 
+    def _open(self, batch: PackedBatch, *, trains: bool) -> None:
+        """Place a batch in the object store for the ranks; one minibatch of all of it where they train."""
+        group = self._engine.group
+        writer = BatchWriter(
+            group.put, token_ids=batch.token_ids.numpy(), cu_seqlens=batch.cu_seqlens.numpy(),
+            loss_mask=batch.loss_mask.numpy(), minibatches=[range(batch.num_sequences)],
+            uses=[self._engine.use(self._memory, trains=trains)],
+        )  # fmt: skip
+        group.open_batch(group.put(writer.stored))
+        if trains:
+            group.add_fields(group.put(writer.put_fields({}, {self._engine.name: None})))
+
     def evaluate(self, step: int) -> None:
         """Loss in nats per answer token over the validation set."""
         assert self._valid is not None, "evaluation is due only with a validation set"
         loss = tokens = 0.0
         for batch in self._valid.in_order(self._valid_batch_size):
-            handle = self._engine.group.put(batch)
-            logprobs = self._engine.per_token("logprobs", batch, handle, self._memory)
+            self._open(batch, trains=False)
+            results = self._engine.group.get(self._engine.logprobs(self._memory))
+            logprobs = assemble(results, batch.cu_seqlens.numpy())
             loss -= float((logprobs * batch.loss_mask).sum())
             tokens += float(batch.loss_mask.sum())
         result = {"eval/loss": loss / tokens, "eval/ppl": math.exp(min(loss / tokens, 700.0))}

@@ -95,12 +95,12 @@ class TrainedEngines(list[EngineRef]):
     def prepare_saves(self) -> None:
         """Let the ranks take the memory for copies while they wait for others to start."""
         for engine in self:
-            engine.group.call("prepare_saves", engine.name)
+            engine.group.prepare_saves(engine.name)
 
     def begin_save(self, folder: Path) -> WaitWritten:
         """Copy every engine to host memory and start writing distributed checkpoints of them under `folder`."""
         for engine in self:
-            engine.group.call("begin_save", engine.name, str(folder / engine.name))
+            engine.group.begin_save(engine.name, str(folder / engine.name))
 
         def wait(stop: threading.Event) -> None:
             for engine in self:
@@ -111,7 +111,7 @@ class TrainedEngines(list[EngineRef]):
     def load(self, folder: Path) -> None:
         """The inverse, complete when it returns."""
         for engine in self:
-            engine.group.call("load", engine.name, str(folder / engine.name))
+            engine.group.load(engine.name, str(folder / engine.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class PPOWorkers:
     def close_senders(self) -> None:
         """Leave the servers and remove what a push left on disk."""
         if self.transport != "local":
-            self.actor.group.call("push_close")
+            self.actor.group.push_close()
 
 
 def start_ppo_workers(
@@ -240,7 +240,7 @@ def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOW
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
     )
-    workers.actor.group.call("push_connect", plan, workers.generators.endpoints(allocation.trainer))
+    workers.actor.group.push_connect(plan, workers.generators.endpoints(allocation.trainer))
 
 
 def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, groups: TrainerGroups) -> EngineRef:
@@ -314,7 +314,7 @@ def build_engine(
             gradient_clipping=o.gradient_clipping,
             offload=o.offload,
         )
-    ref.group.call("build", ref.name, settings, optimizer)
+    ref.group.build(ref.name, settings, optimizer)
 
 
 def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> RolloutSettings:

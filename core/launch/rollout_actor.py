@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 
 from core.launch.generator_actor import ActorGenerator
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 from core.rollout_settings import RolloutSettings
+from core.step_batch import StepBatch
 
 if TYPE_CHECKING:
-    from core.data.rollout_batch import RolloutBatch
+    from ray import ObjectRef
+
+    from core.data.stored_batch import Ref, StoredBatch, StoredFields
+    from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
+
+Figures = dict[str, float]
 
 
 class RolloutActor:
@@ -28,6 +36,7 @@ class RolloutActor:
         log_to_file(name, log_file)
         torch.set_num_threads(1)
         self._generators, self._settings = generators, settings
+        self._batch: StepBatch | None = None
 
     async def start(self) -> dict[str, Any]:
         from core.rollout_service import RolloutService
@@ -40,8 +49,21 @@ class RolloutActor:
     async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
         await self._service.begin(version, state, ignore_changes=ignore_changes)
 
-    async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
-        return await self._service.take(version)
+    async def take(self, version: int, request: BatchRequest) -> tuple[ObjectRef[StoredBatch], BatchFacts, Figures]:
+        """Place the next batch in the object store; return a reference, what the driver reports of it, and figures."""
+        self._batch = None  # its memory is needed
+        rollout, figures = await self._service.take(version)
+        self._batch = await asyncio.to_thread(StepBatch, rollout, request, put=ray.put)
+        return ray.put(self._batch.stored), self._batch.facts(version), figures
+
+    async def score(
+        self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]
+    ) -> tuple[ObjectRef[StoredFields], Scored]:
+        """Compute the advantages of the batch, and place what the updates train on in the object store."""
+        assert self._batch is not None, "take() comes first"
+        values = {name: await asyncio.gather(*refs) for name, refs in results.items()}
+        fields, scored = await asyncio.to_thread(self._batch.score, scoring, values)
+        return ray.put(fields), scored
 
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)

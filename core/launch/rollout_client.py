@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -12,9 +12,12 @@ from core.launch.cluster import Cluster
 from core.launch.rollout_actor import RolloutActor
 
 if TYPE_CHECKING:
-    from core.data.rollout_batch import RolloutBatch
+    from ray import ObjectRef
+
+    from core.data.stored_batch import Ref, StoredBatch, StoredFields
     from core.launch.generators import GeneratorPool
     from core.rollout_settings import RolloutSettings
+    from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +67,16 @@ class RolloutClient:
         """Facts about the data set: num_prompts, mean_prompt_tokens."""
         return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
 
-    def take(self, version: int, meanwhile: Callable[[], None]) -> tuple[RolloutBatch, dict[str, float]]:
-        """The next batch, oldest first, and the producer's figures; waits until the staleness bound can be kept, and
-        calls `meanwhile` about once a second."""
-        return self._sampling(RolloutActor.take, meanwhile, version)
+    def take(
+        self, version: int, request: BatchRequest, meanwhile: Callable[[], None]
+    ) -> tuple[ObjectRef[StoredBatch], BatchFacts, dict[str, float]]:
+        """The next batch, oldest first, in the object store, with what the driver reports of it and the producer's
+        figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
+        return self._sampling(RolloutActor.take, meanwhile, version, request)
+
+    def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[ObjectRef[StoredFields], Scored]:
+        """The fields to train on of the batch of the last take(). `results`: references to those of each pass."""
+        return self._call(RolloutActor.score, scoring, results)
 
     def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:
         """Start sampling, from the beginning or from a recover checkpoint's state."""

@@ -5,27 +5,32 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-import torch
 from ray.exceptions import RayActorError
 
 from allocation import RoleAllocation, Slot
-from core.data.wire import batch_to_wire
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.trainer_rank import TrainerRank
+from core.launch.trainer_stub import TrainerStub
 from rollout.inference.gpus import device_names
 
 if TYPE_CHECKING:
-    from mcore_adapter.data.batch import PackedBatch
-    from mcore_adapter.engine import LossFn
+    from ray import ObjectRef
+
+    from core.data.passes import InferencePass, UpdatePass
+    from core.data.stored_batch import Ref, StoredBatch, StoredFields
+    from core.weight_sync.buckets import SendReport
+    from core.weight_sync.servers import SenderPlan
+    from mcore_adapter.data.planner import Planner
+    from mcore_adapter.settings import EngineSettings, OptimizerSettings
+    from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
 
-_CALLS_OF_A_START = ("build", "load")
-"""Those that take long where a model is large, and nothing else tells that they go on."""
+T = TypeVar("T")
 
 PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """PYTORCH_CUDA_ALLOC_CONF of trainer ranks: several threads take the host memory of checkpoints."""
@@ -35,7 +40,7 @@ class TrainerGroup:
     """The ranks of one parallel layout; holds one or more engines ("actor", "critic", "ref"), each on all ranks."""
 
     def __init__(self, cluster: Cluster, placed: RoleAllocation, *, name: str, port: int, threads: int, seed: int):
-        self.layout = placed.layout
+        self.name, self.layout = name, placed.layout
         world = len(placed.slots)
         self._names = [f"{name}-rank{rank}" for rank in range(world)]
         # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
@@ -47,33 +52,40 @@ class TrainerGroup:
             return device_names([slot.gpu], allowed=cluster.gpus_allowed) if placed.on_gpu else ""
 
         self._ranks = [
-            cluster.start_actor(
-                TrainerRank, self._names[rank], rank, world, placed.device, threads, seed,
-                node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
+            TrainerStub(
+                cluster.start_actor(
+                    ray.remote(TrainerRank), self._names[rank], rank, world, placed.device, threads, seed,
+                    node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
+                )
             )
             for rank, slot in enumerate(placed.slots)
         ]  # fmt: skip
         self._cluster = cluster
-        meeting = [self._ranks[0].rendezvous.remote(port)]
+        meeting = [self._ranks[0].rendezvous(port)]
         (address,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
         limit = cluster.deadlines.collective_seconds
-        self._starting = [rank.start.remote(self.layout, address, limit) for rank in self._ranks]
+        self._starting = [rank.start(self.layout, address, limit) for rank in self._ranks]
         self._pings: list[Any] = []
+        self._announced: list[Any] = []
+        self._planners: dict[str, Planner] = {}
 
     def wait_started(self, timeout_seconds: float) -> None:
         """Return when every rank has joined the process group."""
         self._cluster.gather_started(self._starting, names=self._names, timeout_seconds=timeout_seconds)
 
-    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
-        """The same call on every rank; results in rank order. `timeout_seconds`: of a push, which has its own."""
+    def _gather(
+        self, calls: list[ObjectRef[T]], phase: str, *, push_seconds: float | None = None, logs_wait: bool = False
+    ) -> list[T]:
+        """Results of a call on every rank, in rank order. `push_seconds`: the deadline of a push, which has its own."""
+        announced, self._announced = self._announced, []
         return self._cluster.waiter.gather(
-            [getattr(r, method).remote(*args, **kwargs) for r in self._ranks],
-            names=self._names,
-            phase=f"{method} of {args[0]}" if args and isinstance(args[0], str) else method,
-            timeout_seconds=timeout_seconds or self._cluster.deadlines.call_seconds,
-            key="push.timeout_seconds" if timeout_seconds else "deadlines.call_seconds",
-            tells=method in _CALLS_OF_A_START,
-        )
+            [*announced, *calls],
+            names=[*self._names * (len(announced) // len(self._names)), *self._names],
+            phase=phase,
+            timeout_seconds=push_seconds or self._cluster.deadlines.call_seconds,
+            key="push.timeout_seconds" if push_seconds else "deadlines.call_seconds",
+            tells=logs_wait,
+        )[len(announced) :]
 
     def raise_if_dead(self) -> None:
         """Raises LaunchError when a rank is gone. Does not wait for those that are busy."""
@@ -85,25 +97,95 @@ class TrainerGroup:
         except RayActorError as e:
             raise LaunchError(f"a trainer rank exited while writing a checkpoint: {e}") from e
         if not self._pings:
-            self._pings = [rank.ping.remote() for rank in self._ranks]
+            self._pings = [rank.ping() for rank in self._ranks]
 
-    def put(self, batch: PackedBatch) -> Any:
-        """Place a batch in the object store; every other method takes the handle."""
-        return ray.put(batch_to_wire(batch))
+    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> None:
+        """Make an engine under a name on all ranks."""
+        calls = [rank.build(engine, settings, optimizer) for rank in self._ranks]
+        self._planners[engine] = self._gather(calls, f"build of {engine}", logs_wait=True)[0]
 
-    def train_step(self, engine: str, batch: Any, sequences: Sequence[int], loss_fn: LossFn, **kwargs: Any) -> dict:
-        """One optimizer update on these sequences of the batch; metrics as every rank sees them."""
-        return self.call("train_step", engine, batch, list(sequences), loss_fn, **kwargs)[0]
+    def planner(self, engine: str) -> Planner:
+        """How an engine that was built cuts batches."""
+        return self._planners[engine]
 
-    def per_token(self, method: str, engine: str, batch: PackedBatch, handle: Any, **kwargs: Any) -> torch.Tensor:
-        """`method` ("logprobs" or "values") of an engine for every token of the batch: [T] float32."""
-        out = torch.zeros(batch.num_tokens)
-        for shard in self.call(method, engine, handle, **kwargs):
-            if shard is not None:
-                sequences, values = shard
-                out[batch.token_index(sequences)] = torch.from_numpy(values.copy())
-        return out
+    def put(self, value: T) -> ObjectRef[T]:
+        """Place something in the object store for the ranks."""
+        return ray.put(value)
 
-    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Any], int]:
+    def get(self, results: Sequence[Ref]) -> list[Any]:
+        """What ranks have placed there."""
+        return ray.get(list(results))
+
+    def open_batch(self, batch: ObjectRef[StoredBatch]) -> None:
+        """Run the next passes on this batch. The next call waits for it, and has its error."""
+        self._announced += [rank.open_batch(batch, self.name) for rank in self._ranks]
+
+    def add_fields(self, fields: ObjectRef[StoredFields]) -> None:
+        """Train on these fields of the batch; see open_batch()."""
+        self._announced += [rank.add_fields(fields) for rank in self._ranks]
+
+    def close_batch(self) -> None:
+        """Free the memory of the batch; see open_batch()."""
+        self._announced += [rank.close_batch() for rank in self._ranks]
+
+    def train_step(self, update: UpdatePass) -> dict[str, float]:
+        """One optimizer update; metrics as every rank sees them."""
+        return self._gather([rank.train_step(update) for rank in self._ranks], f"train_step of {update.engine}")[0]
+
+    def logprobs(self, inference: InferencePass) -> list[Ref]:
+        """References to the log-probabilities of the batch, one of each rank that has some: see TrainerRank."""
+        calls = [rank.logprobs(inference) for rank in self._ranks]
+        return [ref for ref in self._gather(calls, f"logprobs of {inference.engine}") if ref is not None]
+
+    def values(self, inference: InferencePass) -> list[Ref]:
+        """As logprobs(), of the critic's values."""
+        calls = [rank.values(inference) for rank in self._ranks]
+        return [ref for ref in self._gather(calls, f"values of {inference.engine}") if ref is not None]
+
+    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
         """The engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and bytes."""
-        return self.call("export_weights", engine, bucket_bytes, timeout_seconds=timeout_seconds)[0]
+        calls = [rank.export_weights(engine, bucket_bytes) for rank in self._ranks]
+        return self._gather(calls, f"export_weights of {engine}", push_seconds=timeout_seconds)[0]
+
+    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None:
+        """Make a sender in every rank, and join the servers."""
+        self._gather([rank.push_connect(plan, servers) for rank in self._ranks], "push_connect")
+
+    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
+        """Gather the first buckets of the engine's weights."""
+        calls = [rank.push_prepare(engine, bucket_bytes, verify=verify) for rank in self._ranks]
+        self._gather(calls, f"push_prepare of {engine}", push_seconds=timeout_seconds)
+
+    def push_send(self, timeout_seconds: float) -> SendReport:
+        """Send what was prepared to every server."""
+        report = self._gather([rank.push_send() for rank in self._ranks], "push_send", push_seconds=timeout_seconds)[0]
+        assert report is not None, "the first rank reports"
+        return report
+
+    def push_close(self) -> None:
+        """Leave the servers."""
+        self._gather([rank.push_close() for rank in self._ranks], "push_close")
+
+    def offload(self) -> None:
+        """Leave the device to the generators."""
+        self._gather([rank.offload() for rank in self._ranks], "offload")
+
+    def reload(self) -> None:
+        """The inverse of offload()."""
+        self._gather([rank.reload() for rank in self._ranks], "reload")
+
+    def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
+        """Write a Hugging Face folder."""
+        self._gather([rank.save_hf(engine, path, tokenizer_from) for rank in self._ranks], f"save_hf of {engine}")
+
+    def prepare_saves(self, engine: str) -> None:
+        """Take the host memory for checkpoints."""
+        self._gather([rank.prepare_saves(engine) for rank in self._ranks], f"prepare_saves of {engine}")
+
+    def begin_save(self, engine: str, path: str) -> None:
+        """Copy an engine to host memory, and begin to write it."""
+        self._gather([rank.begin_save(engine, path) for rank in self._ranks], f"begin_save of {engine}")
+
+    def load(self, engine: str, path: str) -> None:
+        """Continue from a checkpoint."""
+        self._gather([rank.load(engine, path) for rank in self._ranks], f"load of {engine}", logs_wait=True)

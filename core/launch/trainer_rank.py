@@ -17,16 +17,21 @@ import ray
 import torch
 
 from allocation.strain import strain
-from core.data.wire import batch_from_wire, bucket_to_wire
+from core.data.rank_batch import RankBatch
+from core.data.wire import bucket_to_wire
 from core.errors import first_line
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 
 if TYPE_CHECKING:
     from allocation import Device, ParallelLayout
+    from core.data.passes import InferencePass, UpdatePass
+    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
     from core.weight_sync.buckets import Sender, SendReport
     from core.weight_sync.servers import SenderPlan
-    from mcore_adapter.engine import EngineSettings, LossFn, MegatronEngine, OptimizerSettings
+    from mcore_adapter.data.planner import Planner
+    from mcore_adapter.engine import MegatronEngine, Shard
+    from mcore_adapter.settings import EngineSettings, OptimizerSettings
     from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
@@ -41,9 +46,10 @@ def _free_port(host: str) -> int:
     raise OSError("none of 100 ports between 20000 and 32000 is free; set launch.master_port")
 
 
-@ray.remote
 class TrainerRank:
-    """One process of the trainer's world. Every method is called on all ranks at once, in the same order."""
+    """One process of the trainer's world. Every method is called on all ranks at once, in the same order.
+
+    A plain class; TrainerGroup makes the Ray actor of it, and TrainerStub has its remote calls."""
 
     def __init__(self, name: str, log_file: str, rank: int, world: int, device: Device, threads: int, seed: int):
         log_to_file(name, log_file)
@@ -74,8 +80,8 @@ class TrainerRank:
             timeout_seconds=collective_seconds,
         )
 
-    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> None:
-        """Make an engine under a name. Raises MemoryError, which names who holds the memory."""
+    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
+        """Make an engine under a name; return how it cuts batches. Raises MemoryError with who holds the memory."""
         from mcore_adapter.engine import MegatronEngine
         from mcore_adapter.out_of_memory import is_out_of_memory
 
@@ -90,22 +96,55 @@ class TrainerRank:
             holders = self._device.memory_holders()
             raise MemoryError(f"out of memory in the initialisation of {engine}: {first_line(e)}. {holders}") from None
         forget_modules()
+        return self._engines[engine].planner
 
-    def train_step(
-        self, engine: str, wire: dict[str, Any], sequences: list[int], loss_fn: LossFn, **kwargs: Any
-    ) -> dict[str, float]:
-        batch = batch_from_wire(wire)
-        if len(sequences) != batch.num_sequences:
-            batch = batch.select(sequences)
-        return self._engines[engine].train_step(batch, loss_fn, **kwargs)
+    def open_batch(self, batch: StoredBatch, group: str) -> None:
+        """Run the next passes on this batch. Its pieces are fetched when the first pass needs them."""
+        self._batch = RankBatch(batch, (group, self._parallel.dp_rank), self._fetch)
 
-    def logprobs(self, engine: str, wire: dict[str, Any], **kwargs: Any) -> tuple[list[int], np.ndarray] | None:
-        shard = self._engines[engine].logprobs(batch_from_wire(wire), **kwargs)
-        return None if shard is None else (shard.sequences, shard.values.float().cpu().numpy())
+    def _fetch(self, refs: list[Ref]) -> list[Arrays]:
+        """Pieces of a batch, in the store's read-only memory."""
+        return ray.get(refs)
 
-    def values(self, engine: str, wire: dict[str, Any], **kwargs: Any) -> tuple[list[int], np.ndarray] | None:
-        shard = self._engines[engine].values(batch_from_wire(wire), **kwargs)
-        return None if shard is None else (shard.sequences, shard.values.float().cpu().numpy())
+    def add_fields(self, fields: StoredFields) -> None:
+        """Train on these fields of the batch."""
+        self._batch.add_fields(fields)
+
+    def close_batch(self) -> None:
+        """Free the memory of the batch."""
+        del self._batch
+
+    def train_step(self, update: UpdatePass) -> dict[str, float]:
+        """One optimizer update; metrics as every rank sees them."""
+        return self._engines[update.engine].train_step(
+            self._batch.minibatch(update.minibatch, update.engine, replay_routing=update.replay_routing),
+            update.loss,
+            max_tokens_per_mb=update.max_tokens_per_mb,
+            max_sequence_tokens=update.max_sequence_tokens,
+            temperature=update.temperature,
+            with_entropy=update.with_entropy,
+        )
+
+    def logprobs(self, inference: InferencePass) -> Ref | None:
+        """A reference to (sequences, their log-probabilities end to end) on ranks that have results."""
+        return _stored(
+            self._engines[inference.engine].logprobs(
+                self._batch.whole(replay_routing=inference.replay_routing),
+                max_tokens_per_mb=inference.max_tokens_per_mb,
+                max_sequence_tokens=inference.max_sequence_tokens,
+                temperature=inference.temperature,
+            )
+        )
+
+    def values(self, inference: InferencePass) -> Ref | None:
+        """As logprobs(), of the critic's values."""
+        return _stored(
+            self._engines[inference.engine].values(
+                self._batch.whole(replay_routing=inference.replay_routing),
+                max_tokens_per_mb=inference.max_tokens_per_mb,
+                max_sequence_tokens=inference.max_sequence_tokens,
+            )
+        )
 
     def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Any], int]:
         """Rank 0 puts the buckets into the object store and returns their handles and how many bytes they hold; the
@@ -179,3 +218,9 @@ class TrainerRank:
 
     def load(self, engine: str, path: str) -> None:
         self._engines[engine].load(path)
+
+
+def _stored(shard: Shard | None) -> Ref | None:
+    if shard is None:
+        return None
+    return ray.put((np.array(shard.sequences, np.int64), shard.values.float().cpu().numpy()))

@@ -37,7 +37,7 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         self._generators.pause(self._timeout)
         self._generators.release_memory(_CACHE + _WEIGHTS, self._timeout)
         released = time.perf_counter()
-        self._trainer.call("reload")
+        self._trainer.reload()
         logger.info(
             "Servers released their memory in %.3f s, the trainer reloaded its state in %.3f s",
             released - start, time.perf_counter() - released,
@@ -48,13 +48,13 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
         limit = self._timeout + SENDER_GRACE_SECONDS
-        self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
+        self._trainer.push_prepare("actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
         prepared = time.perf_counter()
         self._generators.resume_memory(_WEIGHTS, self._timeout)
         resumed = time.perf_counter()
-        sent = self._trainer.call("push_send", timeout_seconds=limit)[0]
+        sent = self._trainer.push_send(limit)
         offload = time.perf_counter()
-        self._trainer.call("offload")
+        self._trainer.offload()
         cache = time.perf_counter()
         self._generators.resume_memory(_CACHE, self._timeout)
         pauses = self._generators.resume(version, self._timeout)

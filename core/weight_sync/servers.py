@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -69,9 +69,23 @@ def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.d
 
 
 class TrainerSide(Protocol):
-    """The ranks of the trainer. Every call reaches all of them; results in rank order."""
+    """The ranks of the trainer. Every call reaches all of them."""
 
-    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: object) -> list[Any]: ...
+    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
+        """Gather the first buckets of the engine's weights."""
+        ...
+
+    def push_send(self, timeout_seconds: float) -> SendReport:
+        """Send what was prepared to every server; return the first rank's report."""
+        ...
+
+    def offload(self) -> None:
+        """Leave the device to the generators."""
+        ...
+
+    def reload(self) -> None:
+        """The inverse of offload()."""
+        ...
 
 
 class GeneratorSide(Protocol):
@@ -113,10 +127,10 @@ class ServerPush(Generic[G]):
         verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
         limit = self._timeout + SENDER_GRACE_SECONDS
-        self._trainer.call("push_prepare", "actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
+        self._trainer.push_prepare("actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
         prepared = time.perf_counter()
         self._generators.pause(self._timeout)
-        sent = self._trainer.call("push_send", timeout_seconds=limit)[0]
+        sent = self._trainer.push_send(limit)
         pauses = self._generators.resume(version, self._timeout)
         self._num_pushes += 1
         return push_report(version, sent, pauses, start=start, prepared=prepared)

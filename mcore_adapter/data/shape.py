@@ -26,7 +26,7 @@ class BatchShape:
     def num_tokens(self) -> int:
         return int(self.seq_lens.sum())
 
-    def select(self, sequences: Sequence[int]) -> BatchShape:
+    def select(self, sequences: Sequence[int] | np.ndarray) -> BatchShape:
         """The shape of the batch of these sequences, in this order."""
         chosen = np.asarray(sequences, np.int64)
         return BatchShape(

@@ -9,6 +9,7 @@ sampled tokens.
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,15 +25,21 @@ from core.config.algorithm import build_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.config.ppo import AlgorithmConfig, GenerationHyperparameters, PPOHyperparameters, StalenessConfig
 from core.config.runtime import ExperimentSaveEvalControl
+from core.data.passes import InferencePass, UpdatePass
+from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.data.stored_batch import StoredBatch, StoredFields
 from core.monitoring.monitor import Monitor, StepTimer
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
+from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.weights import TOKEN_WEIGHTS, Divisors
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
@@ -328,60 +335,70 @@ class _Ranks:
         """The current step, as an index of `steps`."""
         return sum(event.startswith("take") for event in self._run.events) - 1
 
-    def put(self, batch: PackedBatch) -> PackedBatch:
-        """A copy, so that what is changed later does not reach the ranks."""
-        return PackedBatch(
-            token_ids=batch.token_ids.clone(),
-            cu_seqlens=batch.cu_seqlens.clone(),
-            loss_mask=batch.loss_mask.clone(),
-            fields={name: value.clone() for name, value in batch.fields.items()},
-        )
+    name = "trainer"
 
-    def per_token(
-        self, method: str, engine: str, batch: PackedBatch, handle: PackedBatch, *,
-        max_tokens_per_mb: int, max_sequence_tokens: int, temperature: float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        assert method == ("values" if engine == "critic" else "logprobs"), f"the {engine} has no {method}"
-        self._raise_if_too_large(f"{method} {engine}", handle, max_tokens_per_mb)
+    def planner(self, engine: str) -> Planner:
+        return Planner(dp=1)
+
+    def open_batch(self, stored: StoredBatch) -> None:
+        self._batch = RankBatch(stored, (self.name, 0), fetch=lambda refs: refs)
+
+    def add_fields(self, fields: StoredFields) -> None:
+        self._batch.add_fields(fields)
+
+    def close_batch(self) -> None:
+        del self._batch
+
+    def logprobs(self, inference: InferencePass) -> list[Any]:
+        assert inference.engine != "critic", "the critic has no log-probabilities"
+        return self._infer("logprobs", inference)
+
+    def values(self, inference: InferencePass) -> list[Any]:
+        assert inference.engine == "critic", "only the critic has values"
+        return self._infer("values", inference)
+
+    def _infer(self, method: str, inference: InferencePass) -> list[Any]:
+        shard, engine = self._batch.whole(replay_routing=inference.replay_routing), inference.engine
+        batch = shard.select(range(shard.shape.num_sequences))
+        self._raise_if_too_large(f"{method} {engine}", batch, inference.max_tokens_per_mb)
         self._run.events.append(f"{method} {engine}")
         self._run.passes.append(
             Pass(
-                step=self._first + self._index, engine=engine, method=method, temperature=temperature,
-                fields=frozenset(handle.fields), max_tokens_per_mb=max_tokens_per_mb,
+                step=self._first + self._index, engine=engine, method=method, temperature=inference.temperature,
+                fields=frozenset(batch.fields), max_tokens_per_mb=inference.max_tokens_per_mb,
             )
         )  # fmt: skip
         step = self._steps[self._index]
         outputs = {"actor": step.old or step.sampled, "ref": step.reference, "critic": step.values}
-        return self._spread(outputs[engine], handle)
+        return [(np.arange(batch.num_sequences), self._spread(outputs[engine], batch).numpy())]
 
-    def train_step(
-        self, engine: str, batch: PackedBatch, sequences: Sequence[int], loss_fn: Callable[..., Any], *,
-        max_tokens_per_mb: int, max_sequence_tokens: int, token_weights: Callable[[PackedBatch], Tensor],
-        temperature: float = 1.0, with_entropy: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
+    def train_step(self, update: UpdatePass) -> dict[str, float]:
         """As MegatronEngine.train_step: the sums of the loss are divided by the sum of the token weights."""
-        self._raise_if_too_large(f"train {engine}", batch, max_tokens_per_mb)
+        engine, whole = update.engine, self._batch.whole(replay_routing=False)
+        batch = whole.select(range(whole.shape.num_sequences))
+        self._raise_if_too_large(f"train {engine}", batch, update.max_tokens_per_mb)
         self._run.events.append(f"train {engine}")
-        step, chosen = self._steps[self._index], batch.select(sequences)
+        sequences = self._batch.minibatches[update.minibatch]
+        shard = self._batch.minibatch(update.minibatch, engine, replay_routing=update.replay_routing)
+        step, chosen = self._steps[self._index], shard.select(range(len(sequences)))
         index = batch.token_index(sequences)
         if engine == "critic":
             leaf = self._spread(step.current_values or step.values, batch)[index].requires_grad_()
             output, entropy = _Output(values=leaf), None
         else:
             leaf = self._spread(step.current or step.old or step.sampled, batch)[index].requires_grad_()
-            entropy = self._spread(step.entropy, batch)[index].requires_grad_() if with_entropy else None
+            entropy = self._spread(step.entropy, batch)[index].requires_grad_() if update.with_entropy else None
             output = _Output(logprobs=leaf, entropy=entropy)
-        fields = {name: value for name, value in chosen.fields.items() if name != ROUTED_EXPERTS}
-        weights = token_weights(chosen)
+        given = {name: value for name, value in chosen.fields.items() if name != ROUTED_EXPERTS}
         count = chosen.num_sequences
         of_token = torch.arange(count).repeat_interleave(chosen.seq_lens)
-        loss, metrics = loss_fn(
-            output,
-            {**fields, "loss_mask": chosen.loss_mask, "token_weights": weights},
-            Sequences(of_token=of_token, count=count),
-        )
-        num_trained = float(weights.sum())
-        (loss / num_trained).backward()
+        loss, metrics = update.loss(
+            output, {**given, "loss_mask": chosen.loss_mask}, Sequences(of_token=of_token, count=count)
+        )  # type: ignore[arg-type]
+        num_trained = float(given[TOKEN_WEIGHTS].sum())
+        assert shard.divisors == Divisors(num_trained, num_trained), "these algorithms weigh trained tokens alone"
+        (loss / shard.divisors.loss).backward()
+        fields = {name: value for name, value in given.items() if name != TOKEN_WEIGHTS}
 
         def split(values: Tensor | None) -> dict[int, list]:
             flat = torch.zeros_like(leaf) if values is None else values
@@ -392,8 +409,9 @@ class _Ranks:
         experts = chosen.fields.get(ROUTED_EXPERTS)
         self._run.updates.append(
             Update(
-                step=self._first + self._index, engine=engine, sequences=tuple(sequences), temperature=temperature,
-                with_entropy=with_entropy, max_tokens_per_mb=max_tokens_per_mb, loss=loss.item() / num_trained,
+                step=self._first + self._index, engine=engine, sequences=tuple(sequences),
+                temperature=update.temperature, with_entropy=update.with_entropy,
+                max_tokens_per_mb=update.max_tokens_per_mb, loss=loss.item() / num_trained,
                 fields={name: split(value) for name, value in fields.items()}, gradient=split(leaf.grad),
                 entropy_gradient=split(None if entropy is None else entropy.grad),
                 routed_experts={} if experts is None else split(experts.flatten()),
@@ -429,12 +447,19 @@ class _Rollout:
         self._run, self._steps, self._first = run, steps, first
         self._taken = 0
 
-    def take(self, version: int, meanwhile: Callable[[], None]) -> tuple[RolloutBatch, dict[str, float]]:
+    def take(
+        self, version: int, request: BatchRequest, meanwhile: Callable[[], None]
+    ) -> tuple[StoredBatch, BatchFacts, dict[str, float]]:
         self._run.events.append(f"take {version}")
         meanwhile()
         index = self._taken
         self._taken += 1
-        return _batch(self._steps[index], self._first + index), dict(self._steps[index].figures)
+        rollout = _batch(self._steps[index], self._first + index)
+        self._batch = StepBatch(rollout, request, put=lambda arrays: arrays)
+        return self._batch.stored, self._batch.facts(version), dict(self._steps[index].figures)
+
+    def score(self, scoring: Scoring, results: Mapping[str, Sequence[Any]]) -> tuple[StoredFields, Scored]:
+        return self._batch.score(pickle.loads(pickle.dumps(scoring)), results)
 
     def set_version(self, version: int) -> None:
         self._run.events.append(f"set_version {version}")

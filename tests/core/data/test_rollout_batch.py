@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from core.data.minibatches import split_minibatches
 from core.data.rollout_batch import pack_trajectories
-from core.trainer import split_minibatches
 from rollout.types import PROMPT_VERSION, FinishReason, Trajectory
 
 

@@ -1,0 +1,99 @@
+"""Places a batch in the object store, cut into the pieces that trainer ranks need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from core.data.stored_batch import Arrays, Piece, Ref, StoredBatch, StoredFields, Use, cut
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.shape import read_shape
+from mcore_adapter.data.weights import TOKEN_WEIGHTS, Divisors, TokenWeights, weigh_tokens
+
+
+def weights_field(engine: str) -> str:
+    """Name of the array with the token weights of an engine's objective."""
+    return f"{TOKEN_WEIGHTS}/{engine}"
+
+
+class BatchWriter:
+    """One batch of T tokens: its tokens first, then the fields to train on."""
+
+    def __init__(
+        self,
+        put: Callable[[Arrays], Ref],
+        *,
+        token_ids: np.ndarray,  # [T] integers
+        cu_seqlens: np.ndarray,  # [N + 1] int64
+        loss_mask: np.ndarray,  # [T] bool
+        routed_experts: np.ndarray | None = None,  # [T, layers, k]
+        minibatches: Sequence[Sequence[int]],
+        uses: Sequence[Use],
+    ) -> None:
+        """Place the tokens."""
+        self._put, self._token_ids, self._cu_seqlens, self._loss_mask = put, token_ids, cu_seqlens, loss_mask
+        shape = read_shape(token_ids, cu_seqlens, loss_mask)
+        arrays = {"token_ids": token_ids.astype(np.int32, copy=False), "loss_mask": loss_mask}
+        if routed_experts is not None:
+            arrays[ROUTED_EXPERTS] = routed_experts
+        pieces = cut(shape, minibatches, uses)
+        tokens = [put(self._arrays_of(piece, arrays)) for piece in pieces]
+        self.stored = StoredBatch(shape=shape, minibatches=minibatches, pieces=pieces, tokens=tokens)
+
+    def put_fields(self, fields: Arrays, weights: Mapping[str, TokenWeights | None]) -> StoredFields:
+        """Place per-token fields [T, ...]. `weights`: the token weights of each engine that trains; None: token_mean.
+
+        Raises ValueError for a field of another length, and as weigh_tokens()."""
+        for name, value in fields.items():
+            if len(value) != len(self._token_ids):
+                raise ValueError(f"field {name}: {len(value)} entries for {len(self._token_ids)} tokens")
+        arrays, divisors = dict(fields), {}
+        for engine, token_weights in weights.items():
+            if token_weights is None:
+                divisors[engine] = [self._count_trained(part) for part in self.stored.minibatches]
+            else:
+                arrays[weights_field(engine)], divisors[engine] = self._weigh(token_weights, fields)
+        stored = [self._put(self._arrays_of(piece, arrays)) for piece in self.stored.pieces]
+        return StoredFields(fields=stored, divisors=divisors)
+
+    def _arrays_of(self, piece: Piece, arrays: Arrays) -> Arrays:
+        if len(piece.sequences) == len(self._cu_seqlens) - 1:
+            return arrays
+        bounds = [slice(*self._cu_seqlens[i : i + 2]) for i in piece.sequences.tolist()]
+        return {name: np.concatenate([values[b] for b in bounds]) for name, values in arrays.items()}
+
+    def _count_trained(self, minibatch: Sequence[int]) -> Divisors:
+        trained = sum(np.count_nonzero(self._loss_mask[slice(*self._cu_seqlens[i : i + 2])]) for i in minibatch)
+        return Divisors(float(trained or 1), float(trained or 1))
+
+    def _weigh(self, token_weights: TokenWeights, fields: Arrays) -> tuple[np.ndarray, list[Divisors]]:
+        """Weights [T] float32, computed over whole minibatches."""
+        batch = PackedBatch(
+            token_ids=torch.from_numpy(self._token_ids),
+            cu_seqlens=torch.from_numpy(self._cu_seqlens),
+            loss_mask=torch.from_numpy(self._loss_mask),
+            fields={name: torch.from_numpy(value) for name, value in fields.items()},
+        )
+        weights, divisors = torch.zeros(batch.num_tokens), []
+        for minibatch in self.stored.minibatches:
+            own = batch.select(minibatch)
+            own = PackedBatch(
+                token_ids=own.token_ids.long(), cu_seqlens=own.cu_seqlens, loss_mask=own.loss_mask, fields=own.fields
+            )
+            weighed, sums = weigh_tokens(own, token_weights)
+            weights[batch.token_index(minibatch)] = weighed.fields[TOKEN_WEIGHTS]
+            divisors.append(sums)
+        return weights.numpy(), divisors
+
+
+def assemble(results: Sequence[tuple[np.ndarray, np.ndarray]], cu_seqlens: np.ndarray) -> torch.Tensor:
+    """Per-token results of ranks, (sequences, their values end to end) each -> [T] float32, 0 where none has one."""
+    out = np.zeros(int(cu_seqlens[-1]), np.float32)
+    for sequences, values in results:
+        place = 0
+        for start, end in zip(cu_seqlens[sequences].tolist(), cu_seqlens[sequences + 1].tolist(), strict=True):
+            out[start:end] = values[place : place + end - start]
+            place += end - start
+    return torch.from_numpy(out)

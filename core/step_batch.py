@@ -1,0 +1,121 @@
+"""The batch of a step where its tokens are: in the rollout process, which cuts it and computes advantages.
+
+Advantages need every token of the batch at once (groups, whitening, moving statistics), in the order in which they were
+sampled. They are computed here, beside the tokens, and only numbers per step go to the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.algorithms.base import Algorithm, Objective
+from core.data.batch_writer import BatchWriter, assemble
+from core.data.minibatches import Unit, deal_minibatches, units_of
+from core.data.rollout_batch import RolloutBatch
+from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use
+from mcore_adapter.data.weights import TokenWeights
+
+Results = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
+"""By field: (sequences, values) of each rank that has results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRequest:
+    """How the loop will use its next batch."""
+
+    unit: Unit
+    num_minibatches: int
+    seed: int
+    uses: Sequence[Use]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """What the driver gets of a batch: numbers per sequence and per step."""
+
+    num_minibatches: int
+    ages: np.ndarray  # [N] int64: see RolloutBatch.ages
+    positions: np.ndarray  # [number of groups] int64
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What computes advantages, and what the updates minimise, by engine."""
+
+    algorithm: Algorithm
+    objectives: Mapping[str, Objective]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What the driver gets of the advantages."""
+
+    metrics: dict[str, float]
+    algorithm_state: dict[str, object]
+    """State of the algorithm after this batch."""
+
+
+class StepBatch:
+    """One batch, from its trajectories to the fields that updates train on. It computes with one thread, so that
+    sums over tokens have the same order on every machine."""
+
+    def __init__(self, rollout: RolloutBatch, request: BatchRequest, *, put: Callable[[Arrays], Ref]) -> None:
+        """Deal minibatches, cut the batch and place its tokens. Raises ValueError where a pair is incomplete, or a
+        sequence is longer than a microbatch."""
+        torch.set_num_threads(1)  # counts for the calling thread only
+        self._rollout = rollout
+        minibatches = deal_minibatches(
+            units_of(rollout.group_ids, request.unit), request.num_minibatches, seed=request.seed
+        )
+        self._writer = BatchWriter(
+            put, token_ids=rollout.token_ids, cu_seqlens=rollout.cu_seqlens, loss_mask=rollout.loss_mask,
+            routed_experts=rollout.routed_experts, minibatches=minibatches, uses=request.uses,
+        )  # fmt: skip
+
+    @property
+    def stored(self) -> StoredBatch:
+        return self._writer.stored
+
+    def facts(self, version: int) -> BatchFacts:
+        """What the driver reports of this batch, which is trained at `version`."""
+        rollout = self._rollout
+        lens = torch.from_numpy(np.diff(rollout.cu_seqlens))
+        return BatchFacts(
+            num_minibatches=len(self.stored.minibatches),
+            ages=rollout.ages(version),
+            positions=rollout.positions,
+            metrics={
+                "avg_seq_len": float(lens.float().mean()),
+                "avg_prompt_len": float(rollout.prompt_lens.mean()),
+                "n_tokens": float((rollout.versions >= 0).sum()),
+                "n_valid_tokens": float(rollout.loss_mask.sum()),
+                "n_seqs": float(rollout.num_sequences),
+                "no_eos_ratio": float(rollout.no_eos.mean()),
+            },
+        )
+
+    def score(self, scoring: Scoring, results: Results) -> tuple[StoredFields, Scored]:
+        """Compute advantages from the results of the passes, and place every field to train on."""
+        torch.set_num_threads(1)
+        rollout, algorithm = self._rollout, scoring.algorithm
+        passes = {name: assemble(of, rollout.cu_seqlens) for name, of in results.items()}
+        sampled = {"rollout_logprobs": torch.from_numpy(rollout.rollout_logprobs)}
+        known: dict[str, Tensor] = {**sampled, **passes, "loss_mask": torch.from_numpy(rollout.loss_mask)}
+        trained_on, metrics = algorithm.advantages(rollout, known)
+        fields = {name: value.numpy() for name, value in {**sampled, **passes, **trained_on}.items()}
+        weights = {engine: _token_weights(objective) for engine, objective in scoring.objectives.items()}
+        stored = self._writer.put_fields(fields, weights)
+        return stored, Scored(metrics=metrics, algorithm_state=algorithm.state_dict())
+
+
+def _token_weights(objective: Objective) -> TokenWeights | None:
+    """None where the objective has the default: its weights and their sum follow from the mask of each token."""
+    if type(objective).token_weights is Objective.token_weights:
+        return None
+    return objective.token_weights
