@@ -1,8 +1,5 @@
-"""One training step's data on the driver: trajectories laid end to end, with what is known per sequence beside them.
-
-Packed in the rollout actor with numpy (flat arrays cross processes without copies), turned into the trainer's
-`PackedBatch` on arrival.
-"""
+"""One training step's data in the rollout process: trajectories laid end to end, with what is known per sequence
+beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.batch import PackedBatch
 from rollout.types import Trajectory
 
 
@@ -48,12 +45,6 @@ class RolloutBatch:
             loss_mask=torch.from_numpy(self.loss_mask.copy()),
             fields={"rollout_logprobs": torch.from_numpy(self.rollout_logprobs.copy())},
         )
-
-    def routing_replay(self) -> dict[str, torch.Tensor]:
-        """The field that makes the policy's own passes use the generators' experts; empty where those did not tell."""
-        if self.routed_experts is None:
-            return {}
-        return {ROUTED_EXPERTS: torch.from_numpy(self.routed_experts.copy())}
 
     def workflow_figures(self) -> dict[str, float]:
         """Return workflow/{name}/mean, min and max of each workflow metric over the trajectories that report it."""

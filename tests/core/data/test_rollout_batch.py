@@ -43,16 +43,15 @@ def test_packing_keeps_order_groups_and_ages() -> None:
     assert packed.select([2, 0]).fields["rollout_logprobs"].tolist() == [0.0, -0.5, -0.5, 0.0, 0.0, -0.5]
 
 
-def test_experts_are_the_policy_s_alone_and_unknown_where_a_trajectory_does_not_tell() -> None:
+def test_experts_are_no_field_of_every_model_and_unknown_where_a_trajectory_does_not_tell() -> None:
     told = trajectory([1, 2], [3], [4], 1.0, "stop")
     experts = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
     silent = trajectory([7], [8], [5], 0.5, "stop")
     batch = pack_trajectories([[silent], [replace(told, routed_experts=experts)]], positions=[0, 1])
-    packed = batch.to_packed()
-    assert set(packed.fields) == {"rollout_logprobs"}
-    replayed = packed.with_fields(**batch.routing_replay()).fields["routed_experts"].numpy()
-    assert (replayed[:2] == -1).all() and np.array_equal(replayed[2:], experts)
-    assert pack_trajectories([[silent]], positions=[0]).routing_replay() == {}
+    assert set(batch.to_packed().fields) == {"rollout_logprobs"}
+    replayed = batch.routed_experts
+    assert replayed is not None and (replayed[:2] == -1).all() and np.array_equal(replayed[2:], experts)
+    assert pack_trajectories([[silent]], positions=[0]).routed_experts is None
 
 
 def test_workflow_metrics_are_reported_over_the_trajectories_that_have_them() -> None:

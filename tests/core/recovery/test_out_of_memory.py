@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_ppo_end_to_end import ppo
 
 from allocation.strain import VARIABLE, strain
+from core.algorithms.sft import SFT
+from core.data.passes import InferencePass, UpdatePass
 from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits, says_out_of_memory
 from core.trainer import EngineRef
@@ -66,26 +69,30 @@ class Ranks:
     """What a group of ranks is asked for."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, int]] = []
+        self.asked: list[InferencePass | UpdatePass] = []
 
-    def train_step(self, engine: str, batch: object, sequences: object, loss: object, **limits: int) -> dict:
-        self.asked.append(limits)
+    def train_step(self, update: UpdatePass) -> dict[str, float]:
+        self.asked.append(update)
         return {}
 
-    def per_token(self, method: str, engine: str, batch: object, handle: object, **limits: int) -> None:
-        self.asked.append(limits)
+    def logprobs(self, inference: InferencePass) -> list[Any]:
+        self.asked.append(inference)
+        return []
+
+    values = logprobs
 
 
 def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() -> None:
     group, memory = Ranks(), MemoryLimits({"actor_train": 40, "actor_inf": 50})
     engine = EngineRef(
-        group=group, name="actor", train_role="actor_train", inference_role="actor_inf",
+        group=group, name="actor", train_role="actor_train", inference_role="actor_inf",  # type: ignore[arg-type]
         train_tokens_per_mb=100, inference_tokens_per_mb=200,
     )  # fmt: skip
-    engine.train_step(None, [0], None, memory)
-    engine.per_token("logprobs", None, None, memory)
-    limits = [(asked["max_tokens_per_mb"], asked["max_sequence_tokens"]) for asked in group.asked]
-    assert limits == [(40, 100), (50, 200)]
+    engine.train_step(0, SFT(), memory)
+    engine.logprobs(memory)
+    engine.values(memory)
+    limits = [(asked.max_tokens_per_mb, asked.max_sequence_tokens) for asked in group.asked]
+    assert limits == [(40, 100), (50, 200), (50, 200)]
 
 
 def losses(root: Path, trial: str) -> list[tuple[float, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from test_launch_generators import Actor, Cluster, Rollout, clock, make_pool
 
 from allocation import parse
 from core.errors import LaunchError
-from core.weight_sync.buckets import PushError
+from core.weight_sync.buckets import PushError, SendReport
 from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import ServerPush
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
@@ -44,15 +44,27 @@ class Trainer:
         self.sender = sender_of(self._kind, self._folder, timeout_seconds=20.0)
         self.sender.connect(servers)
 
-    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
-        try:
-            if method == "push_prepare":
-                return [self.sender.prepare(buckets(self.version), verify=kwargs["verify"])]
-            self.num_sends += 1
-            assert self.num_sends < 10, "the push is repeated for ever"
-            return [self.sender.send()]
-        except (PushError, GeneratorCallError, GeneratorGone) as e:
-            raise LaunchError(str(e)) from e
+    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
+        with as_the_driver_sees():
+            self.sender.prepare(buckets(self.version), verify=verify)
+
+    def push_send(self, timeout_seconds: float) -> SendReport:
+        self.num_sends += 1
+        assert self.num_sends < 10, "the push is repeated for ever"
+        with as_the_driver_sees():
+            return self.sender.send()
+
+    def offload(self) -> None: ...
+
+    def reload(self) -> None: ...
+
+
+@contextmanager
+def as_the_driver_sees() -> Iterator[None]:
+    try:
+        yield
+    except (PushError, GeneratorCallError, GeneratorGone) as e:
+        raise LaunchError(str(e)) from e
 
 
 class ServerActor(Actor):

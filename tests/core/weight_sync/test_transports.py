@@ -248,9 +248,18 @@ class Recorder:
         if call[0] == self._fails:
             raise PushError("it failed")
 
-    def call(self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: object) -> list[Any]:
-        self._record(method, *args, *kwargs.values())
-        return [SendReport(seconds=0.5, num_bytes=10**9, num_buckets=2), None]
+    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
+        self._record("push_prepare", engine, bucket_bytes, verify)
+
+    def push_send(self, timeout_seconds: float) -> SendReport:
+        self._record("push_send")
+        return SendReport(seconds=0.5, num_bytes=10**9, num_buckets=2)
+
+    def offload(self) -> None:
+        self._record("offload")
+
+    def reload(self) -> None:
+        self._record("reload")
 
     def pause(self, timeout_seconds: float) -> None:
         self._record("pause")
