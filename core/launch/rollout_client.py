@@ -30,9 +30,12 @@ Method = Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]]
 class RolloutClient:
     """The rollout actor (data set, producer, experience, rewards) as the loop sees it."""
 
+    actor_class: type[RolloutActor] = RolloutActor
+    """What runs in the process."""
+
     def __init__(self, cluster: Cluster, generators: GeneratorPool, settings: RolloutSettings):
         self._cluster = cluster
-        self._actor = cluster.start_actor(ray.remote(RolloutActor), "rollout", generators.actors, settings)
+        self._actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators.actors, settings)
         self._starting = self._send(RolloutActor.start)
         self._announced: list[Any] = []
 

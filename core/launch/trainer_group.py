@@ -39,6 +39,9 @@ PAGE_LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8
 class TrainerGroup:
     """The ranks of one parallel layout; holds one or more engines ("actor", "critic", "ref"), each on all ranks."""
 
+    rank_class: type[TrainerRank] = TrainerRank
+    """What runs in the processes."""
+
     def __init__(self, cluster: Cluster, placed: RoleAllocation, *, name: str, port: int, threads: int, seed: int):
         self.name, self.layout = name, placed.layout
         world = len(placed.slots)
@@ -54,7 +57,7 @@ class TrainerGroup:
         self._ranks = [
             TrainerStub(
                 cluster.start_actor(
-                    ray.remote(TrainerRank), self._names[rank], rank, world, placed.device, threads, seed,
+                    ray.remote(self.rank_class), self._names[rank], rank, world, placed.device, threads, seed,
                     node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
                 )
             )

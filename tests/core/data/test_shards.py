@@ -1,0 +1,252 @@
+"""Ranks that fetch only their own sequences run the same microbatches as ranks that hold the whole batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.data.batch_writer import BatchWriter, assemble
+from core.data.minibatches import Unit, deal_minibatches, units_of
+from core.data.rank_batch import RankBatch
+from core.data.stored_batch import Arrays, StoredFields, Use
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.shape import shape_of
+from mcore_adapter.data.weights import TOKEN_WEIGHTS, TokenWeights, sequence_mean, token_mean, token_sum, weigh_tokens
+
+GROUPS = (4, 2, 2, 4)
+"""Answers to each prompt."""
+
+
+def make_batch() -> PackedBatch:
+    """Twelve sequences of 5, 5, 6, 15, 8, 10, 17, 11, 8, 14, 6 and 9 tokens with four prompts."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(2, 50, n) for n in (4, 2, 7, 3)]
+    sequences, masks = [], []
+    for prompt, count in zip(prompts, GROUPS, strict=True):
+        for n in rng.integers(1, 12, count):
+            sequences.append(np.concatenate((prompt, rng.integers(2, 50, n))))
+            masks.append([False] * len(prompt) + [True] * int(n))
+    lens = [0] + [len(sequence) for sequence in sequences]
+    num_tokens = sum(lens)
+    return PackedBatch(
+        token_ids=torch.tensor(np.concatenate(sequences)),
+        cu_seqlens=torch.tensor(lens).cumsum(0),
+        loss_mask=torch.tensor(np.concatenate(masks)),
+        fields={
+            "advantages": torch.from_numpy(rng.normal(size=num_tokens).astype(np.float32)),
+            ROUTED_EXPERTS: torch.from_numpy(rng.integers(0, 8, (num_tokens, 2, 1)).astype(np.int16)),
+        },
+    )
+
+
+@dataclass
+class Store:
+    """An object store that counts."""
+
+    objects: list[Arrays] = field(default_factory=list)
+    fetched: Counter[int] = field(default_factory=Counter)
+
+    def put(self, arrays: Arrays) -> int:
+        self.objects.append({name: values.copy() for name, values in arrays.items()})
+        for values in self.objects[-1].values():
+            values.flags.writeable = False
+        return len(self.objects) - 1
+
+    def fetch(self, refs: list[int]) -> list[Arrays]:
+        self.fetched.update(refs)
+        return [self.objects[ref] for ref in refs]
+
+
+@dataclass
+class Stored:
+    """make_batch() in a store."""
+
+    batch: PackedBatch
+    minibatches: list[list[int]]
+    uses: list[Use]
+    store: Store
+    writer: BatchWriter
+    fields: StoredFields
+
+    def rank(self, dp_rank: int) -> RankBatch:
+        batch = RankBatch(self.writer.stored, ("trainer", dp_rank), self.store.fetch)
+        batch.add_fields(self.fields)
+        return batch
+
+
+def store_batch(
+    planner: Planner, limit: int, *, unit: Unit = "sequence", count: int = 3, passes: bool = True,
+    weights: TokenWeights | None = None,
+) -> Stored:  # fmt: skip
+    batch, store = make_batch(), Store()
+    group_ids = np.repeat(np.arange(len(GROUPS)), GROUPS)
+    minibatches = deal_minibatches(units_of(group_ids, unit), count, seed=3)
+    use = partial(Use, group="trainer", planner=planner, max_tokens_per_mb=limit, max_sequence_tokens=limit)
+    uses = [use(trains=False)] * passes + [use(trains=True)]
+    writer = BatchWriter(
+        store.put, token_ids=batch.token_ids.numpy(), cu_seqlens=batch.cu_seqlens.numpy(),
+        loss_mask=batch.loss_mask.numpy(), routed_experts=batch.fields[ROUTED_EXPERTS].numpy(),
+        minibatches=minibatches, uses=uses,
+    )  # fmt: skip
+    fields = writer.put_fields({"advantages": batch.fields["advantages"].numpy()}, {"actor": weights})
+    return Stored(batch, minibatches, uses, store, writer, fields)
+
+
+def assert_same(actual: PackedBatch, expected: PackedBatch) -> None:
+    assert torch.equal(actual.token_ids, expected.token_ids) and actual.token_ids.dtype == torch.int64
+    assert torch.equal(actual.cu_seqlens, expected.cu_seqlens)
+    assert torch.equal(actual.loss_mask, expected.loss_mask)
+    assert actual.fields.keys() == expected.fields.keys()
+    for name, value in expected.fields.items():
+        assert torch.equal(actual.fields[name], value) and actual.fields[name].dtype == value.dtype
+
+
+# What engines cut when every rank held the whole batch: microbatches of each data-parallel rank.
+RECORDED: dict[str, tuple[Planner, int, Unit, int, Any, list[Any]]] = {
+    "two ranks": (
+        Planner(dp=2, attention_cost=0.01), 30, "sequence", 3,
+        [[[6, 8, 1], [7, 5, 2]], [[9, 11, 10], [3, 4, 0]]],
+        [[[[7, 10]], [[11, 2]]], [[[6]], [[4, 0, 1]]], [[[9, 5]], [[3, 8]]]],
+    ),
+    "groups on three ranks that share prompts": (
+        Planner(dp=3, share_prompts=True, attention_cost=0.01), 40, "group", 3,
+        [[[3, 5, 4, 10]], [[6, 11, 8]], [[9, 7, 0, 1, 2]]],
+        [[[[6, 10]], [[9, 8]], [[7, 11]]], [[[5]], [[4]], [[]]], [[[3]], [[0, 1]], [[2]]]],
+    ),
+    "pairs": (
+        Planner(dp=2, share_prompts=True, attention_cost=0.01), 40, "pair", 4,
+        [[[10, 11, 7, 8], [3, 0, 1, 2]], [[6, 4], [9, 5]]],
+        [[[[11, 4]], [[5, 10]]], [[[9, 8]], [[3, 2]]], [[[6]], [[7]]], [[[0]], [[1]]]],
+    ),
+    "an interleaved pipeline with padding": (
+        Planner(dp=1, pp=2, interleaved=True, sequence_multiple=4, attention_cost=0.01), 40, "group", 2,
+        [[[6, 1, 10], [3, 11, 8], [9, 0, 4], [5, 7, 2]]],
+        [[[[6], [7, 8], [11, 10], [9]]], [[[3], [0, 2], [1, 4], [5]]]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_shards_hold_the_microbatches_that_ranks_with_the_whole_batch_ran(case: str) -> None:
+    planner, limit, unit, count, whole_plan, plans = RECORDED[case]
+    stored = store_batch(planner, limit, unit=unit, count=count)
+    expected, _ = weigh_tokens(stored.batch, token_mean)
+    without_experts = {name: v for name, v in expected.fields.items() if name != ROUTED_EXPERTS}
+    for dp_rank in range(planner.dp):
+        rank = stored.rank(dp_rank)
+        whole = rank.whole(replay_routing=False)
+        assert planner.plan(whole.shape, limit) == whole_plan
+        for sequences in whole_plan[dp_rank]:
+            assert_same(whole.select(sequences), PackedBatch(**{**vars(stored.batch.select(sequences)), "fields": {}}))
+        for i, (minibatch, plan) in enumerate(zip(stored.minibatches, plans, strict=True)):
+            shard = rank.minibatch(i, "actor", replay_routing=True)
+            cut = planner.plan(shard.shape, limit)
+            assert [[[minibatch[j] for j in part] for part in of_rank] for of_rank in cut] == plan
+            assert shard.shape.num_tokens == sum(int(stored.batch.seq_lens[j]) for j in minibatch)
+            for places, sequences in zip(cut[dp_rank], plan[dp_rank], strict=True):
+                assert_same(shard.select(places), expected.select(sequences))
+                plain = rank.minibatch(i, "actor", replay_routing=False).select(places)
+                assert plain.fields.keys() == without_experts.keys()
+
+
+@pytest.mark.parametrize("weights", [None, sequence_mean, partial(token_sum, divisor=100.0)])
+def test_token_weights_and_their_sums_are_those_of_whole_minibatches(weights: TokenWeights | None) -> None:
+    stored = store_batch(Planner(dp=2), 30, weights=weights)
+    for i, minibatch in enumerate(stored.minibatches):
+        expected, divisors = weigh_tokens(stored.batch.select(minibatch), weights or token_mean)
+        for dp_rank in range(2):
+            shard = stored.rank(dp_rank).minibatch(i, "actor", replay_routing=False)
+            assert shard.divisors == divisors
+            for places in Planner(dp=2).plan(shard.shape, 30)[dp_rank]:
+                found = shard.select(places).fields[TOKEN_WEIGHTS]
+                assert torch.equal(found, expected.select(places).fields[TOKEN_WEIGHTS])
+
+
+def run_step(stored: Stored, dp_rank: int, planner: Planner, limits: Sequence[int]) -> None:
+    """Every pass of a step on one rank; the last limit counts for updates, those before for passes."""
+    rank = stored.rank(dp_rank)
+    for limit in limits[:-1]:
+        whole = rank.whole(replay_routing=True)
+        for sequences in planner.plan(whole.shape, limit)[dp_rank]:
+            assert_same(whole.select(sequences), with_experts_alone(stored.batch.select(sequences)))
+    for i, minibatch in enumerate(stored.minibatches):
+        shard = rank.minibatch(i, "actor", replay_routing=False)
+        for places in planner.plan(shard.shape, limits[-1])[dp_rank]:
+            expected = stored.batch.select([minibatch[j] for j in places])
+            found = shard.select(places)
+            assert torch.equal(found.token_ids, expected.token_ids)
+            assert torch.equal(found.fields["advantages"], expected.fields["advantages"])
+
+
+def with_experts_alone(batch: PackedBatch) -> PackedBatch:
+    return PackedBatch(**{**vars(batch), "fields": {ROUTED_EXPERTS: batch.fields[ROUTED_EXPERTS]}})
+
+
+def test_every_token_is_stored_once_and_a_rank_fetches_what_it_runs_once_a_step() -> None:
+    planner = Planner(dp=3)
+    stored = store_batch(planner, 30, passes=False)
+    num_pieces = len(stored.writer.stored.pieces)
+    assert num_pieces == 3
+    assert sum(len(arrays["token_ids"]) for arrays in stored.store.objects[:num_pieces]) == stored.batch.num_tokens
+    for dp_rank in range(3):
+        stored.store.fetched.clear()
+        run_step(stored, dp_rank, planner, [30])
+        assert set(stored.store.fetched.values()) == {1} and len(stored.store.fetched) == 2  # tokens, then fields
+        trained = {
+            minibatch[j]
+            for minibatch in stored.minibatches
+            for microbatch in planner.plan(shape_of(stored.batch.select(minibatch)), 30)[dp_rank]
+            for j in microbatch
+        }
+        fetched = sum(len(next(iter(stored.store.objects[ref].values()))) for ref in stored.store.fetched)
+        assert fetched == 2 * sum(int(stored.batch.seq_lens[i]) for i in trained)
+
+
+def test_passes_before_the_update_fetch_no_token_twice_and_no_field_that_is_not_trained_here() -> None:
+    planner = Planner(dp=3)
+    stored = store_batch(planner, 30)
+    pieces = stored.writer.stored.pieces
+    assert sorted(i for piece in pieces for i in piece.sequences.tolist()) == list(range(12))
+    for dp_rank in range(3):
+        stored.store.fetched.clear()
+        run_step(stored, dp_rank, planner, [30, 30, 30])
+        assert set(stored.store.fetched.values()) == {1}
+        fields = [ref - len(pieces) for ref in stored.store.fetched if ref >= len(pieces)]
+        assert fields and all(("trainer", dp_rank) in pieces[ref].trainers for ref in fields)
+
+
+def test_a_limit_that_was_lowered_since_runs_on_the_right_tokens() -> None:
+    planner = Planner(dp=2)
+    stored = store_batch(planner, 60, passes=False)
+    for dp_rank in range(2):
+        run_step(stored, dp_rank, planner, [40, 17])
+
+
+def test_fewer_sequences_than_ranks_leave_a_rank_with_an_empty_microbatch_of_every_field() -> None:
+    planner = Planner(dp=3)
+    stored = store_batch(planner, 40, unit="group", count=4)
+    (index,) = [i for i, minibatch in enumerate(stored.minibatches) if minibatch == [4, 5]]
+    empty = stored.rank(2).minibatch(index, "actor", replay_routing=True).select([])
+    assert empty.num_sequences == 0 and empty.fields.keys() == {"advantages", ROUTED_EXPERTS, TOKEN_WEIGHTS}
+
+
+def test_results_of_ranks_come_together_in_the_order_of_the_batch() -> None:
+    cu_seqlens = np.array([0, 2, 3, 6])
+    first = (np.array([2, 0]), np.array([6.0, 7.0, 8.0, 1.0, 2.0], np.float32))
+    assert assemble([first], cu_seqlens).tolist() == [1.0, 2.0, 0.0, 6.0, 7.0, 8.0]
+    second = (np.array([1]), np.array([5.0], np.float32))
+    assert assemble([first, second], cu_seqlens).tolist() == [1.0, 2.0, 5.0, 6.0, 7.0, 8.0]
+
+
+def test_a_field_of_another_length_is_refused() -> None:
+    stored = store_batch(Planner(dp=1), 30)
+    with pytest.raises(ValueError, match="field advantages: 3 entries for 114 tokens"):
+        stored.writer.put_fields({"advantages": np.zeros(3, np.float32)}, {})

@@ -1,0 +1,280 @@
+"""The way of a batch from the rollout process to the trainer ranks, with answers made up and engines that compute
+nothing.
+
+The processes are those of a run: driver, rollout process, one process a rank, Ray's object store. Memory is the peak of
+resident memory, which includes the pages of the store that a process has read or written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from allocation import parse
+from core.algorithms.grpo import GRPO
+from core.algorithms.settings import AlgorithmSettings
+from core.config.runtime import DeadlineConfig
+from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.data.stored_batch import Arrays, Ref
+from core.launch.cluster import Cluster
+from core.launch.rollout_actor import RolloutActor
+from core.launch.rollout_client import RolloutClient
+from core.launch.trainer_group import TrainerGroup
+from core.launch.trainer_rank import TrainerRank
+from core.monitoring.monitor import Monitor, StepTimer
+from core.recovery.memory import MemoryLimits
+from core.recovery.recover import RunState
+from core.trainer import EngineRef, PPOTrainer
+from core.weight_sync.base import PushReport
+from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.shard import BatchShard
+from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from rollout.experience import Schedule
+from rollout.types import PROMPT_VERSION, Trajectory
+from tools.bench.cpu import Scene
+from tools.bench.figure import Figure
+
+RANKS, MINIBATCHES, STEPS, PROMPT_TOKENS = 8, 4, 3, 256
+USAGE = ".usage.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a step's batch. `passes`: old log-probabilities are computed before the update."""
+
+    prompts: int = 512
+    answers: int = 16
+    tokens: int = 8192
+    passes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one measurement has found."""
+
+    copy_ratio: float
+    driver_seconds: float
+    step_seconds: float
+    driver_gib: float
+    rollout_gib: float
+    rank_gib: float
+
+
+def peak_gib() -> float:
+    """Peak of this process's resident memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def append(path: str, **row: float) -> None:
+    with open(path + USAGE, "a") as f:
+        f.write(json.dumps(row) + "\n")
+
+
+class MockService:
+    """Answers of the right size, made at once."""
+
+    def __init__(self, size: Size) -> None:
+        self._size, self._rng = size, np.random.default_rng(0)
+
+    async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
+        groups = [[self._trajectory(version) for _ in range(self._size.answers)] for _ in range(self._size.prompts)]
+        return pack_trajectories(groups, range(len(groups))), {}
+
+    def set_version(self, version: int) -> None: ...
+
+    def _trajectory(self, version: int) -> Trajectory:
+        total = self._size.tokens
+        mask = np.arange(total) >= PROMPT_TOKENS
+        return Trajectory(
+            query_id="", token_ids=self._rng.integers(0, 32_000, total, np.int32), loss_mask=mask,
+            rollout_logprobs=-self._rng.random(total, np.float32), versions=np.where(mask, version, PROMPT_VERSION),
+            reward=float(self._rng.integers(2)), finish_reason="stop",
+        )  # fmt: skip
+
+
+class MockRollout(RolloutActor):
+    """The rollout process around a MockService."""
+
+    def __init__(self, name: str, log_file: str, generators: Any, settings: Any) -> None:
+        super().__init__(name, log_file, generators, settings)
+        self._log_file, self._service = log_file, MockService(settings)  # type: ignore[assignment]
+
+    async def start(self) -> dict[str, Any]:
+        return {}
+
+    async def set_version(self, version: int) -> None:
+        append(self._log_file, gib=peak_gib())
+
+
+class NullEngine:
+    """Reads its microbatches and computes nothing."""
+
+    def __init__(self, planner: Planner, dp_rank: int) -> None:
+        self.planner, self._dp_rank = planner, dp_rank
+        self.trained_bytes = 0
+
+    def train_step(self, shard: BatchShard, loss_fn: Any, *, max_tokens_per_mb: int, **_: Any) -> dict[str, float]:
+        for sequences in self.planner.plan(shard.shape, max_tokens_per_mb)[self._dp_rank]:
+            own = shard.select(sequences)
+            fields = [value for name, value in own.fields.items() if name != "token_weights"]
+            per_token = 4 + own.loss_mask.element_size() + sum(value.element_size() for value in fields)
+            self.trained_bytes += own.num_tokens * per_token
+        return {"loss": 0.0}
+
+    def logprobs(self, shard: BatchShard, *, max_tokens_per_mb: int, **_: Any) -> Any:
+        plan = self.planner.plan(shard.shape, max_tokens_per_mb)[self._dp_rank]
+        lens = [shard.select(sequences).num_tokens for sequences in plan]
+        return SimpleNamespace(sequences=[i for part in plan for i in part], values=torch.zeros(sum(lens)))
+
+
+class NullRank(TrainerRank):
+    """A rank without a process group, which counts what it fetches."""
+
+    def __init__(self, name: str, log_file: str, rank: int, *rest: Any) -> None:
+        super().__init__(name, log_file, rank, *rest)
+        self._log_file, self._fetched_bytes = log_file, 0
+
+    def start(self, *args: Any) -> None:
+        self._parallel = SimpleNamespace(dp_rank=self._rank)  # type: ignore[assignment]
+
+    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
+        self._engines[engine] = NullEngine(Planner(dp=self._world), self._rank)  # type: ignore[assignment]
+        return self._engines[engine].planner
+
+    def _fetch(self, refs: list[Ref]) -> list[Arrays]:
+        fetched = super()._fetch(refs)
+        self._fetched_bytes += sum(value.nbytes for arrays in fetched for value in arrays.values())
+        return fetched
+
+    def close_batch(self) -> None:
+        super().close_batch()
+        engine: Any = self._engines["actor"]
+        append(self._log_file, gib=peak_gib(), fetched=self._fetched_bytes, trained=engine.trained_bytes)
+        self._fetched_bytes = engine.trained_bytes = 0
+
+
+class NullGroup(TrainerGroup):
+    rank_class = NullRank
+
+
+class MockClient(RolloutClient):
+    actor_class = MockRollout
+
+
+class NullPush:
+    """No weights travel."""
+
+    def sync_rejoined(self) -> None: ...
+
+    def offload_generators(self) -> None: ...
+
+    def push(self, version: int) -> PushReport:
+        return PushReport(seconds=0.0, longest_pause_seconds=0.0, gather_seconds=0.0, send_seconds=0.0, num_bytes=0)
+
+
+class Clock:
+    """Processor time and time of this process at the end of each step."""
+
+    def __init__(self) -> None:
+        self.marks = [(time.process_time(), time.perf_counter())]
+
+    def after_step(self, step: int, timer: StepTimer) -> None: ...
+
+    def after_report(self, step: int, timer: StepTimer) -> None:
+        self.marks.append((time.process_time(), time.perf_counter()))
+
+
+def run(size: Size, folder: Path) -> Usage:
+    """Drive some steps from this process."""
+    torch.set_num_threads(1)
+    allocation = parse(f"mock.d1m1p1+d{RANKS}m1p1", n_nodes=1, n_gpus_per_node=RANKS + 1)
+    deadlines = DeadlineConfig(call_seconds=3600.0, batch_seconds=3600.0)
+    clock = Clock()
+    with Cluster(
+        ray_address=None, num_actors=RANKS + 2, startup_timeout_seconds=600.0, deadlines=deadlines, log_folder=folder
+    ) as cluster:
+        cluster.reserve(allocation)
+        rollout = MockClient(cluster, SimpleNamespace(actors=[]), size)  # type: ignore[arg-type]
+        group = NullGroup(cluster, allocation.trainer, name="trainer", port=0, threads=1, seed=1)
+        group.wait_started(600.0)
+        rollout.wait_started(600.0)
+        group.build("actor", EngineSettings(hf_path=""), None)
+        engine = EngineRef(
+            group=group, name="actor", train_role="actor_train", inference_role="actor_inf",
+            train_tokens_per_mb=2 * size.tokens, inference_tokens_per_mb=2 * size.tokens,
+        )  # fmt: skip
+        schedule = Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1)
+        console = Console(file=io.StringIO())
+        with Monitor(console=console, sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0) as monitor:
+            trainer = PPOTrainer(
+                actor=engine, critic=None, reference=None, rollout=rollout, weights=NullPush(), memory=MemoryLimits(),
+                algorithm=GRPO(settings(decoupled=size.passes), {}), num_minibatches=MINIBATCHES, temperature=1.0,
+                schedule=schedule, monitor=monitor, timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
+            )  # fmt: skip
+            clock.marks = [(time.process_time(), time.perf_counter())]
+            start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+            trainer.run(start, clock)  # type: ignore[arg-type]
+    rows = {path.name: [json.loads(line) for line in path.open()] for path in folder.glob(f"*{USAGE}")}
+    ranks = [row for name, of in rows.items() if name.startswith("trainer") for row in of]
+    rollouts = [row for name, of in rows.items() if name.startswith("rollout") for row in of]
+    spent = np.diff(np.array(clock.marks), axis=0)
+    return Usage(
+        copy_ratio=max(row["fetched"] / row["trained"] for row in ranks),
+        driver_seconds=float(np.median(spent[:, 0])),
+        step_seconds=float(np.median(spent[:, 1])),
+        driver_gib=peak_gib(),
+        rollout_gib=max(row["gib"] for row in rollouts),
+        rank_gib=max(row["gib"] for row in ranks),
+    )
+
+
+def settings(*, decoupled: bool) -> AlgorithmSettings:
+    return AlgorithmSettings(
+        ppo_n_minibatches=MINIBATCHES, kl_ctl=0.0, kl_in="loss", kl_estimator="k3", discount=1.0, gae_lambda=1.0,
+        eps_clip=0.2, value_eps_clip=0.2, disable_value=True, reward_output_scaling=1.0, reward_output_bias=0.0,
+        adv_norm=True, value_norm=False, group_adv_norm=True, mask_no_eos_with_zero=False, decoupled=decoupled,
+        behave_imp_weight_cap=None, entropy_coeff=0.0,
+    )  # fmt: skip
+
+
+def measure(size: Size) -> Usage:
+    """As run(), in a process of its own, whose memory is then that of a driver."""
+    command = [sys.executable, "-m", "tools.bench.datapath", json.dumps(asdict(size))]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return Usage(**json.loads(output.splitlines()[-1]))
+
+
+def datapath(scene: Scene, size: Size = Size()) -> Iterator[Figure]:
+    """512 prompts with 16 answers of 8192 tokens each, on 8 ranks of this host."""
+    found = measure(size)
+    passes = measure(Size(**{**asdict(size), "passes": True}))
+    targets: Mapping[str, tuple[float, str, str]] = {
+        "bytes_copied_per_byte_trained": (found.copy_ratio, "x", "<= 1.1"),
+        "bytes_copied_per_byte_trained_with_old_logprobs": (passes.copy_ratio, "x", ""),
+        "driver_seconds_per_step": (found.driver_seconds, "s", "<= 0.1"),
+        "seconds_per_step": (found.step_seconds, "s", ""),
+        "peak_memory_driver": (found.driver_gib, "GiB", ""),
+        "peak_memory_rollout": (found.rollout_gib, "GiB", ""),
+        "peak_memory_rank": (found.rank_gib, "GiB", ""),
+    }
+    for name, (value, unit, target) in targets.items():
+        yield Figure(name=f"datapath.{name}", value=value, unit=unit, baseline=None, target=target)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asdict(run(Size(**json.loads(sys.argv[1])), Path(folder)))))
