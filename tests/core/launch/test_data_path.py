@@ -1,0 +1,149 @@
+"""Tokens go from the rollout process to the ranks; the driver gets numbers and references.
+
+The loop, its clients and both kinds of actors are the real ones. An object store in this process stands for Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from core.algorithms.grpo import GRPO
+from core.launch import rollout_actor, trainer_group, trainer_rank
+from core.launch.rollout_actor import RolloutActor
+from core.launch.rollout_client import RolloutClient
+from core.launch.trainer_group import TrainerGroup
+from core.launch.trainer_rank import TrainerRank
+from core.launch.trainer_stub import TrainerStub
+from core.monitoring.monitor import Monitor, StepTimer
+from core.recovery.memory import MemoryLimits
+from core.recovery.recover import RunState
+from core.trainer import EngineRef, PPOTrainer
+from mcore_adapter.data.planner import Planner
+from rollout.experience import Schedule
+from tools.bench.datapath import Clock, MockService, NullEngine, NullPush, Size, settings
+
+RANKS, STEPS = 2, 2
+
+
+class Ref:
+    """A reference to an object; its size does not depend on the object."""
+
+    def __init__(self, store: Store, value: Any) -> None:
+        self.store, self.value = store, value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (str, ("a reference",))
+
+    def __await__(self) -> Iterator[Any]:
+        yield from ()
+        return self.value
+
+
+class Store:
+    """In place of Ray: objects, and calls that run at once."""
+
+    def __init__(self) -> None:
+        self.driver_bytes = 0
+        self.fetched: list[Counter[Ref]] = []
+        """Of each rank, since its batch was opened."""
+
+    def put(self, value: Any) -> Ref:
+        return Ref(self, value)
+
+    def get_in_driver(self, refs: Sequence[Ref]) -> list[Any]:
+        self.driver_bytes += sum(len(pickle.dumps(ref.value)) for ref in refs)
+        return [ref.value for ref in refs]
+
+    def gather(self, refs: Sequence[Ref], **_: Any) -> list[Any]:
+        return self.get_in_driver(refs)
+
+    def actor(self, instance: Any) -> Any:
+        return Actor(self, instance)
+
+
+class Actor:
+    def __init__(self, store: Store, instance: Any) -> None:
+        self._store, self._instance = store, instance
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any, **kwargs: Any) -> Ref:
+            result = getattr(self._instance, name)(*(a.value if isinstance(a, Ref) else a for a in args), **kwargs)
+            return self._store.put(asyncio.run(result) if inspect.iscoroutine(result) else result)
+
+        return SimpleNamespace(remote=remote)
+
+
+class Rank(TrainerRank):
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._parallel = SimpleNamespace(dp_rank=rank)  # type: ignore[assignment]
+        self._engines = {"actor": NullEngine(Planner(dp=RANKS), rank)}  # type: ignore[dict-item]
+
+    def open_batch(self, batch: Any, group: str) -> None:
+        self._store.fetched.append(Counter())
+        self._counter = self._store.fetched[-1]
+        super().open_batch(batch, group)
+
+    def _fetch(self, refs: list[Any]) -> list[Any]:
+        self._counter.update(refs)
+        return [ref.value for ref in refs]
+
+
+def run_steps(monkeypatch: pytest.MonkeyPatch, *, tokens: int, decoupled: bool) -> Store:
+    """Two steps of 2 prompts with 4 answers each, in 2 minibatches."""
+    store = Store()
+    for module in (rollout_actor, trainer_rank, trainer_group):
+        monkeypatch.setattr(module, "ray", SimpleNamespace(put=store.put, get=store.get_in_driver))
+    cluster = SimpleNamespace(waiter=store, deadlines=SimpleNamespace(call_seconds=1.0, batch_seconds=1.0))
+    rollout, group = RolloutClient.__new__(RolloutClient), TrainerGroup.__new__(TrainerGroup)
+    service = RolloutActor.__new__(RolloutActor)
+    service._service = MockService(Size(prompts=2, answers=4, tokens=tokens))  # type: ignore[assignment]
+    vars(rollout).update(_cluster=cluster, _actor=store.actor(service), _announced=[])
+    ranks = [TrainerStub(store.actor(Rank(store, i))) for i in range(RANKS)]
+    vars(group).update(
+        name="trainer", _cluster=cluster, _ranks=ranks, _names=["r0", "r1"], _announced=[],
+        _planners={"actor": Planner(dp=RANKS)},
+    )  # fmt: skip
+    engine = EngineRef(
+        group=group, name="actor", train_role="actor_train", inference_role="actor_inf",
+        train_tokens_per_mb=tokens, inference_tokens_per_mb=tokens,
+    )  # fmt: skip
+    with Monitor(
+        console=Console(file=io.StringIO()), sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0
+    ) as monitor:
+        trainer = PPOTrainer(
+            actor=engine, critic=None, reference=None, rollout=rollout, weights=NullPush(), memory=MemoryLimits(),
+            algorithm=GRPO(settings(decoupled=decoupled), {}), num_minibatches=2, temperature=1.0,
+            schedule=Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1), monitor=monitor,
+            timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
+        )  # fmt: skip
+        start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+        trainer.run(start, Clock())  # type: ignore[arg-type]
+    return store
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["no passes", "old log-probabilities"])
+def test_what_the_driver_receives_does_not_grow_with_the_tokens(
+    monkeypatch: pytest.MonkeyPatch, decoupled: bool
+) -> None:
+    short, long = (run_steps(monkeypatch, tokens=n, decoupled=decoupled).driver_bytes for n in (300, 3000))
+    assert 0 < short == long
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["no passes", "old log-probabilities"])
+def test_a_rank_fetches_nothing_twice_in_a_step(monkeypatch: pytest.MonkeyPatch, decoupled: bool) -> None:
+    fetched = run_steps(monkeypatch, tokens=300, decoupled=decoupled).fetched
+    assert len(fetched) == RANKS * STEPS
+    assert all(counts and set(counts.values()) == {1} for counts in fetched)
+    if not decoupled:
+        assert all(len(counts) == 2 for counts in fetched), "tokens once, fields once"
