@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allocation.strain import strain
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
@@ -162,7 +161,6 @@ class MegatronEngine:
         no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
 
         def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            strain("train", rank=self._parallel.rank, tokens=microbatch.token_ids.shape[1])
             result = self._head(microbatch, output, temperature, with_entropy)
             loss, metrics = loss_fn(result, microbatch.fields, self._sequences(microbatch))
             return loss / divisors.loss, no_tokens, {"loss": loss.detach(), **metrics}
@@ -328,7 +326,6 @@ class MegatronEngine:
 
         def run() -> tuple[list[PackedMicrobatch], list[Any]]:
             microbatches = self._pack(shard, plan)
-            strain("logprobs", rank=self._parallel.rank, tokens=max(m.token_ids.shape[1] for m in microbatches))
             return microbatches, run_schedule(self._model, microbatches, head, forward_only=True)
 
         microbatches, results = self._memory.inference(run, partial(self._sizes, shard.shape, whole_plan, limit))

@@ -1,4 +1,4 @@
-"""Memory that ran out, as one error whatever the device says, and a way to make it run out in a test.
+"""Memory that ran out, as one error whatever the device reports.
 
 Invariant: StepOutOfMemory with `repeatable` means that every rank raises it and nothing was changed anywhere.
 """

@@ -16,7 +16,6 @@ import numpy as np
 import ray
 import torch
 
-from allocation.strain import strain
 from core.data.rank_batch import RankBatch
 from core.data.wire import bucket_to_wire
 from core.errors import first_line
@@ -86,7 +85,6 @@ class TrainerRank:
         from mcore_adapter.out_of_memory import is_out_of_memory
 
         try:
-            strain("init", rank=self._rank)
             self._engines[engine] = MegatronEngine(
                 parallel=self._parallel, device=self._device, settings=settings, optimizer=optimizer
             )
@@ -202,7 +200,6 @@ class TrainerRank:
 
         for last in (self._world > 1, True):
             try:
-                strain("save", rank=self._rank)
                 self._engines[engine].begin_save(path)
                 return
             except (RuntimeError, MemoryError) as e:

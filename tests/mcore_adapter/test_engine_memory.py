@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import make_engine, per_token, policy_loss, random_batch
+from helpers.memory_faults import injected
 from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
-from allocation.strain import VARIABLE
 from mcore_adapter.out_of_memory import StepOutOfMemory
 
 DP2 = ParallelLayout(dp=2)
@@ -23,7 +22,6 @@ DP2 = ParallelLayout(dp=2)
 def run_out(rank: Rank, model: str, failing_rank: int | None) -> dict[str, Any]:
     """Two updates and a pass without gradients, each tried with 100 tokens a microbatch, then with half as many."""
     asked = [] if failing_rank is None else [f"{p}:rank={failing_rank}:over=50" for p in ("train", "logprobs")]
-    os.environ[VARIABLE] = ",".join(asked)
     ran_out: list[tuple[str, int, int, bool]] = []
 
     def fitting(call: Any) -> Any:
@@ -34,18 +32,15 @@ def run_out(rank: Rank, model: str, failing_rank: int | None) -> dict[str, Any]:
                 ran_out.append((str(e), e.largest, e.longest, e.repeatable))
         raise AssertionError("half fits")
 
-    try:
-        with rank.joined(DP2) as (parallel, device):
-            engine, batch = make_engine(parallel, device, model), random_batch()
-            steps = [
-                fitting(lambda limit: engine.train_step(batch, policy_loss, max_tokens_per_mb=limit)) for _ in range(2)
-            ]
-            # Each rank has its own results or none; the driver repeats the pass on all.
-            shard = fitting(lambda limit: engine.logprobs(batch, max_tokens_per_mb=limit))
-            again = engine.logprobs(batch, max_tokens_per_mb=50)
-            return {"steps": steps, "ran_out": ran_out, "shard": shard, "again": again}
-    finally:
-        del os.environ[VARIABLE]
+    with rank.joined(DP2) as (parallel, device), injected(",".join(asked)):
+        engine, batch = make_engine(parallel, device, model), random_batch()
+        steps = [
+            fitting(lambda limit: engine.train_step(batch, policy_loss, max_tokens_per_mb=limit)) for _ in range(2)
+        ]
+        # Each rank has its own results or none; the driver repeats the pass on all.
+        shard = fitting(lambda limit: engine.logprobs(batch, max_tokens_per_mb=limit))
+        again = engine.logprobs(batch, max_tokens_per_mb=50)
+        return {"steps": steps, "ran_out": ran_out, "shard": shard, "again": again}
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
@@ -99,18 +94,14 @@ def test_a_limit_that_was_lowered_makes_way_for_a_longer_sequence_up_to_the_conf
 
 
 def moe_run(rank: Rank, model: str, *, runs_out: bool) -> dict[str, float]:
-    os.environ[VARIABLE] = "train:over=50" if runs_out else ""
-    try:
-        with rank.joined(ParallelLayout()) as (parallel, device):
-            balanced = {"moe_aux_loss_coeff": 0.05, "moe_bias_update_rate": 0.01}
-            engine = make_engine(parallel, device, model, **balanced)
-            batch = random_batch()
-            if runs_out:
-                with pytest.raises(StepOutOfMemory):
-                    engine.train_step(batch, policy_loss, max_tokens_per_mb=100)
-            return engine.train_step(batch, policy_loss, max_tokens_per_mb=50)
-    finally:
-        del os.environ[VARIABLE]
+    with rank.joined(ParallelLayout()) as (parallel, device), injected("train:over=50" if runs_out else ""):
+        balanced = {"moe_aux_loss_coeff": 0.05, "moe_bias_update_rate": 0.01}
+        engine = make_engine(parallel, device, model, **balanced)
+        batch = random_batch()
+        if runs_out:
+            with pytest.raises(StepOutOfMemory):
+                engine.train_step(batch, policy_loss, max_tokens_per_mb=100)
+        return engine.train_step(batch, policy_loss, max_tokens_per_mb=50)
 
 
 def test_what_routers_counted_in_a_pass_that_ran_out_of_memory_does_not_count(ranks: RankPool, tmp_path: Path) -> None:

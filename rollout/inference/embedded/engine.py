@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allocation.strain import strain
 from rollout.inference.backend import Interrupt
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.kv_cache import KVCache, capacity_for
@@ -91,7 +90,6 @@ class Engine:
 
     def step(self) -> Finished:
         """Sample one token for every running request, the newly admitted included; returns what is complete."""
-        strain("generate")
         running = self._cache.order()
         parts = [(running, self._decode(running))] if len(running) else []
         parts += self._admit()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import memory_faults
+from helpers.memory_faults import run_out
 from test_ppo_end_to_end import ppo
 
-from allocation.strain import VARIABLE, strain
 from core.algorithms.sft import SFT
 from core.data.passes import InferencePass, UpdatePass
 from core.errors import LaunchError
@@ -28,17 +29,17 @@ def test_every_way_in_which_memory_runs_out_is_known() -> None:
     assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(ValueError("out of memory"))
 
 
-def test_memory_runs_out_where_a_test_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_runs_out_where_a_fault_is_injected(tmp_path: Path) -> None:
     marker = tmp_path / "once"
-    monkeypatch.setenv(VARIABLE, f"train:rank=1:over=64,save:once={marker}")
-    strain("train", rank=0, tokens=100)
-    strain("train", rank=1, tokens=64)
-    strain("logprobs", rank=1, tokens=100)
+    faults = f"train:rank=1:over=64,save:once={marker}"
+    run_out(faults, "train", rank=0, tokens=100)
+    run_out(faults, "train", rank=1, tokens=64)
+    run_out(faults, "logprobs", rank=1, tokens=100)
     with pytest.raises(MemoryError):
-        strain("train", rank=1, tokens=65)
+        run_out(faults, "train", rank=1, tokens=65)
     with pytest.raises(MemoryError):
-        strain("save")
-    strain("save")
+        run_out(faults, "save")
+    run_out(faults, "save")
 
 
 def test_a_limit_is_halved_down_to_the_longest_sequence_and_no_further() -> None:
@@ -95,6 +96,11 @@ def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() ->
     assert limits == [(40, 100), (50, 200), (50, 200)]
 
 
+def inject(monkeypatch: pytest.MonkeyPatch, faults: str) -> None:
+    for name, value in memory_faults.environment(faults).items():
+        monkeypatch.setenv(name, value)
+
+
 def losses(root: Path, trial: str) -> list[tuple[float, ...]]:
     (path,) = root.glob(f"logs/*/test/{trial}/metrics.jsonl")
     rows = [m for m in map(json.loads, path.read_text().splitlines()) if "task_reward" in m]
@@ -117,7 +123,7 @@ def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
     assert quiet.finish() == 0, quiet.output()[-4000:]
 
     once = {phase: f"{phase}:once={tmp_path / phase}" for phase in ("generate", "save")}
-    monkeypatch.setenv(VARIABLE, ",".join([*once.values(), "train:over=60", "logprobs:over=50"]))
+    inject(monkeypatch, ",".join([*once.values(), "train:over=60", "logprobs:over=50"]))
     command = run_command("ppo-math", {**config, "trial_name": "disturbed"})
     assert command.finish() == 0, command.output()[-6000:]
     said = command.output()
@@ -134,7 +140,7 @@ def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
 def test_what_cannot_be_repeated_in_place_goes_on_in_another_attempt_with_what_was_learnt(
     assets, run_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(VARIABLE, f"init:once={tmp_path / 'init'},train:rank=1:once={tmp_path / 'train'}")
+    inject(monkeypatch, f"init:once={tmp_path / 'init'},train:rank=1:once={tmp_path / 'train'}")
     command = run_command(
         "sft",
         {
