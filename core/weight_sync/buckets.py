@@ -84,13 +84,15 @@ class Buckets:
         source: Iterator[Mapping[str, Tensor]],
         settings: SenderSettings,
         device: torch.device,
+        servers: Sequence[WeightEndpoint],
         *,
-        verify: Sequence[WeightEndpoint],
+        verify: bool,
     ) -> None:
-        """`device`: where the flat buckets lie. `verify`: the servers whose checksums will be compared."""
+        """`device`: where the flat buckets lie. `verify`: the checksums of `servers` will be compared."""
         self._source, self._dtype, self._device = source, settings.dtype, device
         self._staged: deque[FlatBucket | None] = deque()
-        self.expected = {tp: server.expected_checksums() for tp, server in {s.tp: s for s in verify}.items()}
+        compared = servers if verify and settings.rank == 0 else ()
+        self.expected = {tp: server.expected_checksums() for tp, server in {s.tp: s for s in compared}.items()}
         """By tensor-parallel size of the servers: complete when the iterator is exhausted."""
 
     def stage(self, count: int) -> None:
@@ -129,6 +131,27 @@ def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
     if settings.world_size > 1:
         dist.broadcast_object_list(count, src=0, device=device)
     return count[0]
+
+
+class BucketSender:
+    """The part of a Sender that lays out buckets in memory before the pause."""
+
+    def __init__(self, settings: SenderSettings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        self._servers: Sequence[WeightEndpoint] = ()
+        self._buckets: Buckets | None = None
+
+    def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
+        """See Sender.prepare()."""
+        self._buckets = Buckets(buckets, self._settings, self._device, self._servers, verify=verify)
+        self._buckets.stage(buckets_to_stage(self._settings, self._device))
+
+    def _take_buckets(self) -> Buckets:
+        """Return what prepare() made, once. Raises PushError without prepare()."""
+        buckets, self._buckets = self._buckets, None
+        if buckets is None:
+            raise PushError("send() without prepare()")
+        return buckets
 
 
 def compare_checksums(servers: Sequence[WeightEndpoint], buckets: Buckets, deadline: Deadline) -> str:

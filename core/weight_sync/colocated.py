@@ -13,7 +13,7 @@ import time
 from typing import Protocol
 
 from core.weight_sync.base import PushReport
-from core.weight_sync.servers import SENDER_GRACE_SECONDS, GeneratorSide, ServerPush, due, push_report
+from core.weight_sync.servers import GeneratorSide, ServerPush, push_report
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,12 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
 
     def push(self, version: int) -> PushReport:
         """Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused then; the run must end."""
-        verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
-        limit = self._timeout + SENDER_GRACE_SECONDS
-        self._trainer.push_prepare("actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
+        self._prepare()
         prepared = time.perf_counter()
         self._generators.resume_memory(_WEIGHTS, self._timeout)
         resumed = time.perf_counter()
-        sent = self._trainer.push_send(limit)
+        sent = self._send()
         offload = time.perf_counter()
         self._trainer.offload()
         cache = time.perf_counter()

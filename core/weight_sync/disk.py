@@ -50,8 +50,7 @@ class DiskSender:
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""
         rank0 = self._settings.rank == 0
-        compared = self._servers if verify and rank0 else ()
-        flat = Buckets(buckets, self._settings, torch.device("cpu"), verify=compared)
+        flat = Buckets(buckets, self._settings, torch.device("cpu"), self._servers, verify=verify)
         target = self._folder / f"push-{self._count}"
         self._count += 1
         if rank0:

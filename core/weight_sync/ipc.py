@@ -9,20 +9,17 @@ Invariant: a bucket's memory is kept until every server has answered; the server
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from core.weight_sync.buckets import (
-    Buckets,
+    BucketSender,
     Deadline,
     PushError,
-    SenderSettings,
     SendReport,
-    buckets_to_stage,
     call_all,
     compare_checksums,
 )
@@ -31,13 +28,8 @@ from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 
 
-class IpcSender:
+class IpcSender(BucketSender):
     """See core.weight_sync.buckets.Sender."""
-
-    def __init__(self, settings: SenderSettings, device: torch.device) -> None:
-        self._settings, self._device = settings, device
-        self._servers: Sequence[WeightEndpoint] = ()
-        self._buckets: Buckets | None = None
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Raises ValueError for a server with pipeline stages (each handle may be opened once, and such a server would
@@ -55,15 +47,8 @@ class IpcSender:
                 )
         self._servers = servers
 
-    def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
-        compared = self._servers if verify and self._settings.rank == 0 else ()
-        self._buckets = Buckets(buckets, self._settings, self._device, verify=compared)
-        self._buckets.stage(buckets_to_stage(self._settings, self._device))
-
     def send(self) -> SendReport | None:
-        buckets, self._buckets = self._buckets, None
-        if buckets is None:
-            raise PushError("send() without prepare()")
+        buckets = self._take_buckets()
         start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
         num_bytes, number = 0, 0
         for bucket in buckets:

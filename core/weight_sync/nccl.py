@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -21,16 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from core.weight_sync.buckets import (
-    Buckets,
+    BucketSender,
     Deadline,
-    PushError,
     SenderSettings,
     SendReport,
-    buckets_to_stage,
     call_all,
     compare_checksums,
     in_background,
@@ -43,7 +40,7 @@ logger = logging.getLogger(__name__)
 _groups = itertools.count()
 
 
-class NcclSender:
+class NcclSender(BucketSender):
     """See core.weight_sync.buckets.Sender. On the CPU the group is one of gloo."""
 
     def __init__(self, settings: SenderSettings, device: torch.device, *, host: str = "127.0.0.1") -> None:
@@ -54,11 +51,10 @@ class NcclSender:
                 f"NCCL_CUMEM_ENABLE={os.environ.get('NCCL_CUMEM_ENABLE', '(unset)')} in the trainer's ranks must be 0, "
                 "as in the generators' servers; otherwise the first weight update fails on the servers and hangs here"
             )
-        self._settings, self._device, self._host = settings, device, host
-        self._servers: Sequence[WeightEndpoint] = ()
+        super().__init__(settings, device)
+        self._host = host
         self._group: dist.ProcessGroup | None = None
         self._name = f"slipstream-{os.getpid()}-{next(_groups)}"
-        self._buckets: Buckets | None = None
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Make the group: this rank is 0 of it, then the servers' tensor-parallel ranks in order. Raises ValueError
@@ -94,15 +90,8 @@ class NcclSender:
         deadline.wait(joined | {"the sender": group}, "joining the group of the weight push")
         self._group = group.result()
 
-    def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
-        compared = self._servers if verify and self._settings.rank == 0 else ()
-        self._buckets = Buckets(buckets, self._settings, self._device, verify=compared)
-        self._buckets.stage(buckets_to_stage(self._settings, self._device))
-
     def send(self) -> SendReport | None:
-        buckets, self._buckets = self._buckets, None
-        if buckets is None:
-            raise PushError("send() without prepare()")
+        buckets = self._take_buckets()
         if self._settings.rank != 0:
             deque(buckets, maxlen=0)  # takes part in the gathering
             return None

@@ -124,16 +124,24 @@ class ServerPush(Generic[G]):
 
     def push(self, version: int) -> PushReport:
         """Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused then; the run must end."""
-        verify = due(self._verify, self._num_pushes)
         start = time.perf_counter()
-        limit = self._timeout + SENDER_GRACE_SECONDS
-        self._trainer.push_prepare("actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
+        self._prepare()
         prepared = time.perf_counter()
         self._generators.pause(self._timeout)
-        sent = self._trainer.push_send(limit)
+        sent = self._send()
         pauses = self._generators.resume(version, self._timeout)
         self._num_pushes += 1
         return push_report(version, sent, pauses, start=start, prepared=prepared)
+
+    def _prepare(self) -> None:
+        """Gather and lay out buckets on every rank of the trainer."""
+        verify = due(self._verify, self._num_pushes)
+        limit = self._timeout + SENDER_GRACE_SECONDS
+        self._trainer.push_prepare("actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
+
+    def _send(self) -> SendReport:
+        """Move every bucket; return the report of rank 0."""
+        return self._trainer.push_send(self._timeout + SENDER_GRACE_SECONDS)
 
 
 def due(verify: Verify, num_pushes: int) -> bool:

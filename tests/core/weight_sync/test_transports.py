@@ -187,7 +187,7 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
             made.append(bucket)
             yield tensors_of(1, bucket)
 
-    buckets = Buckets(source(), settings_alone(), torch.device("cpu"), verify=())
+    buckets = Buckets(source(), settings_alone(), torch.device("cpu"), (), verify=False)
     buckets.stage(3)
     assert made == [0, 1, 2]
     next(buckets)
@@ -199,11 +199,11 @@ def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell
     nothing: Iterator[Mapping[str, Tensor]] = iter(())
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     stages = SGLangEndpoint(name="generator-1", url="http://127.0.0.1:9", tp=1, pp=2, model_path=str(tmp_path))
-    verify: list[SGLangEndpoint]
     for verify, found in (
-        ([], ""), ([stages], "no checksums compared: generator-1 with pipeline stages cannot compute them")
-    ):  # fmt: skip
-        buckets = Buckets(nothing, settings_alone(), torch.device("cpu"), verify=verify)
+        (False, ""),
+        (True, "no checksums compared: generator-1 with pipeline stages cannot compute them"),
+    ):
+        buckets = Buckets(nothing, settings_alone(), torch.device("cpu"), [stages], verify=verify)
         assert compare_checksums([stages], buckets, Deadline(5)) == found
 
 
