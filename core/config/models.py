@@ -10,9 +10,7 @@ from typing import ClassVar, Literal
 
 from core.config.base import Section, key, section
 from model_specs.families import FAMILIES
-from rollout.inference.backend import FlagValue
-
-Dtype = Literal["float32", "bfloat16"]
+from rollout.inference.backend import FlagValue, WeightFormat
 
 
 class ModelFamily(Section):
@@ -99,15 +97,15 @@ class ModelTrainEvalConfig(Section):
     )
     sglang: dict[str, FlagValue] = key({}, "actor only: flags of the servers by name, as in mem_fraction_static: 0.8")
 
-    def dtype(self, *, embedded: bool) -> Dtype:
-        """Format of the weights, given whether the run is on the embedded default."""
-        bf16 = not embedded if self.bf16 is None else self.bf16
+    def dtype(self, *, on_gpu: bool) -> WeightFormat:
+        """Return the format of the weights of a trainer on GPUs or on the CPU."""
+        bf16 = on_gpu if self.bf16 is None else self.bf16
         return "bfloat16" if bf16 else "float32"
 
-    def recompute(self, *, embedded: bool) -> Literal["none", "selective", "full"]:
-        """What the engine recomputes in the backward pass."""
+    def recompute(self, *, on_gpu: bool) -> Literal["none", "selective", "full"]:
+        """Return what a trainer on GPUs or on the CPU recomputes in the backward pass."""
         if self.gradient_checkpointing is None:
-            return "none" if embedded else "selective"
+            return "selective" if on_gpu else "none"
         return "full" if self.gradient_checkpointing else "none"
 
 

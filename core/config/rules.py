@@ -215,7 +215,7 @@ def _backend(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violatio
     """What the generators' backend cannot do."""
     backend = BACKENDS[allocation.generator.backend]
     formats = backend.capabilities.weight_formats
-    dtype = config.generator.dtype or config.actor.dtype(embedded=not allocation.trainer.on_gpu)
+    dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
     if dtype not in formats:
         message = f"{backend.label}s hold weights in {' or '.join(formats)}, not in {dtype}; write one of them"
         yield Violation(("generator.dtype", "allocation_mode"), message)
@@ -264,7 +264,7 @@ def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Viol
     """What only some devices and formats have."""
     gpus = allocation.trainer.on_gpu
     for name, model in ((use.key, use.section) for use in config.model_uses):
-        dtype = model.dtype(embedded=not gpus)
+        dtype = model.dtype(on_gpu=gpus)
         if not gpus:
             for key, asked in ((f"{name}.fp8", model.fp8), (f"{name}.optimizer.offload", model.optimizer.offload)):
                 if asked:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from allocation import DeviceChoice
 from core.config.base import Section, key, section
-from rollout.inference.backend import FlagValue
+from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
 
 
 class ExperimentSaveEvalControl(Section):
@@ -34,7 +34,7 @@ class GeneratorConfig(Section):
     """The generators."""
 
     max_running: int = key(128, "Maximum concurrent sequences per replica", ge=1)
-    interrupt: Literal["abort", "retract", "in_place"] = key(
+    interrupt: Interrupt = key(
         "retract",
         "Running requests in a weight update. abort: return them and continue them as new requests. "
         "retract: continue after recomputing the key/value cache. in_place: continue with the old cache",
@@ -42,7 +42,7 @@ class GeneratorConfig(Section):
     device: DeviceChoice = key(
         "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
     )
-    dtype: Literal["float32", "bfloat16"] | None = key(None, "Data type of the weights. null: that of the actor")
+    dtype: WeightFormat | None = key(None, "Data type of the weights. null: that of the actor")
     mock_seconds_per_token: float = key(0.0, "mock generators: seconds per token; 0: no delay", ge=0)
     python: str | None = key(
         None, "Interpreter that has the backend's library, where that has an environment of its own. null: the run's"

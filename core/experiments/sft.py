@@ -207,7 +207,7 @@ def _start_engine(config: SFTConfig, allocation: Allocation, cluster: Cluster, t
     )
     groups.wait_started(launch.startup_timeout_seconds)
     build_engine(
-        engine, config.model, path=config.model.path, total_updates=total_updates, embedded=not gpus,
+        engine, config.model, path=config.model.path, total_updates=total_updates, on_gpu=gpus,
         seed=config.seed,
     )  # fmt: skip
     return engine

@@ -124,7 +124,7 @@ class PPOWorkers:
     generators: GeneratorPool
     rollout: RolloutClient
     groups: TrainerGroups
-    embedded: bool
+    on_gpu: bool
     colocated: bool
     """Trainer and servers on the same GPUs, which take turns."""
     transport: Transport
@@ -170,7 +170,7 @@ def start_ppo_workers(
         generators=generators,
         rollout=rollout,
         groups=groups,
-        embedded=not allocation.trainer.on_gpu,
+        on_gpu=allocation.trainer.on_gpu,
         colocated=colocated,
         transport=choose_transport(config.push.type, allocation),
     )
@@ -179,6 +179,7 @@ def start_ppo_workers(
 def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSettings:
     """What every generator is started with; the pool fills in what differs between them."""
     generator, colocated = config.generator, allocation.shares_gpus
+    backend = BACKENDS[allocation.generator.backend]
     return BackendSettings(
         model_path=config.actor.path,
         dtype=generator_dtype(config, allocation),
@@ -187,7 +188,7 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
         # Generators that leave their memory to the trainer cannot keep requests meanwhile.
         interrupt="abort" if colocated else generator.interrupt,
         colocated=colocated,
-        load_weights=not config.actor.init_from_scratch,
+        load_weights=not config.actor.init_from_scratch and "local" not in backend.capabilities.transports,
         reports_experts=config.actor.moe_routing_replay,
         flags={**config.actor.sglang, **generator.flags},
         python=generator.python or sys.executable,
@@ -198,7 +199,7 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
 
 def generator_dtype(config: PPOMATHConfig, allocation: Allocation) -> WeightFormat:
     """Format of the generators' weights."""
-    return config.generator.dtype or config.actor.dtype(embedded=not allocation.trainer.on_gpu)
+    return config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
 
 
 def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> RunPush:
@@ -259,7 +260,7 @@ def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, grou
 
 def build_ppo_engines(config: PPOMATHConfig, workers: PPOWorkers, *, total_updates: int) -> None:
     """Load actor, critic and reference on their ranks."""
-    common: dict[str, Any] = {"embedded": workers.embedded}
+    common: dict[str, Any] = {"on_gpu": workers.on_gpu}
     build_engine(
         workers.actor, config.actor, path=config.actor.path, total_updates=total_updates, seed=config.seed, **common
     )
@@ -280,7 +281,7 @@ def build_engine(
     *,
     path: str,
     total_updates: int | None,
-    embedded: bool,
+    on_gpu: bool,
     seed: int,
     is_critic: bool = False,
 ) -> None:
@@ -290,8 +291,8 @@ def build_engine(
         is_critic=is_critic,
         init_from_scratch=model.init_from_scratch,
         init_critic_from_actor=model.init_critic_from_actor,
-        dtype=model.dtype(embedded=embedded),
-        recompute=model.recompute(embedded=embedded),
+        dtype=model.dtype(on_gpu=on_gpu),
+        recompute=model.recompute(on_gpu=on_gpu),
         fp8=model.fp8,
         grad_reduce_in_fp32=model.grad_reduce_in_fp32,
         seed=seed,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from allocation import Device
 from rollout.types import Completion, GenerateRequest, Generator
@@ -28,7 +28,7 @@ Interrupt = Literal["abort", "retract", "in_place"]
 under the new weights; keep their keys and values."""
 WeightFormat = Literal["float32", "bfloat16"]
 FlagValue = bool | int | float | str | list[int] | None
-ALL_INTERRUPTS: tuple[Interrupt, ...] = ("abort", "retract", "in_place")
+ALL_INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class BackendSettings:
     colocated: bool = False
     """The GPUs are shared with the trainer: memory can be released and resumed."""
     load_weights: bool = True
-    """False: `model_path` has no weights; the first push brings them."""
+    """False: the first push brings the weights; of `model_path` only config.json and the tokenizer are read."""
     reports_experts: bool = False
     """Completions report the experts of each token."""
     flags: Mapping[str, FlagValue] = field(default_factory=dict)

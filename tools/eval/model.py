@@ -13,17 +13,21 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from allocation import CPU, GPU
+from rollout.inference.backend import BackendSettings, WeightFormat
 from rollout.inference.gpus import query_gpus
+from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.types import Generator
 from tools.eval.data import EvalError, EvalFailure
 
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "sglang", "embedded"]
+DEFAULT_DTYPES: Mapping[str, WeightFormat] = {"sglang": "bfloat16", "embedded": "float32"}
 
 SETTINGS = "settings.json"
 """File in the evaluation's folder with what settles the answers."""
@@ -46,16 +50,14 @@ class GeneratorChoice:
     backend: Backend
     tensor_parallel: int
     max_running: int
-    dtype: str | None
+    dtype: WeightFormat | None
     sglang_python: Path | None
     sglang: Mapping[str, str | int | float | bool]
     """Server arguments by name."""
 
-    def resolved(self) -> Literal["sglang", "embedded"]:
-        """auto: SGLang where there is a GPU."""
-        if self.backend != "auto":
-            return self.backend
-        return "sglang" if query_gpus() else "embedded"
+    def resolved(self) -> str:
+        """Return the name of the backend; auto: the default of GPUs, if there are any, or of the CPU."""
+        return self.backend if self.backend != "auto" else DEFAULT_BACKEND[GPU if query_gpus() else CPU]
 
 
 def find_model(path: Path) -> tuple[Path, bool]:
@@ -162,40 +164,33 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 async def start_generators(stack: AsyncExitStack, model: Path, choice: GeneratorChoice, logs: Path) -> list[Generator]:
-    """The generators, ready; the stack closes them. Raises EvalError and what a server says that does not start."""
-    if choice.resolved() == "embedded":
-        from rollout.inference.embedded import EmbeddedGenerator
-
-        embedded = EmbeddedGenerator(model, max_running=choice.max_running, dtype=choice.dtype or "float32")
-        stack.push_async_callback(embedded.close)
-        return [embedded]
-
-    from rollout.inference.gpus import check_gpus
-    from rollout.inference.sglang.generator import SGLangGenerator
-    from rollout.inference.sglang.server import ServerSettings
-
-    gpus, tp = [gpu.index for gpu in query_gpus()], choice.tensor_parallel
+    """Start the generators, which the stack closes, and return them when they are ready. Raises EvalError, ValueError
+    and GeneratorStartError."""
+    name = choice.resolved()
+    backend, tp = BACKENDS[name], choice.tensor_parallel
+    gpus = [gpu.index for gpu in query_gpus()] if GPU in backend.capabilities.devices else []
     if gpus and len(gpus) < tp:
         raise EvalError(f"--tensor_parallel {tp}: this machine has {len(gpus)} GPUs; give at most that")
     places = [tuple(gpus[i : i + tp]) for i in range(0, len(gpus) - tp + 1, tp)] or [()]
-    if gpus:  # else the server runs on the CPU, as it was asked for by name
-        check_gpus([gpu for place in places for gpu in place])
     logs.mkdir(parents=True, exist_ok=True)
+    settings = BackendSettings(
+        model_path=str(model),
+        dtype=choice.dtype or DEFAULT_DTYPES[name],
+        device=GPU if gpus else CPU,
+        max_running=choice.max_running,
+        tp=tp,
+        flags=choice.sglang,
+        python=str(choice.sglang_python or sys.executable),
+    )
     starting = [
-        SGLangGenerator.start(
-            ServerSettings(
-                name=f"generator-{i}", model_path=str(model), log_file=logs / f"generator-{i}.log", gpus=place, tp=tp,
-                dtype=choice.dtype or "bfloat16", max_running=choice.max_running, flags=choice.sglang,
-                **({"python": str(choice.sglang_python)} if choice.sglang_python else {}),
-            )
-        )
+        backend.start(replace(settings, name=f"generator-{i}", log_file=logs / f"generator-{i}.log", gpus=place))
         for i, place in enumerate(places)
-    ]  # fmt: skip
+    ]
     started = await asyncio.gather(*starting, return_exceptions=True)
-    for server in started:
-        if isinstance(server, SGLangGenerator):
-            stack.push_async_callback(server.close)
-    failures = [server for server in started if isinstance(server, BaseException)]
+    failures = [failure for failure in started if isinstance(failure, BaseException)]
+    generators = [generator for generator in started if not isinstance(generator, BaseException)]
+    for generator in generators:
+        stack.push_async_callback(generator.close)
     if failures:
         raise failures[0]
-    return [server for server in started if isinstance(server, SGLangGenerator)]
+    return list(generators)

@@ -31,10 +31,11 @@ class EmbeddedBackend:
             yield "allocation_mode", f"{message}; use sglang"
 
     async def start(self, settings: BackendSettings) -> Replica:
-        """It starts paused and without weights: the first push brings them, before any request comes."""
+        """Without `load_weights` the generator starts paused. Raises ValueError for a model that cannot be loaded."""
         from rollout.inference.embedded.generator import EmbeddedGenerator
 
-        config = json.loads((Path(settings.model_path) / "config.json").read_text(encoding="utf-8"))
+        folder = Path(settings.model_path)
+        model = folder if settings.load_weights else json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return EmbeddedGenerator(
-            config, max_running=settings.max_running, interrupt=settings.interrupt, dtype=settings.dtype
+            model, max_running=settings.max_running, interrupt=settings.interrupt, dtype=settings.dtype
         )

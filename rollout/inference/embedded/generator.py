@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
-from rollout.inference.backend import Interrupt
+from rollout.inference.backend import ALL_INTERRUPTS, Interrupt
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine, Finished
 from rollout.inference.embedded.weights import DTYPES, ModelWeights
@@ -95,8 +95,8 @@ class EmbeddedGenerator:
             raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
         if max_running < 1:
             raise ValueError(f"max_running={max_running} must be at least 1")
-        if interrupt not in get_args(Interrupt):
-            raise ValueError(f"interrupt={interrupt!r} is not one of {', '.join(get_args(Interrupt))}")
+        if interrupt not in ALL_INTERRUPTS:
+            raise ValueError(f"interrupt={interrupt!r} is not one of {', '.join(ALL_INTERRUPTS)}")
         self._config = (
             InferenceConfig.from_hf(model) if isinstance(model, Mapping) else InferenceConfig.from_folder(model)
         )

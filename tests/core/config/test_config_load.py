@@ -429,10 +429,10 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     assert config.decoupled
     assert config.kl_estimator == "k1"
     assert config.ref_path == config.actor.path
-    assert config.actor.dtype(embedded=True) == "float32"
-    assert config.actor.dtype(embedded=False) == "bfloat16"
-    assert config.actor.recompute(embedded=True) == "none"
-    assert config.actor.recompute(embedded=False) == "selective"
+    assert config.actor.dtype(on_gpu=False) == "float32"
+    assert config.actor.dtype(on_gpu=True) == "bfloat16"
+    assert config.actor.recompute(on_gpu=False) == "none"
+    assert config.actor.recompute(on_gpu=True) == "selective"
 
     config = load(
         tmp_path, SMALLEST_PPO, "staleness.max_staleness=0", "algorithm.kl_in=loss", "ppo.kl_ctl=0.1",
@@ -443,8 +443,8 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     assert not config.decoupled
     assert config.kl_estimator == "k3"
     assert config.ref_path == "other"
-    assert config.actor.dtype(embedded=True) == "bfloat16"
-    assert config.actor.recompute(embedded=True) == "full"
+    assert config.actor.dtype(on_gpu=False) == "bfloat16"
+    assert config.actor.recompute(on_gpu=False) == "full"
     assert load(tmp_path, SMALLEST_PPO, "ppo.gen.max_new_tokens=27648").max_tokens_per_mb("actor_train") == 27664
 
 

@@ -78,7 +78,7 @@ def test_its_values_arrive(tmp_path: Path) -> None:
 
     config = load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config
     assert config.model.optimizer.warmup_steps_proportion == 0.03
-    assert config.model.dtype(embedded=True) == "bfloat16"
+    assert config.model.dtype(on_gpu=False) == "bfloat16"
     assert config.max_tokens_per_mb() == 32768
     assert config.dataset.valid_bs_n_seqs == 64
 

@@ -80,7 +80,7 @@ def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(
     backend = BACKENDS[name]
 
     async def run() -> None:
-        generator = await backend.start(settings(model, dtype=dtype))
+        generator = await backend.start(settings(model, dtype=dtype, load_weights=False))
         try:
             assert (await generator.health()).num_running == 0
             await generator.pause()
@@ -90,6 +90,11 @@ def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(
 
     assert dtype in backend.capabilities.weight_formats and backend.capabilities.devices == ("cpu",)
     asyncio.run(run())
+
+
+def test_an_embedded_generator_loads_the_weights_unless_a_push_brings_them(model: str) -> None:
+    with pytest.raises(ValueError, match="safetensors"):
+        asyncio.run(BACKENDS["embedded"].start(settings(model)))
 
 
 @pytest.mark.parametrize("interrupt", get_args(Interrupt))
