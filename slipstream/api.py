@@ -23,6 +23,7 @@ from core.config.base import ConfigError
 from core.config.checks import run_checks
 from core.config.experiments import ExperimentConfig
 from core.config.load import load_config as _load
+from core.monitoring.journal import read_rows
 from core.paths import RunPaths
 from core.processes.supervise import EXIT_CODES
 from rollout.plugins import python_path
@@ -50,8 +51,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the rows of logs/metrics.jsonl, oldest first: one for each step, and one for each evaluation."""
-        lines = (self.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return read_rows(self.logs / "metrics.jsonl")
 
 
 def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrides: object) -> ExperimentConfig:

@@ -7,7 +7,6 @@ rewards are a function of the text. Real are the driver, Ray, the Megatron rank,
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import psutil
 import yaml
 
 from core.launch.watchdog import shared_inodes, unused_shared_memory
+from core.monitoring.journal import read_rows
 from tools.demo.data import make_tokenizer, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,12 +68,11 @@ class Trial:
             )  # fmt: skip
 
     def rows(self, name: str) -> list[dict]:
-        """What the run wrote to a .jsonl file of its logs; whole lines only."""
+        """Return what the run has written to a .jsonl file of its logs."""
         try:
-            text = (self.logs / name).read_text()
+            return read_rows(self.logs / name)
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     @property
     def finished_steps(self) -> int:

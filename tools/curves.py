@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from core.monitoring.journal import read_rows
 from tools.demo.data import save_model, write_jsonl
 
 Curve = list[dict[str, str]]
@@ -174,11 +175,11 @@ def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[in
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, **options) as process:
             try:
                 while process.poll() is None:
-                    show(len(read_rows(folder / case)))
+                    show(len(trained_rows(folder / case)))
                     time.sleep(0.2)
             finally:
                 process.terminate()
-        rows = read_rows(folder / case)
+        rows = trained_rows(folder / case)
         if rows or process.returncode == BAD_INPUT:
             break
     if process.returncode or len(rows) != steps:
@@ -189,10 +190,9 @@ def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[in
     return [{metric: float(row[metric]).hex() for metric in METRICS[experiment]} for row in rows]
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return a dict for each trained step of the run that writes below `folder`; only whole lines."""
-    lines = [line for path in folder.rglob("metrics.jsonl") for line in path.read_text().split("\n")[:-1]]
-    return [row for row in map(json.loads, lines) if "grad_norm" in row]
+def trained_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return a dict for each trained step of the run that writes below `folder`."""
+    return [row for path in folder.rglob("metrics.jsonl") for row in read_rows(path) if "grad_norm" in row]
 
 
 if __name__ == "__main__":

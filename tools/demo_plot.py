@@ -8,9 +8,10 @@ Of any other run:
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
+
+from core.monitoring.journal import read_rows
 
 REWARD, ACCURACY, GREY = "#2a78d6", "#eb6834", "#666666"
 _SMOOTHED_STEPS = 10
@@ -24,7 +25,7 @@ def draw_run(picture: Path, metrics: Path, *, title: str) -> None:
     from rollout.rewards.math import RIGHT, WRONG
 
     try:
-        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        rows = read_rows(metrics)
     except ValueError as error:
         raise ValueError(f"{metrics}: no metrics.jsonl of a run ({error})") from error
     trained = [row for row in rows if "task_reward" in row]

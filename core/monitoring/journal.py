@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from core.errors import could_not_write
 
@@ -36,6 +37,12 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a journal, oldest first, without one that is being written. Raises OSError, and ValueError
+    for a file that is no journal."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def _drop_later(path: Path, step: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 
+from core.monitoring.journal import read_rows
 from tools.bench.figure import Figure
 from tools.demo.data import make_tokenizer, write_jsonl
 
@@ -302,7 +303,7 @@ def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, s
     """Of the whole loop: all samples of the steps after the warm-up over their time."""
     run_ppo(scene, trial, {**config, "exp_ctrl.benchmark_steps": steps})
     path = next((scene.folder / "runs" / "logs").glob(f"*/bench/{trial}/metrics.jsonl"))
-    rows = [json.loads(row) for row in path.read_text().splitlines()][warm_up:]
+    rows = read_rows(path)[warm_up:]
     return sum(r["n_seqs"] for r in rows) / sum(r["time/step"] for r in rows)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from core.monitoring.journal import read_rows
 from rollout.inference.gpus import device_names, query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene
@@ -128,8 +128,7 @@ def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str
     if code:
         raise RuntimeError(f"{trial} ended with {code}:\n{log.read_text()[-6000:]}")
     (path,) = Path(str(config["external_configs.cluster_config.fileroot"])).glob(f"logs/*/bench/{trial}/metrics.jsonl")
-    rows = [json.loads(text) for text in path.read_text().splitlines()]
-    return [row for row in rows if "task_reward" in row]
+    return [row for row in read_rows(path) if "task_reward" in row]
 
 
 @contextmanager

@@ -1,15 +1,14 @@
 """Rows of a run that was killed: none twice, none torn."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from core.monitoring.journal import Journal
+from core.monitoring.journal import Journal, read_rows
 
 
 def steps(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    return [row["step"] for row in read_rows(path)]
 
 
 def test_rows_after_the_checkpoint_go_and_a_torn_one_too(tmp_path: Path) -> None:
@@ -19,10 +18,12 @@ def test_rows_after_the_checkpoint_go_and_a_torn_one_too(tmp_path: Path) -> None
         first.write(step, {"loss": 0.1 + step})
     with open(path, "a") as f:
         f.write('{"step": 4, "lo')
+    assert steps(path) == [0, 1, 2, 3], "a row that is being written is not read"
     second = Journal(path, continue_after=2)
     second.write(3, {"loss": 1.0})
     assert steps(path) == [0, 1, 2, 3]
-    assert json.loads(path.read_text().splitlines()[1])["loss"] == 1.1, "full precision"
+    assert read_rows(path)[1]["loss"] == 1.1, "full precision"
+    assert all(line.endswith("}\n") for line in path.read_text().splitlines(keepends=True))
     assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
 
 

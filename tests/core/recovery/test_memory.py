@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.recovery.memory import MemoryLimits
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, MemoryFlag
+
+FLAG = MemoryFlag(name="share", default=0.85)
+
+
+def on_gpu(**flags: float | None) -> BackendSettings:
+    return BackendSettings(model_path="m", dtype="float32", device="cuda", max_running=24, flags=flags)
 
 
 def test_of_two_limits_the_lower_one_holds_after_a_restart() -> None:
@@ -28,17 +36,27 @@ def test_the_last_halving_stops_at_the_longest_sequence() -> None:
     assert tried == [100, 50, 31]
 
 
-@pytest.mark.parametrize("configured", [None, 0.8])
-def test_a_server_that_runs_out_of_memory_again_and_again_keeps_a_share_of_its_gpu(configured: float | None) -> None:
-    memory = MemoryLimits()
-    flag = MemoryFlag(name="share", default=0.85)
-    flags = {"share": configured, "page_size": 16}
-    settings = BackendSettings(model_path="m", dtype="float32", device="cuda", max_running=24, flags=flags)
+def test_a_generator_keeps_its_settings_until_it_runs_out_of_memory() -> None:
+    assert MemoryLimits().fit_generator(on_gpu(share=0.5), FLAG) == on_gpu(share=0.5)
+
+
+@pytest.mark.parametrize("given", [{}, {"share": None}, {"share": 0.8}])
+def test_a_server_that_runs_out_of_memory_again_and_again_keeps_a_share_of_its_gpu(given: dict) -> None:
+    memory, settings = MemoryLimits(), on_gpu(**given, page_size=16)
     taken = []
     for _ in range(8):
-        memory.lower_generator(settings, flag)
-        fitted = memory.fit_generator(settings, flag)
+        memory.lower_generator(settings, FLAG)
+        fitted = memory.fit_generator(settings, FLAG)
         assert fitted.flags["page_size"] == 16
         taken.append((fitted.max_running, fitted.flags["share"]))
-    fractions = {None: [0.75, 0.65, 0.55, 0.45, 0.35], 0.8: [0.7, 0.6, 0.5, 0.4, 0.3]}[configured]
+    fractions = [0.7, 0.6, 0.5, 0.4, 0.3] if given.get("share") else [0.75, 0.65, 0.55, 0.45, 0.35]
     assert taken == list(zip([12, 6, 3, 1, 1, 1, 1, 1], [*fractions, 0.3, 0.3, 0.3], strict=True))
+    assert memory.state_dict() == {"max_running": 1, "share": 0.3}
+
+
+def test_without_a_gpu_or_a_flag_only_the_number_of_sequences_shrinks() -> None:
+    for settings, flag in ((replace(on_gpu(), device="cpu"), FLAG), (on_gpu(other=1), None)):
+        memory = MemoryLimits()
+        memory.lower_generator(settings, flag)
+        assert memory.state_dict() == {"max_running": 12}
+        assert memory.fit_generator(settings, flag).flags == settings.flags
