@@ -83,6 +83,53 @@ MAY_NAME_DEVICES = (
     "rollout/inference/sglang/",
 )
 
+LATE_IMPORTS: dict[str, dict[str, str]] = {
+    "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
+        "core.monitoring.monitor": "torch",
+        "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",
+        "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
+        "tools.chaos_run": "torch transformers",
+        "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
+        "mcore_adapter.parallel",
+        "tools.curves": "torch transformers",
+        "tools.demo.__main__": "transformers",
+        "tools.demo.data": "tokenizers torch transformers",
+        "tools.demo.run": "rollout.inference.embedded.generator torch transformers",
+        "tools.eval.__main__": "tools.eval.run",
+        "tools.scratch_model": "tokenizers torch transformers",
+    },
+    "the driver imports the module of an actor, and does not need what the actor runs": {
+        "core.launch.rollout_actor": "core.rollout_service",
+        "core.launch.trainer_rank": "mcore_adapter.engine mcore_adapter.parallel",
+    },
+    "Megatron loads for seconds, and after import_megatron() only": {
+        "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",
+        "mcore_adapter.quick_import": "megatron",
+    },
+    "triton: only where there is a GPU": {
+        "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
+        "mcore_adapter.models.expert_products": "mcore_adapter.cuda.experts",
+    },
+    "sglang: hooks are installed before its modules load": {"rollout.inference.sglang.hooks": "sglang"},
+    "math_verify loads sympy: only in the reward workers": {"rollout.rewards.math": "math_verify"},
+    "an optional extra": {
+        "core.monitoring.tracked_runs": "mlflow wandb",
+        "tools.demo_plot": "matplotlib",
+        "tools.eval.report": "matplotlib",
+    },
+    "a benchmark loads what its row measures": {
+        "tools.bench.convert": "mcore_adapter.hf.weights",
+        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
+        "tools.bench.gpu": "core.experiments.workers core.launch.trainer_group mcore_adapter.bare_loop "
+        "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
+        "tools.bench.gpu_mismatch": "transformers",
+        "tools.bench.gpu_models": "transformers",
+        "tools.bench.gpu_ranks": "mcore_adapter.engine mcore_adapter.parallel",
+        "tools.bench.gpu_servers": "transformers",
+    },
+}
+"""Imports inside functions: reason -> module -> what it imports there, modules of this repository or libraries."""
+
 DISTRIBUTION = {
     "megatron": "megatron-core",
     "transformer_engine": "transformer-engine",
@@ -222,6 +269,29 @@ def test_folders_of_a_package_import_only_what_stands_below_them(package: str) -
         and level.get(room_of(target), -1) >= level.get(room_of(module), -1)
     ]
     assert not wrong, wrong
+
+
+def late_imports(path: Path) -> set[str]:
+    """Modules of this repository and libraries that functions of the file import."""
+    found = set()
+    functions = [n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in (inner for function in functions for inner in ast.walk(function)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return {name if name.partition(".")[0] in PACKAGES else name.partition(".")[0] for name in found}
+
+
+def test_an_import_inside_a_function_has_its_reason_in_the_table() -> None:
+    modules = {module_of(path): path for package in PACKAGES for path in source_files(package)}
+    found = {(module, name) for module, path in modules.items() for name in late_imports(path)}
+    rows = [
+        (module, name) for rows in LATE_IMPORTS.values() for module, names in rows.items() for name in names.split()
+    ]
+    assert len(rows) == len(set(rows)), "one reason each"
+    assert found - set(rows) == set(), "move these to the top of their modules, or add them with a reason"
+    assert set(rows) - found == set(), "remove these rows"
 
 
 def test_no_folder_is_too_full_to_read() -> None:

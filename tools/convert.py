@@ -22,6 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from allocation import ParallelLayout
+from allocation.grammar import parse_layout
+from core.recovery.manifest import MANIFEST, MARKER, DamagedError, verify
+from model_specs.hf_config import read_config
+
 if not __package__:  # run by its path: the project's folder is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -102,8 +110,6 @@ def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
 def _check_seal(source: Path) -> None:
     """Raises ValueError unless the engine's files are those with which its recover checkpoint was sealed. A checkpoint
     outside of one has no seal."""
-    from core.recovery.manifest import MANIFEST, MARKER, DamagedError, verify
-
     step = source.absolute().parent
     if not any((step / name).exists() for name in (MANIFEST, MARKER)):
         return
@@ -160,8 +166,6 @@ def _check_space(target: Path, num_bytes: int) -> None:
 
 def _convert(args: argparse.Namespace, source: Path) -> None:
     """Write the output. Raises _DifferentError if a check finds that it differs."""
-    from allocation import ParallelLayout
-    from allocation.grammar import parse_layout
     from mcore_adapter.checkpoint.streaming import (
         CORRECTION_BIAS,
         ModelFile,
@@ -174,7 +178,6 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
         open_folder,
     )
     from mcore_adapter.hf.safetensors_folder import SafetensorsFolder, replacing_folder, tokenizer_bytes
-    from model_specs.hf_config import read_config
 
     if args.layout and not args.to_megatron:
         raise ValueError(f"--layout={args.layout} goes with --to-megatron; a checkpoint of any layout can be read")
@@ -214,8 +217,6 @@ def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -226,7 +227,6 @@ def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def _one_rank() -> Iterator[ParallelState]:
     """A world of one rank, in which Megatron can be asked where tensors lie."""
-    from allocation import ParallelLayout
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 

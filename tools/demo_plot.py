@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.monitoring.journal import read_rows
+from rollout.rewards.math import RIGHT, WRONG
 
 REWARD, ACCURACY, GREY = "#2a78d6", "#eb6834", "#666666"
 _SMOOTHED_STEPS = 10
@@ -22,8 +23,6 @@ _LABEL_HEIGHT = 0.12
 def draw_run(picture: Path, metrics: Path, *, title: str) -> None:
     """Write a PNG of a PPO run's metrics.jsonl; its rewards are those of the math reward, RIGHT or WRONG. Raises
     ValueError where it has no step or no evaluation."""
-    from rollout.rewards.math import RIGHT, WRONG
-
     try:
         rows = read_rows(metrics)
     except ValueError as error:

@@ -6,6 +6,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from transformers import AutoTokenizer
+
 from core.algorithms.sft import SFT
 from core.config.allocation import resolve_allocation
 from core.data.answers import AnswerDataset
@@ -111,8 +113,6 @@ class SFTTrainer:
 
 def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
     """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
-    from transformers import AutoTokenizer
-
     allocation = resolve_allocation(config)
     data, patience = config.dataset, config.launch.startup_timeout_seconds
     recover = RecoverStore(

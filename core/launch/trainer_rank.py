@@ -21,6 +21,9 @@ from core.data.wire import bucket_to_wire
 from core.errors import first_line
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
+from core.weight_sync.servers import make_sender
+from mcore_adapter.device import get_device
+from mcore_adapter.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from allocation import Device, ParallelLayout
@@ -64,7 +67,6 @@ class TrainerRank:
 
     def start(self, layout: ParallelLayout, init_method: str, collective_seconds: float) -> None:
         """Join the process group; a collective of it that takes longer than so many seconds fails."""
-        from mcore_adapter.device import get_device
         from mcore_adapter.parallel import initialize_parallel
 
         self._device = get_device(self._kind)
@@ -82,7 +84,6 @@ class TrainerRank:
     def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
         """Make an engine under a name; return how it cuts batches. Raises MemoryError with who holds the memory."""
         from mcore_adapter.engine import MegatronEngine
-        from mcore_adapter.out_of_memory import is_out_of_memory
 
         try:
             self._engines[engine] = MegatronEngine(
@@ -157,8 +158,6 @@ class TrainerRank:
 
     def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None:
         """Make this rank's sender and join the servers."""
-        from core.weight_sync.servers import make_sender
-
         self._sender: Sender = make_sender(
             plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,
             host=ray.util.get_node_ip_address(),
@@ -196,8 +195,6 @@ class TrainerRank:
 
     def begin_save(self, engine: str, path: str) -> None:
         """Raises MemoryError. A single rank first tries again without what it can do without."""
-        from mcore_adapter.out_of_memory import is_out_of_memory
-
         for last in (self._world > 1, True):
             try:
                 self._engines[engine].begin_save(path)

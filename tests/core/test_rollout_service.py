@@ -13,7 +13,7 @@ import pytest
 from core.data.rollout_batch import RolloutBatch
 from core.rollout_service import RolloutService, named
 from core.rollout_settings import RolloutSettings
-from rollout.inference.embedded import EmbeddedGenerator
+from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 from rollout.workflows import SingleTurnMathWorkflow

@@ -17,7 +17,7 @@ import pytest
 from eval_cases import arguments, write_rows
 
 from rollout.evaluation import Answer, read_answers
-from rollout.inference.embedded import GeneratorError
+from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 from rollout.rewards.pool import RewardPool, RewardWorkerError

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from mcore_adapter.hf.safetensors_folder import ShardWriter
+from mcore_adapter.models.families import hf_shapes
+from model_specs.hf_config import parse_config
 from tools import convert
 from tools.bench.cpu import ROUNDS, Scene, alternate
 from tools.bench.figure import Figure
@@ -69,10 +72,7 @@ def run(*arguments: object) -> None:
 
 def write_random(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> int:
     """A folder of random weights; its size in bytes."""
-    from mcore_adapter.hf.safetensors_folder import ShardWriter
     from mcore_adapter.hf.weights import tensor_specs, write_config
-    from mcore_adapter.models.families import hf_shapes
-    from model_specs.hf_config import parse_config
 
     config = parse_config(shape)
     folder.mkdir()

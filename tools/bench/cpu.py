@@ -16,7 +16,21 @@ import numpy as np
 import psutil
 import torch
 
+from allocation import ParallelLayout, parse
+from core.algorithms.losses import sft_loss
+from core.data.rollout_batch import pack_trajectories
 from core.monitoring.journal import read_rows
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.device import get_device
+from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from rollout.data.prompts import PromptDataset
+from rollout.experience import make_experience
+from rollout.inference.embedded.generator import EmbeddedGenerator
+from rollout.inference.mock.generator import MockGenerator
+from rollout.producer import RolloutProducer
+from rollout.rewards.pool import RewardPool
+from rollout.types import GenerateRequest, SamplingParams
+from rollout.workflows import make_workflow
 from tools.bench.figure import Figure
 from tools.demo.data import make_tokenizer, write_jsonl
 
@@ -63,8 +77,6 @@ def alternate(first: Callable[[], float], second: Callable[[], float], rounds: i
 
 def allocation(scene: Scene) -> Iterator[Figure]:
     """Parsing a device map for 10,000 GPUs."""
-    from allocation import parse
-
     seconds = []
     for _ in range(20):
         start = time.perf_counter()
@@ -89,13 +101,8 @@ def dry_run(scene: Scene) -> Iterator[Figure]:
 
 def train_step(scene: Scene) -> Iterator[Figure]:
     """One optimizer update against the plain Hugging Face step on the same padded-free batch."""
-    from allocation import ParallelLayout
-    from core.algorithms.losses import sft_loss
-    from mcore_adapter.data.batch import PackedBatch
-    from mcore_adapter.device import get_device
     from mcore_adapter.engine import MegatronEngine
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
-    from mcore_adapter.settings import EngineSettings, OptimizerSettings
 
     device = get_device("cpu")
     with device.activate():
@@ -163,9 +170,6 @@ async def compare_generators(path: Path) -> tuple[float, float]:
     """Medians of the tokens/s of both, measured in turn; only tokens that were asked for count."""
     from transformers import AutoModelForCausalLM
 
-    from rollout.inference.embedded import EmbeddedGenerator
-    from rollout.types import GenerateRequest, SamplingParams
-
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 16, n).tolist() for n in rng.integers(8, 65, 64)]
     lengths = rng.integers(16, 257, 64)
@@ -201,15 +205,6 @@ async def compare_generators(path: Path) -> tuple[float, float]:
 def producer(scene: Scene) -> Iterator[Figure]:
     """Producer, buffer, packed batch, with a generator that answers at once: trajectories/s."""
     from transformers import AutoTokenizer
-
-    from core.data.rollout_batch import pack_trajectories
-    from rollout.data.prompts import PromptDataset
-    from rollout.experience import make_experience
-    from rollout.inference.mock.generator import MockGenerator
-    from rollout.producer import RolloutProducer
-    from rollout.rewards.pool import RewardPool
-    from rollout.types import SamplingParams
-    from rollout.workflows import make_workflow
 
     path = scene.model("0.8M", hidden_size=128, num_layers=4)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -6,6 +6,7 @@ same call.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -20,8 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from allocation import ParallelLayout
+from core.algorithms.losses import ppo_loss
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.device import get_device
+from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from model_specs.hf_config import read_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
+from tools.bench.workflow import length_of
+from tools.demo.data import make_tokenizer
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H200 by its data sheet."""
@@ -85,8 +94,6 @@ class Scene:
     @property
     def model(self) -> Path:
         """A folder with config.json and a tokenizer of the shape's vocabulary, without weights."""
-        from tools.demo.data import make_tokenizer
-
         path = self.folder / self.shape
         if not path.exists():
             make_tokenizer().save_pretrained(path)
@@ -112,10 +119,8 @@ class Scene:
 @contextmanager
 def trainer_world() -> Iterator[tuple[Any, Any]]:
     """(parallel, device) of a world of one rank, on the first GPU where there is one."""
-    from allocation import ParallelLayout
     from core.experiments.workers import GPU_THREADS
     from core.launch.trainer_group import PAGE_LOCKING
-    from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
     # As in a run's trainer ranks.
@@ -137,7 +142,6 @@ def make_engine(
     scene: Scene, parallel: Any, device: Any, *, optimizer: Mapping[str, Any] | None = None, **settings: Any
 ) -> Any:
     from mcore_adapter.engine import MegatronEngine
-    from mcore_adapter.settings import EngineSettings, OptimizerSettings
 
     return MegatronEngine(
         parallel=parallel,
@@ -149,8 +153,6 @@ def make_engine(
 
 def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
     """Sequences of these lengths as a PPO update gets them, every token but the first trained."""
-    from mcore_adapter.data.batch import PackedBatch
-
     generator = torch.Generator().manual_seed(seed)
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0)
     total = int(cu_seqlens[-1])
@@ -206,7 +208,6 @@ def _bare(
     """(tokens/s, peak GB)"""
     from mcore_adapter.bare_loop import BareLoop
     from mcore_adapter.data.packing import PackingLayout, pack_microbatch
-    from model_specs.hf_config import read_config
 
     per_mb = tokens_per_mb // int(batch.seq_lens[0])
     parts = [list(range(i, i + per_mb)) for i in range(0, batch.num_sequences, per_mb)]
@@ -228,8 +229,6 @@ def _ours(
 
 def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
     """One minibatch as a run does it."""
-    from core.algorithms.losses import ppo_loss
-
     loss = partial(
         ppo_loss, eps_clip=0.2, behave_imp_weight_cap=5.0, kl_coeff=0.0, kl_estimator="k3", entropy_coeff=1e-3
     )
@@ -261,8 +260,6 @@ def options(scene: Scene) -> Iterator[Figure]:
 def lengths(scene: Scene) -> Iterator[Figure]:
     """Updates of as many answers as a step of `async` has, with its long tail, every batch another: hardly any
     microbatch has the shape of one before. Against as many tokens in equal sequences. One GPU."""
-    from tools.bench.workflow import length_of
-
     num_sequences, longest, tokens_per_mb = (480, 4096, 16384) if query_gpus() else (16, 64, 256)
     updates = WARM_UP + ROUNDS
     unequal = [
@@ -291,7 +288,5 @@ def lengths(scene: Scene) -> Iterator[Figure]:
 
 
 def free(device: Any) -> None:
-    import gc
-
     gc.collect()
     device.empty_cache()

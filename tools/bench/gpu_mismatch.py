@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from core.algorithms.losses import ppo_loss, sft_loss
+from mcore_adapter.data.batch import PackedBatch
+from rollout.data.rows import read_pairs
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -25,6 +28,7 @@ from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, make_engine, trainer_world
 from tools.bench.gpu_push import drive, push_once, sender
 from tools.bench.gpu_servers import generator, load, prompts, server_settings
+from tools.scratch_model import EOS, train_tokenizer
 
 NUM_ROWS = 1500
 """Rows of the data to learn by heart; a minute is not enough for more."""
@@ -47,9 +51,6 @@ def num_lessons() -> int:
 
 def corpus(scene: Scene) -> np.ndarray | None:
     """Questions with their answers end to end, tokenised; None without the data."""
-    from rollout.data.rows import read_pairs
-    from tools.scratch_model import EOS, train_tokenizer
-
     path = Path(os.environ.get("SLIPSTREAM_DATA", "/nonexistent")) / "gsm8k" / "train.jsonl"
     if not path.exists():
         return None
@@ -60,9 +61,6 @@ def corpus(scene: Scene) -> np.ndarray | None:
 
 def learn(engine: Any, text: np.ndarray) -> float:
     """Train on pieces of the text; the loss at the end, nats."""
-    from core.algorithms.losses import sft_loss
-    from mcore_adapter.data.batch import PackedBatch
-
     length, count = (1024, 16) if query_gpus() else (64, 2)
     rng = np.random.default_rng(0)
     mask = torch.ones(count, length, dtype=torch.bool)
@@ -83,8 +81,6 @@ def learn(engine: Any, text: np.ndarray) -> float:
 async def _mismatch(
     scene: Scene, engine: Any, device: Any, gpu: int | None, *, colocated: bool
 ) -> AsyncIterator[Figure]:
-    from core.algorithms.losses import ppo_loss
-
     settings = server_settings(scene, gpu, mem_fraction_static=0.4) if gpu is not None else server_settings(scene, gpu)
     if colocated:
         settings = replace(settings, colocated=True)
@@ -154,8 +150,6 @@ def _figures(name: str, engine: Any, device: Any, scene: Scene, batch: Any) -> I
 
 
 async def _sampled(served: SGLangGenerator, version: int, given: list[np.ndarray], length: int) -> Any:
-    from mcore_adapter.data.batch import PackedBatch
-
     sampling = SamplingParams(max_new_tokens=length)
     completions: list[Completion] = await asyncio.gather(
         *(

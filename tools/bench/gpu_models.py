@@ -28,7 +28,9 @@ from tools.bench import convert as bench_convert
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
 from tools.bench.gpu_servers import ask_plainly, generator, server_settings
+from tools.eval.data import data_folders, find_benchmark, make_prompts, question_template
 from tools.eval.meter import ALL
+from tools.scratch_model import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +108,6 @@ def _num_questions() -> int:
 
 
 def _add_tokenizer(model: Path, vocab_size: int) -> None:
-    from tools.scratch_model import train_tokenizer
-
     rows = (Path(os.environ["SLIPSTREAM_DATA"]) / "gsm8k" / "train.jsonl").read_text().splitlines()[:2000]
     train_tokenizer([json.loads(row)["question"] for row in rows], min(8192, vocab_size)).save_pretrained(model)
 
@@ -143,8 +143,6 @@ def _evaluate(scene: Scene, model: Path, checkpoint: Path, length: int) -> Itera
 def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
     """What the evaluation asks of one benchmark."""
     from transformers import AutoTokenizer
-
-    from tools.eval.data import data_folders, find_benchmark, make_prompts, question_template
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = make_prompts(find_benchmark(name, data_folders(None)), tokenizer, question_template(None, tokenizer))

@@ -16,6 +16,9 @@ import aiohttp
 import numpy as np
 import orjson
 
+from allocation import parse
+from core.config.push import choose_transport
+from core.weight_sync.servers import SenderPlan, make_sender
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
@@ -54,10 +57,6 @@ async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
 
 def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
     """What a run on one GPU (`beside`) or on two would send with."""
-    from allocation import parse
-    from core.config.push import choose_transport
-    from core.weight_sync.servers import SenderPlan, make_sender
-
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderPlan(
         type=choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)),

@@ -10,6 +10,11 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from allocation import ParallelLayout, parse
+from core.config.push import choose_transport
+from core.weight_sync.servers import SenderPlan, make_sender
+from mcore_adapter.device import get_device
+from mcore_adapter.settings import EngineSettings
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
@@ -108,8 +113,6 @@ class TrainerRanks:
 def _joined(rank: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]:
     """(parallel, device) of this rank."""
     os.environ |= {"LOCAL_RANK": str(scene.first_gpu + rank), "NCCL_CUMEM_ENABLE": "0"}
-    from allocation import ParallelLayout
-    from mcore_adapter.device import get_device
     from mcore_adapter.parallel import initialize_parallel
 
     device = get_device("auto")
@@ -133,11 +136,7 @@ def _data_parallel_rank(rank: int, scene: Scene, _: Any, results: Any, overlappe
 
 
 def _tensor_parallel_rank(rank: int, scene: Scene, tasks: Any, results: Any) -> None:
-    from allocation import parse
-    from core.config.push import choose_transport
-    from core.weight_sync.servers import SenderPlan, make_sender
     from mcore_adapter.engine import MegatronEngine
-    from mcore_adapter.settings import EngineSettings
 
     with _joined(rank, scene, tp=RANKS) as (parallel, device):
         engine = MegatronEngine(

@@ -23,8 +23,12 @@ import aiohttp
 import numpy as np
 import orjson
 
+from core.data.rollout_batch import pack_trajectories
+from rollout.data.prompts import PromptDataset
+from rollout.experience import make_experience
 from rollout.inference.backend import Interrupt
 from rollout.inference.gpus import query_gpus
+from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.server import (
@@ -34,7 +38,10 @@ from rollout.inference.sglang.server import (
     server_environment,
     server_flags,
 )
+from rollout.producer import RolloutProducer
+from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt, SamplingParams
+from rollout.workflows import make_workflow
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene
 
@@ -200,14 +207,6 @@ async def ask_plainly(url: str, bodies: Sequence[dict[str, Any]], *, at_once: in
 async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
     """The same through everything that a run has between the trainer and a server."""
     from transformers import AutoTokenizer
-
-    from core.data.rollout_batch import pack_trajectories
-    from rollout.data.prompts import PromptDataset
-    from rollout.experience import make_experience
-    from rollout.inference.router import Router
-    from rollout.producer import RolloutProducer
-    from rollout.rewards.pool import RewardPool
-    from rollout.workflows import make_workflow
 
     many = load()
     given = [

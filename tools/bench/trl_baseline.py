@@ -18,6 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
 WARM_UP_STEPS = 3
 
 
@@ -42,10 +49,6 @@ def main() -> None:
 
 def step_seconds(arguments: argparse.Namespace) -> list[float]:
     """Seconds of each measured step: generation, reward, update."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -86,10 +89,6 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
 
 def versions() -> dict[str, str]:
     """Versions of what was measured."""
-    import torch
-    import transformers
-    import trl
-
     return {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 

@@ -13,6 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rollout.data.prompts import PromptDataset
+from rollout.rewards.math import math_reward
+from rollout.types import GenerateRequest, SamplingParams
+
 ROOT = Path(__file__).resolve().parents[2]
 _STEP = re.compile(r"\(global step (\d+)\) finishes.*execution time: \*([\d.]+)\*s")
 _PROGRESS_EVERY_STEPS = 25
@@ -62,10 +66,6 @@ def accuracy(model: Path, data: Path) -> float:
     """Share of the rows of `data` that the model answers right, greedily: in the embedded generator, judged by the
     reward that training uses."""
     from transformers import AutoTokenizer
-
-    from rollout.data.prompts import PromptDataset
-    from rollout.rewards.math import math_reward
-    from rollout.types import GenerateRequest, SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = PromptDataset.load(data, tokenizer, max_prompt_len=64, seed=0, shuffle=False).prompts

@@ -27,7 +27,7 @@ from rollout.evaluation import (
     end_token_ids,
     read_answers,
 )
-from rollout.inference.embedded import GeneratorError
+from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.errors import GeneratorCallError, GeneratorStartError
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.rewards.pool import RewardPool, RewardWorkerError

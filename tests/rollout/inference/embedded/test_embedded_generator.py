@@ -23,7 +23,7 @@ from embedded_models import (
     write_model,
 )
 
-from rollout.inference.embedded import EmbeddedGenerator, GeneratorError
+from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
 from rollout.types import WeightBucket
 
 DEADLINE_SECONDS = 60  # of a test that hangs

@@ -21,9 +21,9 @@ from embedded_models import (
 )
 from safetensors.torch import save_file
 
-from rollout.inference.embedded import EmbeddedGenerator
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine
+from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.embedded.weights import ModelWeights
 
 
