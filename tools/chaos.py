@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -199,11 +200,15 @@ def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.
             report.say(f"{trial.name}: killed {kill}; {trial.finished_steps} of {trial.steps} steps done")
         while process.poll() != 0:
             process = _running(trial, process)
-            if not wait_until(lambda running=process: running.poll() is not None, _PATIENCE_SECONDS, stop):
+            if not wait_until(partial(_has_ended, process), _PATIENCE_SECONDS, stop):
                 raise RunFailed(f"{trial.name} did not finish:\n{trial.log_tail()}")
         report.say(f"{trial.name}: finished all {trial.steps} steps")
     finally:
         _end(process)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
 
 
 def _kill(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: threading.Event) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import yaml
@@ -23,6 +24,9 @@ import yaml
 from core.launch.watchdog import shared_inodes, unused_shared_memory
 from core.monitoring.journal import read_rows
 from tools.demo.data import make_tokenizer, write_jsonl
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {
@@ -214,7 +218,7 @@ class Leftovers:
                     yield process
 
 
-def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, object]]:
+def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
     import torch
     import torch.distributed.checkpoint as dcp

@@ -10,9 +10,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.monitoring.journal import read_rows
 from rollout.rewards.math import RIGHT, WRONG
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 REWARD, ACCURACY, GREY = "#2a78d6", "#eb6834", "#666666"
 _SMOOTHED_STEPS = 10
@@ -87,9 +91,9 @@ def draw_reward_curve(
     plt.close(figure)
 
 
-def label(axes: object, x: float, y: float, text: str, color: str) -> None:
+def label(axes: Axes, x: float, y: float, text: str, color: str) -> None:
     """A line's name at its right end, which needs no legend."""
-    axes.annotate(  # type: ignore[attr-defined]
+    axes.annotate(
         text, (x, y), xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
     )
 

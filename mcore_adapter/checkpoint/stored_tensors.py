@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -129,8 +129,8 @@ class StoredTensors:
             if entry is None:
                 raise WeightsError(f"{self._folder}: {part.key} is missing; config.json requires it")
             if tuple(entry.size) != part.global_shape:
-                found = tuple(entry.size)
-                raise WeightsError(f"{self._folder}: {part.key} is {found}; config.json requires {part.global_shape}")
+                shapes = f"is {tuple(entry.size)}; config.json requires {part.global_shape}"
+                raise WeightsError(f"{self._folder}: {part.key} {shapes}")
         sizes: dict[str, int] = {}
         for key in {part.key for part in parts}:
             for chunk in self._tensors[key].chunks:
@@ -189,6 +189,12 @@ class StoredTensors:
         return self._last[1]
 
 
+def _elements_offset(view: Any) -> int:
+    """Return where the elements of a tensor begin in what torch.save() wrote."""
+    reader: Any = torch._C.PyTorchFileReader(view)  # torch's stub lacks the method
+    return reader.get_record_offset("data/0")
+
+
 def _mapped(path: Path, offset: int, view: Any) -> FileRows:
     """The tensor that torch.save() wrote at `offset` of a file, without reading it."""
     with torch.serialization.skip_data():
@@ -196,7 +202,7 @@ def _mapped(path: Path, offset: int, view: Any) -> FileRows:
     if not like.numel():
         return FileRows(like, path, None)
     view.seek(0)
-    begin = offset + torch._C.PyTorchFileReader(view).get_record_offset("data/0")
+    begin = offset + _elements_offset(view)
     content = np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(like.untyped_storage().nbytes(),))
     stored = torch.from_numpy(content).view(like.dtype)
     return FileRows(stored, path, begin).part(stored.as_strided(like.shape, like.stride(), like.storage_offset()))
@@ -232,9 +238,9 @@ class StoredTensorsWriter:
             torch.save(torch.empty(sizes, dtype=part.dtype), stream)  # all but the elements, for which there is room
         end = stream.tell()
         stream.flush()
-        view: Any = _create_file_view(stream, begin, end - begin)
+        view: Any = _create_file_view(cast(io.IOBase, stream), begin, end - begin)
         if math.prod(sizes):
-            offset = begin + torch._C.PyTorchFileReader(view).get_record_offset("data/0")
+            offset = begin + _elements_offset(view)
             for piece in pieces:
                 offset += write_rows(stream.fileno(), offset, piece, part.dtype)
         stream.seek(end)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def compare(
         ("to_hugging_face", ("--checkpoint_path", checkpoint)),
         ("to_megatron", ("--checkpoint_path", source, "--to-megatron")),
     ):
-        value, baseline = alternate(lambda arguments=arguments: rate_of(*arguments), plain, rounds)  # type: ignore[misc]
+        value, baseline = alternate(partial(rate_of, *arguments), plain, rounds)
         yield Figure(name=f"{name}.{way}", value=value, unit="MiB/s", baseline=baseline, target=">= 0.7x")
     shutil.rmtree(target)
 

@@ -328,7 +328,8 @@ def loop(scene: Scene) -> Iterator[Figure]:
     """
     model = scene.model("0.8M", hidden_size=128, num_layers=4)
     for new_tokens, steps in ((16, 60), (128, 15)):
-        ours, theirs = ({precision: [] for precision in PRECISIONS} for _ in range(2))  # type: ignore[var-annotated]
+        ours: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
+        theirs: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
         for round_, precision in itertools.product(range(2), PRECISIONS):
             changes = {"ppo.gen.min_new_tokens": new_tokens, "actor.bf16": precision == "bfloat16"}
             config = ppo_config(scene, model, new_tokens=new_tokens, **changes)

@@ -153,7 +153,7 @@ async def _sampled(served: SGLangGenerator, version: int, given: list[np.ndarray
     sampling = SamplingParams(max_new_tokens=length)
     completions: list[Completion] = await asyncio.gather(
         *(
-            served.generate(GenerateRequest(request_id=f"{version}-{i}", prompt_ids=p, sampling=sampling))
+            served.generate(GenerateRequest(request_id=f"{version}-{i}", prompt_ids=p.tolist(), sampling=sampling))
             for i, p in enumerate(given)
         )
     )

@@ -71,12 +71,12 @@ def server_settings(scene: Scene, gpu: int | None, *, colocated: bool = False, *
         name=f"generator-{gpu or 0}",
         model_path=str(scene.model),
         log_file=scene.folder / f"server-{gpu}.log",
-        gpus=(gpu,) if on_gpu else (),
+        gpus=() if gpu is None else (gpu,),
         dtype="bfloat16",
         max_running=load().in_flight + 8,  # all of them at once, whatever the server keeps for itself
         colocated=colocated and on_gpu,
         flags={"load_format": "dummy", **small, **flags},
-        python=scene.sglang_python or sys.executable,
+        python=str(scene.sglang_python or sys.executable),
     )
 
 

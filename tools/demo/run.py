@@ -12,6 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rollout.data.prompts import PromptDataset
 from rollout.rewards.math import math_reward
@@ -73,16 +76,16 @@ def accuracy(model: Path, data: Path) -> float:
     requests = [
         GenerateRequest(request_id=str(p.index), prompt_ids=p.token_ids.tolist(), sampling=sampling) for p in prompts
     ]
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in asyncio.run(_generate(model, requests))]
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in asyncio.run(_generate(model, requests))]
     return sum(bool(t) and math_reward(p, t) > 0 for p, t in zip(prompts, texts, strict=True)) / len(prompts)
 
 
-async def _generate(model: Path, requests: Sequence[object]) -> list[object]:
+async def _generate(model: Path, requests: Sequence[GenerateRequest]) -> list[np.ndarray]:
     from rollout.inference.embedded.generator import EmbeddedGenerator
 
     generator = EmbeddedGenerator(model, max_running=512)
     try:
-        return [completion.token_ids for completion in await generator.generate_many(requests)]  # type: ignore[arg-type]
+        return [completion.token_ids for completion in await generator.generate_many(requests)]
     finally:
         await generator.close()
 
@@ -110,12 +113,12 @@ def answers(model: Path, questions: Sequence[str]) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    language_model = AutoModelForCausalLM.from_pretrained(model)
+    language_model: Any = AutoModelForCausalLM.from_pretrained(model)
     texts = []
     for question in questions:
         inputs = torch.tensor([tokenizer(question)["input_ids"]])
         output = language_model.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=6, do_sample=False
         )
-        texts.append(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+        texts.append(str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)))
     return texts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,13 @@ def _how(a: Sequence[Answer], b: Sequence[Answer]) -> str:
     return "the questions are the same, but their solutions or other rows differ"
 
 
+def _pass_rates(k: int, answers: Sequence[Answer]) -> dict[str, float]:
+    """Return pass@k in per cent by question."""
+    return {
+        q: 100 * pass_at_k(len(s), sum(x.score > 0 for x in s), k) for q, s in by_question(answers, "sample").items()
+    }
+
+
 def _measures(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, Callable[[Sequence[Answer]], dict[str, float]]]:
     """Measure -> its value by question. pass@k where every question of both has k samples."""
     measures: dict[str, Callable[[Sequence[Answer]], dict[str, float]]] = {
@@ -142,10 +150,7 @@ def _measures(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, Callable[[S
     counts = [len(s) for answers in (a, b) for s in by_question(answers, "sample").values()]
     for k in (1, *PASS_AT):
         if counts and k <= min(counts):
-            measures["sample_pass@1" if k == 1 else f"pass@{k}"] = lambda answers, k=k: {  # type: ignore[misc]
-                q: 100 * pass_at_k(len(s), sum(x.score > 0 for x in s), k)
-                for q, s in by_question(answers, "sample").items()
-            }
+            measures["sample_pass@1" if k == 1 else f"pass@{k}"] = partial(_pass_rates, k)
     return measures
 
 
