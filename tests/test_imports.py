@@ -102,9 +102,9 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.launch.rollout_actor": "core.rollout_service",
         "core.launch.trainer_rank": "mcore_adapter.engine mcore_adapter.parallel",
     },
-    "Megatron loads for seconds, and after import_megatron() only": {
+    "megatron and torch load for seconds: only in processes that train": {
         "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",
-        "mcore_adapter.quick_import": "megatron",
+        "mcore_adapter.quick_import": "torch",
     },
     "triton: only where there is a GPU": {
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
