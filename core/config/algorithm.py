@@ -14,7 +14,7 @@ from rollout.plugins import PluginError, load_plugin
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm
 
-_KEYS = {
+ALGORITHM_KEYS = {
     "ppo": ("ppo_n_minibatches", "eps_clip", "value_eps_clip", "kl_ctl", "discount", "gae_lambda", "adv_norm",
             "value_norm", "disable_value", "reward_output_scaling", "reward_output_bias", "mask_no_eos_with_zero"),
     "algorithm": ("decoupled", "behave_imp_weight_cap", "kl_in", "kl_estimator", "entropy_coeff"),
@@ -96,6 +96,6 @@ def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
     reads = load_algorithm(config.algorithm.name).reads
     if reads is None:
         return
-    for section, names in _KEYS.items():
+    for section, names in ALGORITHM_KEYS.items():
         given = getattr(config, section).model_fields_set if section else config.model_fields_set
         yield from (f"{section}.{name}".lstrip(".") for name in names if name in given and name not in reads)

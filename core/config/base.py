@@ -26,14 +26,26 @@ class Section(BaseModel):
     """Key -> (the values that are accepted, as text; why no other value is)."""
 
 
-def key(default: Any = ..., description: str = "", **constraints: Any) -> Any:
-    """A field of a section: default (none: required), meaning, and pydantic's constraints (gt, ge, le, alias, ...)."""
-    return Field(default, description=description, **constraints)
+def key(default: Any = ..., description: str = "", *, needs: str = "", **constraints: Any) -> Any:
+    """Define a field of a section: default (none: required), meaning, and pydantic's constraints (gt, ge, alias, ...).
+
+    needs: the setting or hardware without which the key has no effect."""
+    return Field(default, description=description, json_schema_extra=_extra(needs), **constraints)
 
 
-def section(model: type[Section], description: str = "", **defaults: Any) -> Any:
-    """A sub-section whose keys all have defaults; `defaults` are set where they differ from the section's own."""
-    return Field(model(**defaults), description=description)
+def section(model: type[Section], description: str = "", *, needs: str = "", **defaults: Any) -> Any:
+    """Define a sub-section whose keys all have defaults; `defaults` replace the section's own."""
+    return Field(model(**defaults), description=description, json_schema_extra=_extra(needs))
+
+
+def _extra(needs: str) -> dict[str, Any] | None:
+    return {"needs": needs} if needs else None
+
+
+def needs_of(info: FieldInfo) -> str:
+    """Return what a field needs to have an effect; empty if it always has one."""
+    extra = info.json_schema_extra
+    return str(extra["needs"]) if isinstance(extra, Mapping) and "needs" in extra else ""
 
 
 def fields_by_key(model: type[Section]) -> dict[str, tuple[str, FieldInfo]]:

@@ -88,23 +88,26 @@ class CommonExperimentConfig(Section):
     )
     recover_retries: int = key(
         1,
-        "recover_mode=auto: maximum of consecutive restarts without progress, after a process failure, "
-        "out-of-memory or a timeout",
+        "Maximum of consecutive restarts without progress, after a process failure, out-of-memory or a timeout",
         ge=0,
+        needs="recover_mode=auto",
     )
     recover_keep: int = key(2, "Number of recover checkpoints to keep; older ones are deleted", ge=1)
     recover_ignore_changes: bool = key(
         False,
         "Recover even if batch size, group size or data changed: keep model and optimizer, sample incompatible "
         "completions again",
+        needs="recover_mode=auto or resume",
     )
     seed: int = key(1, "Random seed of the run", ge=0, le=2**32 - 1)
     shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")
-    exp_ctrl: ExperimentSaveEvalControl = section(ExperimentSaveEvalControl, "Length; frequency of saving, evaluation")
+    exp_ctrl: ExperimentSaveEvalControl = section(
+        ExperimentSaveEvalControl, "Length of the run; frequency of saving, recover checkpoints and evaluation"
+    )
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases")
-    monitor: MonitorConfig = section(MonitorConfig, "Metrics and logs")
-    launch: LaunchConfig = section(LaunchConfig, "Processes")
-    deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts")
+    monitor: MonitorConfig = section(MonitorConfig, "Metrics and logs of the run")
+    launch: LaunchConfig = section(LaunchConfig, "Ray cluster, devices and start of the processes")
+    deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts of operations; an exceeded one ends the attempt")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
     def masked(self) -> Self:
@@ -117,26 +120,28 @@ class PPOMATHOptions(Section):
 
     actor: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The policy")
     critic: ModelTrainEvalConfig = section(
-        ModelTrainEvalConfig, "The value model; not used with ppo.disable_value", type={"is_critic": True}
+        ModelTrainEvalConfig, "The value model", needs="ppo.disable_value=false", type={"is_critic": True}
     )
-    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy; not used with ppo.kl_ctl=0")
+    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy", needs="ppo.kl_ctl > 0")
     actor_train: MFCConfig = section(MFCConfig, "Training of the actor")
-    critic_train: MFCConfig = section(MFCConfig, "Training of the critic")
-    actor_gen: GenerationRoleConfig = section(GenerationRoleConfig, "Generation")
+    critic_train: MFCConfig = section(MFCConfig, "Training of the critic", needs="ppo.disable_value=false")
+    actor_gen: GenerationRoleConfig = section(GenerationRoleConfig, "Slots of the generators")
     actor_inf: MFCConfig = section(MFCConfig, "Log-probabilities at the start of a batch (old_logprobs)")
-    critic_inf: MFCConfig = section(MFCConfig, "The critic's values")
-    ref_inf: MFCConfig = section(MFCConfig, "Log-probabilities of the reference policy")
-    dataset: PromptOnlyDatasetConfig = key(description="Prompts")
-    ppo: PPOHyperparameters = section(PPOHyperparameters, "PPO")
+    critic_inf: MFCConfig = section(MFCConfig, "The critic's values", needs="ppo.disable_value=false")
+    ref_inf: MFCConfig = section(MFCConfig, "Log-probabilities of the reference policy", needs="ppo.kl_ctl > 0")
+    dataset: PromptOnlyDatasetConfig = key(description="Prompts to train on")
+    ppo: PPOHyperparameters = section(PPOHyperparameters, "Advantages and loss of PPO and the other algorithms")
     group_size: int = key(1, "Completions sampled per prompt", ge=1)
-    group_adv_norm: bool = key(False, "Normalize advantages within each group of completions (GRPO)")
-    staleness: StalenessConfig = section(StalenessConfig, "Staleness bound")
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Which algorithm, off-policy correction, KL, entropy")
-    generator: GeneratorConfig = section(GeneratorConfig, "The generators")
+    group_adv_norm: bool = key(
+        False, "Normalize advantages within each group of completions (GRPO)", needs="group_size > 1"
+    )
+    staleness: StalenessConfig = section(StalenessConfig, "Bound on the age of the weights that sampled a batch")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Algorithm, off-policy correction, KL divergence, entropy")
+    generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
     workflow: WorkflowConfig = section(WorkflowConfig, "Workflow and prompt template")
-    reward: RewardConfig = section(RewardConfig, "Scoring")
-    push: PushConfig = section(PushConfig, "Weight push")
-    evaluation: EvaluationConfig = section(EvaluationConfig, "Evaluation")
+    reward: RewardConfig = section(RewardConfig, "Scoring of completions")
+    push: PushConfig = section(PushConfig, "Weight updates, sent by the trainer to the generators")
+    evaluation: EvaluationConfig = section(EvaluationConfig, "Evaluation during training", needs="exp_ctrl.eval_freq_*")
 
 
 class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
@@ -307,9 +312,9 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 class SFTOptions(Section):
     """Keys of `sft` alone."""
 
-    model: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The model")
+    model: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The model of sft")
     dataset: PromptAnswerDatasetConfig = key(description="Prompts with answers")
-    allocation: MFCConfig = section(MFCConfig, "Microbatches")
+    allocation: MFCConfig = section(MFCConfig, "Training of the model of sft")
 
 
 class SFTConfig(CommonExperimentConfig, SFTOptions):

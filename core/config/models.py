@@ -42,13 +42,16 @@ class OptimizerConfig(Section):
     beta1: float = key(0.9, "Adam's decay rate of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "Adam's decay rate of the second moment", ge=0, lt=1)
     eps: float = key(1e-5, "Adam's epsilon", gt=0)
-    min_lr_ratio: float = key(0.0, "Learning rate at the end of a decay, as a fraction of lr", ge=0, le=1)
+    min_lr_ratio: float = key(
+        0.0, "Learning rate at the end of a decay, as a fraction of lr", ge=0, le=1, needs="linear or cosine decay"
+    )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up")
     warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
     gradient_clipping: float = key(1.0, "Maximum global gradient norm; 0 disables clipping", ge=0)
     offload: bool = key(
         False,
-        "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update. GPUs only",
+        "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update",
+        needs="trainer on GPUs",
     )
 
 
@@ -70,7 +73,9 @@ class ModelTrainEvalConfig(Section):
     type: ModelFamily = section(ModelFamily, "Model family and head")
     path: str = key("", "Hugging Face model folder. ref and critic: empty means actor.path")
     init_from_scratch: bool = key(False, "Start from random weights; read only config.json and the tokenizer from path")
-    init_critic_from_actor: bool = key(False, "critic only: path is a language model; initialize a new value head")
+    init_critic_from_actor: bool = key(
+        False, "The path is a language model; initialize a new value head", needs="critic only"
+    )
     gradient_checkpointing: bool | None = key(
         None,
         "Recompute activations in the backward pass. true: full layers. null: selective recomputation with GPUs, "
@@ -81,21 +86,28 @@ class ModelTrainEvalConfig(Section):
     )
     fp8: bool = key(
         False,
-        "Compute matrix products of the layers in FP8 with per-tensor scaling; the weights stay in bfloat16. GPUs only",
+        "Compute matrix products of the layers in FP8 with per-tensor scaling; the weights stay in bfloat16",
+        needs="trainer on GPUs",
     )
-    grad_reduce_in_fp32: bool = key(True, "false: accumulate and reduce gradients in bfloat16. Requires bf16")
+    grad_reduce_in_fp32: bool = key(True, "false: accumulate and reduce gradients in bfloat16", needs="bf16")
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule")
     moe_aux_loss_coeff: float = key(
-        0.0, "Models with experts: coefficient of the load-balancing loss (mean over sequences; 1 if even)", ge=0
+        0.0,
+        "Coefficient of the load-balancing loss (mean over sequences; 1 if even)",
+        ge=0,
+        needs="model with experts",
     )
     moe_bias_update_rate: float = key(
-        0.0, "DeepSeek-V3: update rate of the correction biases of experts after an optimizer step", ge=0
+        0.0, "Update rate of the correction biases of experts after an optimizer step", ge=0, needs="DeepSeek-V3"
     )
     moe_routing_replay: bool = key(
         False,
-        "actor only, models with experts: train each token through the experts that the generator used for it",
+        "Train each token through the experts that the generator used for it",
+        needs="actor only; model with experts; servers",
     )
-    sglang: dict[str, FlagValue] = key({}, "actor only: flags of the servers by name, as in mem_fraction_static: 0.8")
+    sglang: dict[str, FlagValue] = key(
+        {}, "Flags of the servers by name, as in mem_fraction_static: 0.8", needs="actor only; servers"
+    )
 
     def dtype(self, *, on_gpu: bool) -> WeightFormat:
         """Return the format of the weights of a trainer on GPUs or on the CPU."""
@@ -146,7 +158,9 @@ class GenerationRoleConfig(Section):
     device_mapping: str | list[int] | None = key(
         None, "Global GPU indices of the role, such as list(range(0,8)); replaces allocation_mode"
     )
-    layout: str | None = key(None, "Parallel layout of device_mapping, such as d4m2p1. null: all data parallel")
+    layout: str | None = key(
+        None, "Parallel layout of device_mapping, such as d4m2p1. null: all data parallel", needs="device_mapping"
+    )
 
 
 class MFCConfig(GenerationRoleConfig):
@@ -154,4 +168,4 @@ class MFCConfig(GenerationRoleConfig):
 
     IGNORED: ClassVar = {name: why for name, why in GenerationRoleConfig.IGNORED.items() if name != "mb_spec"}
 
-    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Microbatches")
+    mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Size of microbatches")

@@ -28,7 +28,7 @@ class PromptAnswerDatasetConfig(Section):
     valid_path: str = key("", "jsonl file for the validation loss; empty: none")
     max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
     train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
-    valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1)
+    valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs="dataset.valid_path")
 
 
 class GenerationHyperparameters(Section):
@@ -73,12 +73,16 @@ class PPOHyperparameters(Section):
     gen: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers")
     ppo_n_minibatches: int = key(4, "Minibatches per batch, with one optimizer step each", ge=1)
     eps_clip: float = key(0.2, "Clip the policy ratio to the range 1 - eps_clip to 1 + eps_clip", gt=0, lt=1)
-    value_eps_clip: float = key(0.2, "Clip the change of value predictions in one step to this value", gt=0)
+    value_eps_clip: float = key(
+        0.2, "Clip the change of value predictions in one step to this value", gt=0, needs="ppo.disable_value=false"
+    )
     kl_ctl: float = key(0.1, "Coefficient of the KL divergence from the reference; 0: no reference model", ge=0)
     discount: float = key(1.0, "Discount factor of rewards, per token", ge=0, le=1)
     gae_lambda: float = key(1.0, "Lambda of generalized advantage estimation (GAE)", ge=0, le=1)
     adv_norm: bool = key(True, "Normalize advantages over the batch")
-    value_norm: bool = key(True, "Normalize the targets of the critic by their running mean and variance")
+    value_norm: bool = key(
+        True, "Normalize the targets of the critic by their running mean and variance", needs="ppo.disable_value=false"
+    )
     disable_value: bool = key(False, "Train without a critic: the advantage is the (normalized) reward")
     reward_output_scaling: float = key(1.0, "Rewards become (reward - reward_output_bias) * reward_output_scaling")
     reward_output_bias: float = key(0.0, "Subtracted from rewards before they are scaled")
@@ -92,6 +96,7 @@ class StalenessConfig(Section):
     over_age: Literal["wait", "mask"] = key(
         "wait",
         "wait: wait for the oldest completions. mask: exclude tokens beyond the bound from training",
+        needs="max_staleness > 0",
     )
     in_order: bool = key(
         False, "Train prompts in the order of the data set instead of as they finish: reproducible batches"
@@ -107,17 +112,26 @@ class AlgorithmConfig(Section):
         "ppo.*, which is GRPO with ppo.disable_value and group_adv_norm",
     )
     options: dict[str, FlagValue] = key(
-        {}, "Settings of the named algorithm alone, by name, as in clip_low: 3e-4 (gspo); see core/algorithms"
+        {},
+        "Settings of the named algorithm alone, by name, as in clip_low: 3e-4 (gspo); see core/algorithms",
+        needs="algorithm.name",
     )
     decoupled: bool | None = key(
         None,
-        "Decoupled PPO objective: proximal policy and importance weights. null: if max_staleness > 0",
+        "Decoupled PPO objective: proximal policy and importance weights. null: if staleness.max_staleness > 0",
     )
     behave_imp_weight_cap: float | None = key(
-        5.0, "Exclude tokens with a larger trainer/generator importance weight (decoupled). null: no cap", gt=0
+        5.0,
+        "Exclude tokens with a larger trainer/generator importance weight. null: no cap",
+        gt=0,
+        needs="algorithm.decoupled",
     )
-    kl_in: Literal["reward", "loss"] = key("reward", "Apply the KL penalty (ppo.kl_ctl) to the rewards or to the loss")
+    kl_in: Literal["reward", "loss"] = key(
+        "reward", "Apply the KL penalty to the rewards or to the loss", needs="ppo.kl_ctl > 0"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] | None = key(
-        None, "Estimator of the per-token KL divergence. null: k1 in the reward, k3 in the loss"
+        None,
+        "Estimator of the per-token KL divergence. null: k1 in the reward, k3 in the loss",
+        needs="ppo.kl_ctl > 0",
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)

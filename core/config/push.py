@@ -23,7 +23,7 @@ SHARED_MEMORY_NAMES = (
 
 
 class PushConfig(Section):
-    """Weight push from the trainer to the generators."""
+    """Weight updates, sent by the trainer to the generators."""
 
     type: Literal["auto", "local", "nccl", "ipc", "disk"] = key(
         "auto",
@@ -32,7 +32,9 @@ class PushConfig(Section):
         "embedded generators. auto: selected from the allocation",
     )
     verify: Verify = key(
-        "first", "Compare checksums of all tensors on the generators' servers with what was sent: after which pushes"
+        "first",
+        "After which updates to compare the checksums of all tensors on the servers with what was sent",
+        needs="servers",
     )
     bucket_mib: int = key(1024, "Bucket size of weight updates in MiB", ge=1)
     timeout_seconds: float = key(120.0, "Timeout of a weight update; a longer one ends the attempt", gt=0)

@@ -9,24 +9,26 @@ from allocation import DeviceChoice
 from core.config.base import Section, key, section
 from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
 
+_EVALUATION_DATA = "evaluation.path (sft: dataset.valid_path)"
+
 
 class ExperimentSaveEvalControl(Section):
-    """Length of the run, and how often it saves, checkpoints and evaluates: whichever frequency is due first, and after
-    the last step what has any."""
+    """Length of the run, and how often it saves, checkpoints and evaluates: at the first frequency that is due, and
+    after the last step if any frequency is set."""
 
     FIXED = {"benchmark_n_seqs": (("null",), "use exp_ctrl.benchmark_steps")}
 
     total_train_epochs: int = key(1, "Epochs over the data set", ge=1)
     total_train_steps: int | None = key(None, "Stop after this many steps, or at the end of the epochs", ge=1)
     save_freq_epochs: int | None = key(None, "Save the model as a Hugging Face folder every N epochs", ge=1)
-    save_freq_steps: int | None = key(None, "... every N steps", ge=1)
-    save_freq_secs: float | None = key(None, "... every N seconds", gt=0)
+    save_freq_steps: int | None = key(None, "Save the model every N steps", ge=1)
+    save_freq_secs: float | None = key(None, "Save the model every N seconds", gt=0)
     ckpt_freq_epochs: int | None = key(None, "Write a recover checkpoint every N epochs", ge=1)
-    ckpt_freq_steps: int | None = key(None, "... every N steps", ge=1)
-    ckpt_freq_secs: float | None = key(600.0, "... every N seconds", gt=0)
-    eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1)
-    eval_freq_steps: int | None = key(None, "... every N steps", ge=1)
-    eval_freq_secs: float | None = key(None, "... every N seconds", gt=0)
+    ckpt_freq_steps: int | None = key(None, "Write a recover checkpoint every N steps", ge=1)
+    ckpt_freq_secs: float | None = key(600.0, "Write a recover checkpoint every N seconds", gt=0)
+    eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1, needs=_EVALUATION_DATA)
+    eval_freq_steps: int | None = key(None, "Evaluate every N steps", ge=1, needs=_EVALUATION_DATA)
+    eval_freq_secs: float | None = key(None, "Evaluate every N seconds", gt=0, needs=_EVALUATION_DATA)
     benchmark_steps: int | None = key(None, "Stop after this many steps; for benchmarks", ge=1)
 
 
@@ -43,11 +45,13 @@ class GeneratorConfig(Section):
         "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
     )
     dtype: WeightFormat | None = key(None, "Data type of the weights. null: that of the actor")
-    mock_seconds_per_token: float = key(0.0, "mock generators: seconds per token; 0: no delay", ge=0)
+    mock_seconds_per_token: float = key(0.0, "Seconds per token; 0: no delay", ge=0, needs="mock generator")
     python: str | None = key(
-        None, "Interpreter that has the backend's library, where that has an environment of its own. null: the run's"
+        None,
+        "Interpreter that has the backend's library, if that has an environment of its own. null: the run's",
+        needs="servers",
     )
-    flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; they are added to actor.sglang")
+    flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; added to actor.sglang")
     health_interval_seconds: float = key(5.0, "Interval between health checks of a replica", gt=0)
     health_timeout_seconds: float = key(
         120.0,
@@ -79,7 +83,7 @@ class RewardConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation during training; exp_ctrl.eval_freq_* says when."""
+    """Evaluation during training."""
 
     path: str | list[str] | None = key(None, "jsonl file of held-out prompts, or a list of such files")
     max_new_tokens: int | None = key(None, "Maximum tokens per completion. null: ppo.gen.max_new_tokens", ge=1)
@@ -119,10 +123,14 @@ class DeadlineConfig(Section):
     batch_seconds: float = key(3600.0, "Timeout of the next batch or an evaluation", gt=0)
     driver_seconds: float = key(
         300.0,
-        "recover_mode=auto: heartbeat timeout of the driver, which sends a heartbeat every second. After the timeout "
-        "the driver is killed and another attempt starts",
+        "Heartbeat timeout of the driver, which sends a heartbeat every second. After the timeout the driver is killed "
+        "and another attempt starts",
         ge=5,
+        needs="recover_mode=auto",
     )
+
+
+_ONLINE = "mode=online or offline"
 
 
 class WandBConfig(Section):
@@ -135,11 +143,11 @@ class WandBConfig(Section):
     }
 
     mode: Literal["disabled", "online", "offline"] = key("disabled", "Whether metrics go to Weights & Biases")
-    entity: str | None = key(None, "Account or team")
-    project: str | None = key(None, "Project. null: experiment_name")
-    name: str | None = key(None, "Name of the run. null: trial_name")
-    group: str | None = key(None, "Group of the run")
-    tags: list[str] | None = key(None, "Tags of the run")
+    entity: str | None = key(None, "Account or team", needs=_ONLINE)
+    project: str | None = key(None, "Project. null: experiment_name", needs=_ONLINE)
+    name: str | None = key(None, "Name of the run. null: trial_name", needs=_ONLINE)
+    group: str | None = key(None, "Group of the run", needs=_ONLINE)
+    tags: list[str] | None = key(None, "Tags of the run", needs=_ONLINE)
 
 
 class MonitorConfig(Section):
@@ -185,7 +193,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 class ExternalConfigs(Section):
     """The cluster around the run."""
 
-    cluster_config: ClusterConfig = section(ClusterConfig, "Output")
+    cluster_config: ClusterConfig = section(ClusterConfig, "Output folder")
     envs: dict[str, str] = key({}, "Environment variables of all processes; variables already set take precedence")
 
     def masked(self) -> ExternalConfigs:

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from core.config.base import Problem, Section, default_of, fields_by_key, sub_section
+from core.config.base import Problem, Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.experiments import ExperimentConfig
 
 _WIDTH = 80
@@ -43,26 +43,26 @@ def _values(config: Section, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name} ({type(value).__name__})"
             yield from _values(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name} ({_python_type(info.annotation)}) - {value}"
+            yield f"{prefix}{name} ({python_type(info.annotation)}) - {value}"
 
 
-def _python_type(annotation: Any) -> str:
-    """`str`, `int | None`, ...; a choice is listed as the type of its values."""
+def python_type(annotation: Any) -> str:
+    """Return the type as Python spells it (`int | None`); a choice has the type of its values."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return type(args[0]).__name__
     if origin in (Union, types.UnionType):
-        return " | ".join(_python_type(a) for a in args)
+        return " | ".join(python_type(a) for a in args)
     if origin is not None:
         return origin.__name__
     return "None" if annotation is type(None) else annotation.__name__
 
 
-def _choices(annotation: Any) -> str:
-    """The values of a choice, empty for any other type."""
+def choices_of(annotation: Any) -> str:
+    """Return the values of a choice, separated by commas; empty for any other type."""
     if get_origin(annotation) is Literal:
         return ", ".join(get_args(annotation))
-    return next((found for a in get_args(annotation) if (found := _choices(a))), "")
+    return next((found for a in get_args(annotation) if (found := choices_of(a))), "")
 
 
 def ignored_lines(ignored: Sequence[Problem]) -> str:
@@ -93,18 +93,19 @@ def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterat
     for name, (attribute, info) in fields_by_key(model).items():
         below = sub_section(info)
         default = default_of(defaults, attribute, info)
+        needs = f". Needs {needs_of(info)}" if needs_of(info) else ""
         if below is not None:
-            yield f"{prefix}{name}: {info.description}"
+            yield f"{prefix}{name}: {info.description}{needs}"
             yield from _keys(below, default, f"{prefix}{name}.")
             continue
-        shown = "required" if info.is_required() else f"default {_shown(default)}"
-        yield f"  {prefix}{name} ({_python_type(info.annotation)}; {shown})"
-        choices = _choices(info.annotation)
-        yield f"      {info.description}{f'. One of: {choices}' if choices else ''}"
+        shown = "required" if info.is_required() else f"default {shown_default(default)}"
+        yield f"  {prefix}{name} ({python_type(info.annotation)}; {shown})"
+        choices = choices_of(info.annotation)
+        yield f"      {info.description}{f'. One of: {choices}' if choices else ''}{needs}"
 
 
-def _shown(value: object) -> str:
-    """A default as one would write it in YAML."""
+def shown_default(value: object) -> str:
+    """Return a default as YAML spells it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value) if value == "" else str(value)

@@ -87,7 +87,7 @@ def test_help_shows_choices_defaults_and_what_is_ignored() -> None:
     assert "  ppo.eps_clip (float; default 0.2)\n" in text
     assert "  dataset.path (str; required)\n" in text
     assert "  critic.type.is_critic (bool; default true)\n" in text
-    assert "One of: wait, mask\n" in text
+    assert "One of: wait, mask. Needs max_staleness > 0\n" in text
     assert "  torch_cache_mysophobia: device memory is managed by the engine\n" in text
     assert "  ppo.gen.n (only 1): set group_size for the completions per prompt\n" in text
 
