@@ -20,6 +20,7 @@ def test_what_a_document_names_exists(document: str) -> None:
     places = {(ROOT / document).parent / link for link in re.findall(r"\]\((?!\w+://)([^)#]+)", text)}
     places |= {ROOT / module.replace(".", "/") for module in re.findall(rf"python -m ((?:{FOLDERS})[\w.]*\w)", text)}
     places |= {ROOT / path.rstrip(".*") for path in re.findall(rf"(?<![\w/}}])((?:{FOLDERS})/[\w./*-]+)", text)}
+    places -= {ROOT / path for path in re.findall(r"^`([\w/.]+)`[^\n]*:\n\n```", text, re.MULTILINE)}  # files to write
     assert [str(p) for p in places if not list(ROOT.glob(f"{p.resolve().relative_to(ROOT)}*"))] == []
     targets = re.findall(r"(?:^    |`)make ([a-z]+)", text, re.MULTILINE)
     assert [t for t in targets if f"\n{t}:" not in (ROOT / "Makefile").read_text()] == []
@@ -40,3 +41,20 @@ def test_the_readmes_commands_from_top_to_bottom_train_the_models_that_they_spea
     assert model_of["ppo-gsm8k.yaml"] == "/path/to/Qwen2.5-0.5B-Instruct"
     assert model_of["sft-mawps.yaml"] == "runs/mawps/model"
     assert model_of["ppo-mawps.yaml"].startswith("runs/mawps/checkpoints/")
+
+
+def test_the_glossary_is_in_alphabetical_order_and_its_cross_references_exist() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^- \*\*(.+?)\*\*", text, re.MULTILINE)
+    assert len(terms) > 40 and terms == sorted(terms, key=str.lower)
+    references = re.findall(r"See (?:also )?\*(.+?)\*", text)
+    assert references and {r.capitalize() for r in references} <= set(terms)
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
+def test_a_link_to_a_heading_leads_to_one(document: str) -> None:
+    folder = (ROOT / document).parent
+    for path, anchor in re.findall(r"\]\((?!\w+://)([^)#]*)#([^)]+)\)", (ROOT / document).read_text(encoding="utf-8")):
+        target = (folder / path if path else ROOT / document).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.+)$", target, re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}, anchor
