@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,3 +240,20 @@ def test_the_family_reads_a_config_and_has_the_tensors_of_transformers(
         assert families.hf_shapes(config, is_critic=False) == expected
     with pytest.raises(ModelConfigError, match="attention_out_bias=True is not supported"):
         parse_config({**hf.to_dict(), "attention_out_bias": True})
+
+
+def test_the_readmes_script_loads_with_its_own_reward(tmp_path: Path, demo: Path) -> None:
+    """The script itself runs, in a process of its own; only training is replaced by loading and checking."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [script] = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    shutil.copytree(demo / "model", tmp_path / "model")
+    long_context = json.loads((tmp_path / "model" / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(long_context))
+    script = script.replace("slipstream.train(", "slipstream.load_config(").replace("/path/to/model", "model")
+    script = script.replace('run.metrics()[-1]["task_reward"]', "run.reward.function, run.algorithm.name")
+    (tmp_path / "train.py").write_text(script)
+    [row] = re.findall(r"`(\{\"prompt\": .*?\})`", readme)
+    (tmp_path / "prompts.jsonl").write_text(f"{row}\n" * 64)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "train:exact grpo\n", done.stderr
