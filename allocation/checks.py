@@ -56,7 +56,7 @@ def model_errors(
     num_experts: int = 0,
     key: str = "allocation_mode",
 ) -> list[AllocationError]:
-    """Every way in which the model at `path` cannot be split as `layout` says.
+    """Return every way in which the model at `path` cannot be split as `layout` says.
 
     A generator pads its vocabulary and copies a KV head to several ranks; a role that Megatron runs does not.
     `intermediate_size` 0: not checked; `num_experts` 0: a dense model.
@@ -107,7 +107,8 @@ def check_batch(
 def batch_errors(
     layout: ParallelLayout, role: str, *, train_bs_n_seqs: int, group_size: int = 1, ppo_n_minibatches: int = 1
 ) -> list[AllocationError]:
-    """Every way in which a batch of train_bs_n_seqs prompts x group_size answers cannot be dealt out to the role.
+    """Return every way in which a batch of train_bs_n_seqs prompts x group_size answers cannot be dealt out to the
+    role.
 
     The data-parallel ranks are world_size / tp / pp / cp; expert parallelism does not divide. Every role but the
     generator needs a sequence for each of them. A training role makes ppo_n_minibatches updates of a batch and needs

@@ -27,7 +27,7 @@ class AllocationError(ValueError):
         return f"{self.key}{shown}: {self.rule}{hint}"
 
     def within(self, key: str, value: object) -> AllocationError:
-        """The same error as seen from the configuration: about `key`, whose whole value is `value`."""
+        """Return the same error as seen from the configuration: about `key`, whose whole value is `value`."""
         part = "" if self.value is None else f"{self.key} {shorten(self.value)}: "
         return AllocationError(part + self.rule, key=key, value=value, nearest=self.nearest)
 
@@ -40,7 +40,7 @@ def _rebuild(rule: str, key: str, value: object, nearest: str | None) -> Allocat
 
 
 def shorten(value: object) -> str:
-    """The value as an error shows it: quoted when text, cut in the middle when long."""
+    """Return the value as an error shows it: quoted when text, cut in the middle when long."""
     text = repr(value) if isinstance(value, str) else str(value)
     if len(text) <= _SHOWN_CHARACTERS:
         return text
@@ -63,6 +63,6 @@ def nearest_of(value: int, working: Iterable[int]) -> str | None:
 
 
 def divisors(n: int) -> list[int]:
-    """All positive divisors of n >= 1, ascending."""
+    """Return all positive divisors of n >= 1, ascending."""
     small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})

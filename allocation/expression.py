@@ -19,7 +19,7 @@ _EXAMPLE = "list(range(0,8))"
 
 
 def parse_devices(mapping: str | Sequence[int], *, limit: int) -> list[int]:
-    """The slot of each rank, in rank order: 'list(range(0,4)) + [6, 7]' -> [0, 1, 2, 3, 6, 7].
+    """Return the slot of each rank, in rank order: 'list(range(0,4)) + [6, 7]' -> [0, 1, 2, 3, 6, 7].
 
     `limit` is the number of slots in the cluster: a longer list cannot be meant. Raises AllocationError without key.
     """
@@ -56,7 +56,7 @@ def _read(tree: ast.expr, limit: int) -> list[int]:
 
 
 def _sequence(node: ast.expr, limit: int) -> Sequence[int]:
-    """A list display, range(...) or list(...)."""
+    """Return a list display, range(...) or list(...)."""
     if isinstance(node, ast.List | ast.Tuple):
         items: list[int] = []
         for element in node.elts:

@@ -157,7 +157,7 @@ def _side(text: str) -> tuple[Backend | None, ParallelLayout] | Spec:
 
 
 def role_name(name: str) -> str:
-    """The role's name here, `REST` for '*'. Raises AllocationError for a name that is no role."""
+    """Return the role's name here, `REST` for '*'. Raises AllocationError for a name that is no role."""
     role = ROLE_ALIASES.get(name, name)
     if role not in ROLES and role not in (REST, UNPLACED_ROLE):
         raise AllocationError(

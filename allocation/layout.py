@@ -87,7 +87,8 @@ class ParallelLayout:
 
 
 def generator_layout_for(trainer: ParallelLayout, backend: Backend) -> ParallelLayout:
-    """The generator's layout where one layout is given for every role: the same slots, without what is training only.
+    """Return the generator's layout where one layout is given for every role: the same slots, without what is training
+    only.
 
     A server keeps m and p, and the context-parallel ranks become further replicas. An embedded replica is one process,
     so there is one on every slot.
@@ -123,12 +124,13 @@ def check_generator_layout(layout: ParallelLayout, backend: Backend) -> None:
 
 
 def chosen_backend(default: Backend | Callable[[], Backend]) -> Backend:
-    """The backend of a generator that names none."""
+    """Return the backend of a generator that names none."""
     return default() if callable(default) else default
 
 
 def nearest_layout(layout: ParallelLayout, world_size: int) -> ParallelLayout:
-    """The layout closest to `layout` on exactly `world_size` ranks: d moves first, then c, p and m; e and v follow."""
+    """Return the layout closest to `layout` on exactly `world_size` ranks: d moves first, then c, p and m; e and v
+    follow."""
 
     def distance(shape: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
         steps = (abs(math.log2(a / b)) for a, b in zip(shape, (layout.tp, layout.pp, layout.cp), strict=True))

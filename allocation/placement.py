@@ -27,7 +27,7 @@ class Cluster:
         return self.n_nodes * self.n_gpus_per_node
 
     def whole(self) -> Pool:
-        """The pool of a colocated run: every slot."""
+        """Return the pool of a colocated run: every slot."""
         return Pool(self, tuple((0, self.n_gpus_per_node) for _ in range(self.n_nodes)))
 
 
@@ -39,7 +39,7 @@ class Pool:
     gpus: tuple[tuple[int, int], ...]
 
     def order(self, layout: ParallelLayout, *, generator: bool) -> list[int]:
-        """The slot of each rank of `layout`, which must have as many ranks as the pool has slots."""
+        """Return the slot of each rank of `layout`, which must have as many ranks as the pool has slots."""
         per_node = self.cluster.n_gpus_per_node
         blocks = [range(node * per_node + first, node * per_node + end) for node, (first, end) in enumerate(self.gpus)]
         ordered: list[int] = []
@@ -89,7 +89,7 @@ def _units(layout: ParallelLayout, per_node: int, *, generator: bool) -> list[in
 
 
 def _fitting(tp: int, per_node: int) -> int:
-    """A tensor-parallel group larger than a node should take whole nodes."""
+    """Return a tensor-parallel group larger than a node should take whole nodes."""
     return min(tp, per_node)
 
 

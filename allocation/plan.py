@@ -133,7 +133,7 @@ class Allocation:
         return sorted({slot for role in self.roles.values() if role.on_gpu for slot in role.slots})
 
     def with_devices(self, generator: DeviceDecision, trainer: DeviceDecision) -> Allocation:
-        """The same places with the device of the generator, and that of every other role."""
+        """Return the same places with the device of the generator, and that of every other role."""
         decided = {role: generator if role == GENERATOR_ROLE else trainer for role in self.roles}
         roles = {
             name: replace(role, device=decided[name].device, reason=decided[name].reason)
@@ -179,7 +179,7 @@ def place(
 
 
 def format_allocation(allocation: Allocation) -> str:
-    """The canonical text, without devices: `parse` returns the same places, whatever its `default_backend`.
+    """Return the canonical text, without devices: `parse` returns the same places, whatever its `default_backend`.
 
     An allocation that no text of the grammar stands for (an explicit device_mapping in an order of its own) is
     described instead, role by role: 'actor_gen=sglang.d8m1p1 on node 1: 0-7, actor_train=...'.
@@ -214,7 +214,7 @@ def _places(allocation: Allocation) -> list[tuple[Backend, ParallelLayout, tuple
 def format_layouts(
     backend: Backend, generator: ParallelLayout, trainer: Mapping[str, ParallelLayout], *, disaggregated: bool
 ) -> str:
-    """The canonical text of these layouts; `trainer` has every one of MEGATRON_ROLES."""
+    """Return the canonical text of these layouts; `trainer` has every one of MEGATRON_ROLES."""
     named = [r for r in MEGATRON_ROLES if r == TRAINER_ROLE or trainer[r] != trainer[FALLBACK[r]]]
     alike = len(named) == 1
     side = str(trainer[TRAINER_ROLE]) if alike else ",".join(f"{role}:{trainer[role]}" for role in named)

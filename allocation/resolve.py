@@ -77,7 +77,7 @@ def _resolve(
 
 
 def _heuristic(cluster: Cluster, backend: Backend, trainer_only: bool) -> Spec:
-    """Half of the slots sample, the others train, all data parallel; all of them train where nothing is sampled.
+    """Return half of the slots sample, the others train, all data parallel; all of them train where nothing is sampled.
 
     Half is rounded down; where there are several nodes it is half of the nodes. A single slot is shared.
     """
@@ -104,8 +104,8 @@ def _format(spec: Spec) -> str:
 
 
 def _layouts_by_role(written: Mapping[str, ParallelLayout]) -> dict[str, ParallelLayout]:
-    """A layout for each Megatron role: its own, else that of the trained role whose weights it uses, where that is
-    named, else that of '*', else that of the role it falls back to."""
+    """Return a layout for each Megatron role: its own, else that of the trained role whose weights it uses, where that
+    is named, else that of '*', else that of the role it falls back to."""
     if REST not in written and TRAINER_ROLE not in written:
         raise AllocationError(
             f"{TRAINER_ROLE} has no layout: name it, or give the rest one with *:", nearest=f"{TRAINER_ROLE}:d8m1p1"

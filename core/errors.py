@@ -17,8 +17,8 @@ def first_line(error: BaseException) -> str:
 
 
 def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
-    """Whether files are the reason, which new processes would meet again. What a process says of another one that is
-    gone, or late, is an OSError as well."""
+    """Return whether files are the reason, which new processes would meet again. What a process says of another one
+    that is gone, or late, is an OSError as well."""
     return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
 
 

@@ -157,7 +157,7 @@ def _run(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: A
 
 
 def allocation_table(config: ExperimentConfig) -> Table:
-    """The roles of the run, each with its layout and place."""
+    """Return the roles of the run, each with its layout and place."""
     allocation = resolve_allocation(config)
     table = Table(title=f"Allocation: {allocation}", title_justify="left")
     columns = [name for name in AllocationRow._fields if name != "why"]  # too long for a column: see device_lines

@@ -45,7 +45,7 @@ class Device(Protocol):
         ...
 
     def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-        """The layers of this pipeline stage (of its virtual stage `vp_stage`)."""
+        """Return the layers of this pipeline stage (of its virtual stage `vp_stage`)."""
         ...
 
     def synchronize(self) -> None: ...
@@ -67,7 +67,7 @@ class Device(Protocol):
 
 
 def get_device(kind: DeviceKind = "auto") -> Device:
-    """The device of this process. "auto" takes a GPU where one is visible.
+    """Return the device of this process. "auto" takes a GPU where one is visible.
 
     Raises ValueError for an unknown kind and for "cuda" without a GPU.
     """

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 def stage_layers(
     config: TransformerConfig, vp_stage: int | None, make: Callable[[int | None], ModuleSpec]
 ) -> list[ModuleSpec]:
-    """The layers of this stage; make(number of experts) builds one, make(None) a dense one."""
+    """Return the layers of this stage; make(number of experts) builds one, make(None) a dense one."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     kinds: dict[bool, ModuleSpec] = {}

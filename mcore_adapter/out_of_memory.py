@@ -35,7 +35,7 @@ class StepOutOfMemory(MemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left."""
+    """Return whether the device or the host had no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
@@ -105,7 +105,7 @@ class MemoryGuard:
         raise StepOutOfMemory(message, found.largest, found.longest, repeatable)
 
     def _agree(self, well: bool) -> bool:
-        """Whether all is well on all ranks."""
+        """Return whether all is well on all ranks."""
         self._agreed = True
         if self._parallel.world_size == 1:
             return well

@@ -34,7 +34,7 @@ def number(values: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def json_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The json object at `key`; empty where it is absent or null."""
+    """Return the json object at `key`; empty where it is absent or null."""
     value = raw.get(key)
     if value is None:
         return {}

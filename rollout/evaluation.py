@@ -146,7 +146,7 @@ class AnswerFile:
 
 
 def read_answers(path: Path, *, repair: bool = False) -> list[Answer]:
-    """The answers in a file. `repair` cuts off a last line without an end, which a kill may leave."""
+    """Return the answers in a file. `repair` cuts off a last line without an end, which a kill may leave."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data) and repair:

@@ -73,7 +73,7 @@ class PromptLedger(Generator):
             self._on_change(self.load - before)
 
     def entries(self, partial: Mapping[str, Completion]) -> list[Entry]:
-        """Everything there is, given what the generators say that requests in flight have."""
+        """Return everything there is, given what the generators say that requests in flight have."""
         running = [(key, partial.get(name, given)) for name, (key, given) in self._running.items()]
         with_tokens = [(key, part) for key, part in running if part is not None and len(part.token_ids)]
         return [*self._finished, *with_tokens, *self._known]
@@ -125,5 +125,5 @@ def to_plain(entry: Entry) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Entry:
-    """The inverse of `to_plain`."""
+    """Return the inverse of `to_plain`."""
     return plain["key"], Completion(**{name: value for name, value in plain.items() if name != "key"})

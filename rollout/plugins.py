@@ -32,7 +32,7 @@ class PluginError(ValueError):
 
 
 def load_plugin(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
-    """The object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments.
+    """Return the object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments.
 
     `kind` and the names in `arguments` are for the error. Raises PluginError; errors in the module itself propagate.
     """
@@ -82,7 +82,7 @@ def _find(spec: str, *, kind: str) -> Any:
 
 
 def _missing_module(module_name: str) -> str | None:
-    """The first part of a dotted name that does not exist, if any. Imports the packages on the way."""
+    """Return the first part of a dotted name that does not exist, if any. Imports the packages on the way."""
     parts = module_name.split(".")
     for depth in range(1, len(parts) + 1):
         prefix = ".".join(parts[:depth])

@@ -87,7 +87,7 @@ class RolloutProducer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def take(self, version: int) -> list[Group]:
-        """The groups that step `version` trains on, oldest first; waits until they are there.
+        """Return the groups that step `version` trains on, oldest first; waits until they are there.
 
         Raises the error of a workflow that kept failing.
         """
@@ -102,7 +102,7 @@ class RolloutProducer:
         self._start_prompts()
 
     def stats(self) -> dict[str, float]:
-        """Everything there is to plot: counts since the start, sizes now, waits and ages of the last batch."""
+        """Return everything there is to plot: counts since the start, sizes now, waits and ages of the last batch."""
         stats = {f"rollout/{name}": float(value) for name, value in self._counts.items()}
         stats |= {"rollout/num_in_flight": float(len(self._tasks)), "rollout/version": float(self._version)}
         stats |= self._store.stats()

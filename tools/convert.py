@@ -83,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
-    """The folder to read: of a recover checkpoint (or a folder of several, then the newest) that of one engine."""
+    """Return the folder to read: of a recover checkpoint (or a folder of several, then the newest) that of one
+    engine."""
     if not path.is_dir():
         raise FileNotFoundError(f"--checkpoint_path={path}: no such folder")
     is_checkpoint = (path / "metadata.json").is_file()

@@ -24,7 +24,7 @@ ALGORITHM_KEYS = {
 
 
 def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
-    """The algorithm's part of the configuration, derived values filled in."""
+    """Return the algorithm's part of the configuration, derived values filled in."""
     ppo, algorithm = config.ppo, config.algorithm
     return AlgorithmSettings(
         ppo_n_minibatches=ppo.ppo_n_minibatches,
@@ -49,13 +49,14 @@ def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
 
 
 def load_algorithm(name: str) -> Any:
-    """The class of an algorithm: a key of ALGORITHMS or package.module:Class. Imports torch. Raises PluginError."""
+    """Return the class of an algorithm: a key of ALGORITHMS or package.module:Class. Imports torch. Raises
+    PluginError."""
     path = ALGORITHMS[name].path if name in ALGORITHMS else name
     return load_plugin(path, kind="algorithm", arguments=("settings", "options"))
 
 
 def build_algorithm(config: PPOMATHConfig) -> Algorithm:
-    """The algorithm of this run. Imports torch. Raises ValueError for a name or options that do not exist."""
+    """Return the algorithm of this run. Imports torch. Raises ValueError for a name or options that do not exist."""
     return load_algorithm(config.algorithm_name)(algorithm_settings(config), config.algorithm.options)
 
 

@@ -70,12 +70,12 @@ def _placed(config: ExperimentConfig, **where: Any) -> Allocation:
 
 
 def _key(config: ExperimentConfig, role: str) -> str:
-    """The section of a role, as the user writes it."""
+    """Return the section of a role, as the user writes it."""
     return "allocation" if role == TRAINER_ROLE and config.TRAINER_ONLY else role
 
 
 def joined_cluster(config: ExperimentConfig) -> str | None:
-    """The Ray cluster that this run joins, as key=address; None where the run starts its own on this machine."""
+    """Return the Ray cluster that this run joins, as key=address; None where the run starts its own on this machine."""
     if config.launch.ray_address:
         return f"launch.ray_address={config.launch.ray_address}"
     inherited = None if config.mode == "local" else os.environ.get(_RAY_ADDRESS)
@@ -93,7 +93,7 @@ class _Default:
         """Why backend() returned what it did; empty if it was not called."""
 
     def backend(self) -> Backend:
-        """The generators' backend. Raises AllocationError."""
+        """Return the generators' backend. Raises AllocationError."""
         if cluster := joined_cluster(self._config):
             raise AllocationError(
                 f"names no backend for the generators, and the run joins a Ray cluster ({cluster}), whose GPUs cannot "
@@ -106,11 +106,11 @@ class _Default:
         return backend
 
     def backend_of_none(self) -> Backend:
-        """A run that samples nothing has no backend; this one fills the place in its allocation."""
+        """Return a run that samples nothing has no backend; this one fills the place in its allocation."""
         return cast(Backend, DEFAULT_BACKEND[self.trainer_alone().device])
 
     def trainer_alone(self) -> DeviceDecision:
-        """The trainer's device in a run without generators. Raises AllocationError."""
+        """Return the trainer's device in a run without generators. Raises AllocationError."""
         asked = self._config.launch.trainer_device
         if asked != "auto":
             return DeviceDecision(asked, f"{_TRAINER_DEVICE}={asked}")
@@ -126,7 +126,7 @@ class _Default:
 
 
 def _of_this_machine() -> tuple[Device, str]:
-    """The device of a run on this machine alone, and what that follows from."""
+    """Return the device of a run on this machine alone, and what that follows from."""
     num_gpus = _num_gpus()
     if not num_gpus:
         return CPU, "this machine has no GPU"

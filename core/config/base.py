@@ -54,7 +54,7 @@ def fields_by_key(model: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
 
 
 def sub_section(info: FieldInfo) -> type[Section] | None:
-    """The section class of a field, None for a plain value."""
+    """Return the section class of a field, None for a plain value."""
     annotation = info.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 

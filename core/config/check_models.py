@@ -23,7 +23,7 @@ class ModelFolderError(ValueError):
 
 
 def read_model_folder(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
-    """The model's shape, after checking what else must be in the folder. Raises ModelFolderError."""
+    """Return the model's shape, after checking what else must be in the folder. Raises ModelFolderError."""
     try:
         return _read(path, weights=weights, tokenizer=tokenizer)
     except PermissionError as error:
@@ -54,7 +54,7 @@ def _read(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
 
 
 def _shards(folder: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Every weight file with the tensors that the index expects in it (none known without an index)."""
+    """Yield every weight file with the tensors that the index expects in it (none known without an index)."""
     index = folder / _INDEX
     if index.is_file():
         try:

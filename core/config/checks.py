@@ -35,7 +35,7 @@ from rollout.workflows import check_workflow
 
 
 def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Problem]:
-    """Every problem of the machine, the files and the model that this configuration meets.
+    """Return every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` says in which line a key was given."""
     checks = (_models, *_CHECKS[config.NAME], _monitors, _fileroot, _ray, _port, _gpus)
@@ -79,7 +79,8 @@ def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
-    """A generator refuses a sequence longer than the model's positions: known before the first prompt is sampled."""
+    """Yield a generator refuses a sequence longer than the model's positions: known before the first prompt is
+    sampled."""
     for key, (prompt_tokens, num_tokens) in longest.items():
         length, limit = prompt_tokens + num_tokens, model.max_position_embeddings
         if length > limit:
@@ -215,7 +216,7 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _existing(folder: Path) -> Path:
-    """The deepest part of a path that is there already."""
+    """Return the deepest part of a path that is there already."""
     # os.path.exists: Path.exists raises for a folder inside one that may not be entered.
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
@@ -256,7 +257,7 @@ def _port(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
-    """A run on this machine alone needs its GPUs here, and free; a joined cluster has them elsewhere."""
+    """Yield a run on this machine alone needs its GPUs here, and free; a joined cluster has them elsewhere."""
     if config.n_nodes > 1 or not (indices := _gpus_of_own_ray(config)):
         return
     try:

@@ -26,7 +26,7 @@ class CoerceError(ValueError):
 
 
 def coerce(node: Node, annotation: Any) -> Any:
-    """The value of `node` as `annotation`: bool, int, float, str, Literal, list, dict, or a union of them.
+    """Return the value of `node` as `annotation`: bool, int, float, str, Literal, list, dict, or a union of them.
 
     Raises CoerceError."""
     origin, args = get_origin(annotation), get_args(annotation)
@@ -50,7 +50,7 @@ def coerce(node: Node, annotation: Any) -> Any:
 
 
 def type_name(annotation: Any) -> str:
-    """A type in the words of an error message."""
+    """Return a type in the words of an error message."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         names = ["null" if a is type(None) else type_name(a) for a in args]
@@ -65,7 +65,7 @@ def type_name(annotation: Any) -> str:
 
 
 def describe(node: Node) -> str:
-    """A node in an error message."""
+    """Return a node in an error message."""
     if isinstance(node, Table):
         return f"a section ({', '.join(list(node.children)[:4])}{', ...' if len(node.children) > 4 else ''})"
     if isinstance(node, Items):
@@ -136,7 +136,7 @@ _SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: str}
 
 
 def to_node(value: Any) -> Node:
-    """A default of the schema as a node, for `${...}` references to keys that are not given."""
+    """Return a default of the schema as a node, for `${...}` references to keys that are not given."""
     if isinstance(value, dict):
         return Table("", {name: to_node(item) for name, item in value.items()})
     if isinstance(value, (list, tuple)):

@@ -111,7 +111,7 @@ class CommonExperimentConfig(Section):
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
     def masked(self) -> Self:
-        """The same, to be printed or uploaded: without secrets."""
+        """Return the same, to be printed or uploaded: without secrets."""
         return self.model_copy(update={"external_configs": self.external_configs.masked()})
 
 
@@ -301,7 +301,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return (("dataset.path", self.dataset.path), *(("evaluation.path", path) for path in self.evaluation.paths))
 
     def max_tokens_per_mb(self, role: str) -> int:
-        """Most tokens of one forward pass of `role` (a key of `roles`)."""
+        """Return most tokens of one forward pass of `role` (a key of `roles`)."""
         for name in (role, "actor_train"):
             given = self.roles[name].mb_spec.max_tokens_per_mb
             if given is not None:
@@ -395,7 +395,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return self.dataset.max_seqlen
 
     def max_tokens_per_mb(self, role: str = "allocation") -> int:
-        """Most tokens of one forward pass."""
+        """Return most tokens of one forward pass."""
         return self.roles[role].mb_spec.max_tokens_per_mb or max(_DEFAULT_TOKENS_PER_MB, self.max_seqlen)
 
 

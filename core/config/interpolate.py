@@ -35,7 +35,7 @@ class Interpolator:
         self._resolving: list[str] = []
 
     def resolve(self, scalar: Scalar) -> Node:
-        """The value that a scalar stands for. Raises InterpolationError."""
+        """Return the value that a scalar stands for. Raises InterpolationError."""
         text = scalar.text
         if "${" not in text:
             return scalar
@@ -110,7 +110,7 @@ def _closing_brace(text: str, start: int) -> int:
 
 
 def _moved(node: Node, where: str) -> Node:
-    """A node as if written at `where`."""
+    """Return a node as if written at `where`."""
     if isinstance(node, Scalar):
         return Scalar(node.text, where, node.quoted)
     if isinstance(node, Items):

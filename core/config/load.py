@@ -39,7 +39,8 @@ class LoadedConfig:
 
 
 def load_config(experiment: str, path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The configuration of `experiment` (a key of EXPERIMENTS). Raises ConfigError with every problem there is."""
+    """Return the configuration of `experiment` (a key of EXPERIMENTS). Raises ConfigError with every problem there
+    is."""
     model = EXPERIMENTS[experiment]
     tree = Table("") if path is None else read_yaml(path)
     problems: list[Problem] = []
@@ -187,7 +188,7 @@ def _is_one_of(node: Scalar, accepted: Sequence[str]) -> bool:
 
 
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:
-    """The nearest known key: of the same section, of the same name elsewhere, or of a similar path."""
+    """Return the nearest known key: of the same section, of the same name elsewhere, or of a similar path."""
     if "." in name and path in all_keys(root):
         return f"write {name} as nested sections"
     siblings = list(fields_by_key(model))
@@ -208,7 +209,7 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
 def _validate(
     model: type[ExperimentConfig], values: dict[str, Any], sources: Mapping[str, str], file: str
 ) -> tuple[Any, list[Problem]]:
-    """The configuration, and problems of single fields. Fields with problems hold defaults in the result."""
+    """Return the configuration, and problems of single fields. Fields with problems hold defaults in the result."""
     problems: list[Problem] = []
     for _ in range(3):  # refused values become missing ones, missing ones are filled in
         try:

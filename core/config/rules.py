@@ -32,7 +32,7 @@ class Violation:
 
 
 def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
-    """Every rule that `config` breaks."""
+    """Yield every rule that `config` breaks."""
     if config.mode == "local" and config.n_nodes > 1:
         yield Violation(("mode", "n_nodes"), f"mode=local is for one node, n_nodes={config.n_nodes}; write mode=ray")
     if config.mode == "local" and config.launch.ray_address:
@@ -198,7 +198,7 @@ def _transport(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
 
 
 def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
-    """A model that is trained has its weights once, on the ranks of its training."""
+    """Yield a model that is trained has its weights once, on the ranks of its training."""
     for inference, train in SAME_WEIGHTS.items():
         a, b = allocation.roles[train], allocation.roles[inference]
         if inference not in config.roles or (a.layout, a.slots) == (b.layout, b.slots):
@@ -289,7 +289,7 @@ def _minibatches(*, train_bs_n_seqs: int, ppo_n_minibatches: int = 1, group_size
 
 
 def _violation(error: AllocationError, *others: str) -> Violation:
-    """An error of the allocation package; its text begins with the key, which is shown anyway."""
+    """Return an error of the allocation package; its text begins with the key, which is shown anyway."""
     text = str(error).removeprefix(error.key).removeprefix("=").removeprefix(": ")
     return Violation((error.key, *(key for key in others if key != error.key)), text)
 

@@ -197,6 +197,6 @@ class ExternalConfigs(Section):
     envs: dict[str, str] = key({}, "Environment variables of all processes; variables already set take precedence")
 
     def masked(self) -> ExternalConfigs:
-        """The same, to be shown: *** for secrets."""
+        """Return the same, to be shown: *** for secrets."""
         envs = {name: "***" if _SECRET.search(name) else value for name, value in self.envs.items()}
         return self.model_copy(update={"envs": envs})

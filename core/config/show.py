@@ -16,13 +16,13 @@ _WIDTH = 80
 
 
 def box(title: str) -> str:
-    """A title in a box, three lines."""
+    """Return a title in a box, three lines."""
     bar = "─" * (len(title) + 2)
     return f"╭{bar}╮\n│ {title} │\n╰{bar}╯"
 
 
 def rule(title: str) -> str:
-    """A title in the middle of a line."""
+    """Return a title in the middle of a line."""
     left = (_WIDTH - len(title) - 2) // 2
     return f"{'─' * left} {title} {'─' * (_WIDTH - left - len(title) - 2)}"
 
@@ -66,7 +66,7 @@ def choices_of(annotation: Any) -> str:
 
 
 def ignored_lines(ignored: Sequence[Problem]) -> str:
-    """The warning about keys that are accepted without effect; empty if there are none."""
+    """Return the warning about keys that are accepted without effect; empty if there are none."""
     if not ignored:
         return ""
     width = max(len(p.key) for p in ignored)
@@ -75,7 +75,7 @@ def ignored_lines(ignored: Sequence[Problem]) -> str:
 
 
 def help_text(experiment: str, model: type[Section]) -> str:
-    """Every key with its type, default and meaning, and the keys that are accepted without effect."""
+    """Return every key with its type, default and meaning, and the keys that are accepted without effect."""
     lines = [
         f"python -m core.quickstart {experiment} --config X.yaml [a.b.c=value ...] [--dry-run]",
         "",

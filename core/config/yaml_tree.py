@@ -52,7 +52,7 @@ Node = Scalar | Items | Table
 
 
 def read_yaml(path: str | Path) -> Table:
-    """The tree of a file. Raises ConfigError: not readable, not YAML, not a mapping, keys given twice."""
+    """Return the tree of a file. Raises ConfigError: not readable, not YAML, not a mapping, keys given twice."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +104,7 @@ def _merge(table: Table, name: str, value: Node) -> None:
 
 
 def find(tree: Table, path: str) -> Node | None:
-    """The node at a dotted path."""
+    """Return the node at a dotted path."""
     node: Node | None = tree
     for name in path.split("."):
         node = node.children.get(name) if isinstance(node, Table) else None

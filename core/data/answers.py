@@ -69,7 +69,7 @@ class AnswerDataset:
         return self._pack([self._rows[i] for i in order[(epoch_step - 1) * batch_size : epoch_step * batch_size]])
 
     def in_order(self, batch_size: int) -> list[PackedBatch]:
-        """Every row once, as they stand in the file."""
+        """Return every row once, as they stand in the file."""
         return [self._pack(self._rows[i : i + batch_size]) for i in range(0, len(self), batch_size)]
 
     def _pack(self, rows: list[tuple[list[int], list[int]]]) -> PackedBatch:

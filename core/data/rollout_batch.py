@@ -38,7 +38,7 @@ class RolloutBatch:
         return len(self.rewards)
 
     def to_packed(self) -> PackedBatch:
-        """The part that the engines see, with rollout_logprobs as its first field."""
+        """Return the part that the engines see, with rollout_logprobs as its first field."""
         return PackedBatch(
             token_ids=torch.from_numpy(self.token_ids.astype(np.int64)),
             cu_seqlens=torch.from_numpy(self.cu_seqlens.copy()),

@@ -18,7 +18,7 @@ def bucket_to_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def bucket_from_wire(wire: dict[str, Any]) -> WeightBucket:
-    """The inverse of `bucket_to_wire`."""
+    """Return the inverse of `bucket_to_wire`."""
     flat = torch.from_numpy(wire["bytes"].copy())
     tensors, start = {}, 0
     for name, dtype_name, shape in wire["layout"]:

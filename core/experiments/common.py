@@ -37,7 +37,8 @@ class Start:
 
 
 def find_start(recover: RecoverStore, recover_mode: str, folder: Path, *, ignore_changes: bool = False) -> Start:
-    """The newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds none."""
+    """Return the newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds
+    none."""
     checkpoint = recover.newest() if recover_mode != "disabled" else None
     if checkpoint is None:
         if recover_mode == "resume":
@@ -54,7 +55,8 @@ def find_start(recover: RecoverStore, recover_mode: str, folder: Path, *, ignore
 
 
 def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
-    """The same number of prompts done, in steps of another batch size: at most one batch of them is trained again."""
+    """Return the same number of prompts done, in steps of another batch size: at most one batch of them is trained
+    again."""
     if start.identity is None or start.identity.train_bs_n_seqs == schedule.batch_size:
         return start
     done = replace(schedule, batch_size=start.identity.train_bs_n_seqs).first_prompt_of(start.state.step)
@@ -75,7 +77,8 @@ def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_
 
 
 def rows_that_stay(config: ExperimentConfig, start: Start) -> int | None:
-    """The last step whose rows a run that begins at `start` finds in its logs; None: whatever is there is not ours."""
+    """Return the last step whose rows a run that begins at `start` finds in its logs; None: whatever is there is not
+    ours."""
     if config.recover_mode == "disabled":
         return None
     return -1 if start.checkpoint is None else start.state.step

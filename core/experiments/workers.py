@@ -75,7 +75,7 @@ class TrainerGroups:
         self._groups: dict[tuple[ParallelLayout, tuple[Slot, ...]], TrainerGroup] = {}
 
     def group(self, placed: RoleAllocation) -> TrainerGroup:
-        """The group of this role, started if it is the first to ask."""
+        """Return the group of this role, started if it is the first to ask."""
         key = (placed.layout, placed.slots)
         if key not in self._groups:
             name = f"trainer{len(self._groups) or ''}"
@@ -203,7 +203,8 @@ def generator_dtype(config: PPOMATHConfig, allocation: Allocation) -> WeightForm
 
 
 def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> RunPush:
-    """The way of weights that fits the allocation; the senders are not yet made. `folder`: see connect_senders."""
+    """Return the way of weights that fits the allocation; the senders are not yet made. `folder`: see
+    connect_senders."""
 
     def reconnect() -> None:
         workers.close_senders()
@@ -245,8 +246,8 @@ def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOW
 
 
 def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, groups: TrainerGroups) -> EngineRef:
-    """An engine's group of ranks and its microbatch limits. Training and inference of one engine share their weights,
-    hence their ranks."""
+    """Return an engine's group of ranks and its microbatch limits. Training and inference of one engine share their
+    weights, hence their ranks."""
     train, inference = _ENGINE_ROLES[engine]
     return EngineRef(
         group=groups.group(allocation.roles[train]),

@@ -135,7 +135,7 @@ class GeneratorPool:
         return self._everywhere("receive", lambda replica: replica.receive(handles, version), timeout_seconds)
 
     def endpoints(self, trainer: RoleAllocation) -> list[WeightEndpoint]:
-        """The servers that take part, each with the trainer's ranks on its GPUs."""
+        """Return the servers that take part, each with the trainer's ranks on its GPUs."""
         return with_colocated_ranks(
             self._everywhere("endpoint", GeneratorStub.endpoint, _END_SECONDS),
             [r.slots for r in self._participants()],
@@ -177,7 +177,7 @@ class GeneratorPool:
                 self._check_started(replica)
 
     def admit(self) -> int:
-        """The replicas that have started take part from now on; how many take part."""
+        """Return the replicas that have started take part from now on; how many take part."""
         for replica in self._replicas:
             if replica.state == "waiting for weights":
                 replica.state, replica.asked, replica.asked_at = "serving", None, time.monotonic()
@@ -212,7 +212,7 @@ class GeneratorPool:
         return [(replica.index, replica.stub.actor) for replica in new if replica.state == "serving"]
 
     def membership_changed(self) -> bool:
-        """Whether replicas have come or gone since this was last asked."""
+        """Return whether replicas have come or gone since this was last asked."""
         changed, self._membership_changed = self._membership_changed, False
         return changed
 

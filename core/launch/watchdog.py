@@ -54,7 +54,7 @@ class Watchdog:
 
 
 def start_watchdog(names: Sequence[str]) -> Watchdog:
-    """The watchdog of this process. `names`: how names in /dev/shm begin that the run's libraries give."""
+    """Return the watchdog of this process. `names`: how names in /dev/shm begin that the run's libraries give."""
     pid = str(psutil.Process().pid)
     return Watchdog(
         subprocess.Popen([sys.executable, "-P", __file__, pid, *names], stdin=subprocess.PIPE, start_new_session=True)
@@ -62,7 +62,7 @@ def start_watchdog(names: Sequence[str]) -> Watchdog:
 
 
 def descendants(process: psutil.Process) -> set[psutil.Process]:
-    """Everything below `process` now; empty when it is gone."""
+    """Return everything below `process` now; empty when it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return set(process.children(recursive=True))
     return set()

@@ -25,7 +25,7 @@ class TrackedRuns:
         self._ids: dict[str, str] = json.loads(file.read_text()) if go_on and file.exists() else {}
 
     def get(self, service: str) -> str | None:
-        """The id of the run to go on with; None: there is none yet."""
+        """Return the id of the run to go on with; None: there is none yet."""
         return self._ids.get(service)
 
     def put(self, service: str, run_id: str) -> None:

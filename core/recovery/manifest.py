@@ -82,7 +82,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _seal(path: Path, pool: Executor) -> Seal:
-    """The checksum is that of the checksums of the file's blocks."""
+    """Return the checksum is that of the checksums of the file's blocks."""
     size = path.stat().st_size
     blocks = pool.map(lambda start: _hash_block(path, start), range(0, size, _BLOCK_BYTES))
     return Seal(size, hashlib.blake2b(b"".join(blocks), digest_size=_DIGEST_BYTES).hexdigest())

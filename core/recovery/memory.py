@@ -26,7 +26,7 @@ _LESS_MEM_FRACTION, _LEAST_MEM_FRACTION = 0.1, 0.3
 
 
 def says_out_of_memory(message: str) -> bool:
-    """Whether this is how a process, or its log, says that memory ran out."""
+    """Return whether this is how a process, or its log, says that memory ran out."""
     return any(word in message.lower() for word in _WORDS)
 
 
@@ -66,7 +66,8 @@ class MemoryLimits:
                     ) from e
 
     def fit_generator(self, settings: BackendSettings, flag: MemoryFlag | None) -> BackendSettings:
-        """The generators' settings, lowered as far as was necessary. `flag`: the backend's share of GPU memory."""
+        """Return the generators' settings, lowered as far as was necessary. `flag`: the backend's share of GPU
+        memory."""
         running = int(self._learnt.get("max_running", settings.max_running))
         flags = dict(settings.flags)
         if flag is not None and flag.name in self._learnt:

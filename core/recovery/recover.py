@@ -97,7 +97,7 @@ class RecoverStore:
         self._stop = threading.Event()
 
     def newest(self) -> Path | None:
-        """The newest valid checkpoint; those that are not are passed over with a line that says why."""
+        """Return the newest valid checkpoint; those that are not are passed over with a line that says why."""
         for path in reversed(self._checkpoints()):
             try:
                 verify(path)
@@ -251,8 +251,8 @@ class RecoverStore:
         return could_not_write(f"the recover checkpoint of step {step}", self._folder, error)
 
     def load(self, checkpoint: Path, *, ignore_changes: bool = False) -> Recovered:
-        """The driver's and the rollout's state. Raises RecoverError if the configuration changed in a way that the
-        checkpoint cannot follow, unless told to ignore that."""
+        """Return the driver's and the rollout's state. Raises RecoverError if the configuration changed in a way that
+        the checkpoint cannot follow, unless told to ignore that."""
         with open(checkpoint / "run.json") as f:
             saved = json.load(f)
         identity = RunIdentity(**saved["identity"])

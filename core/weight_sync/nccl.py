@@ -144,7 +144,7 @@ class NcclSender(BucketSender):
         return call_all(self._servers, receive, deadline)
 
     def _make_group(self, backend: str, store: dist.Store, world: int, timeout_seconds: float) -> dist.ProcessGroup:
-        """A group beside the trainer's own world, as the servers make it: same store prefixes, same helper."""
+        """Return a group beside the trainer's own world, as the servers make it: same store prefixes, same helper."""
         # The library's own timeout ends the process; it must come after the deadline has been noticed here.
         group, _ = c10d._new_process_group_helper(
             world, 0, [], dist.Backend(backend), dist.PrefixStore(self._name, store),

@@ -52,7 +52,7 @@ class SenderPlan:
 
 
 def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.device, host: str) -> Sender:
-    """The sender of one rank, not yet connected. `host`: its node's address."""
+    """Return the sender of one rank, not yet connected. `host`: its node's address."""
     settings = SenderSettings(
         rank=rank,
         world_size=world_size,
@@ -145,7 +145,7 @@ class ServerPush(Generic[G]):
 
 
 def due(verify: Verify, num_pushes: int) -> bool:
-    """Whether the push after `num_pushes` others is to be verified."""
+    """Return whether the push after `num_pushes` others is to be verified."""
     return verify == "always" or (verify == "first" and num_pushes == 0)
 
 
@@ -172,8 +172,8 @@ def push_report(
 def with_colocated_ranks(
     servers: Sequence[WeightEndpoint], replicas: Sequence[Sequence[Slot]], trainer: RoleAllocation
 ) -> list[WeightEndpoint]:
-    """The endpoints, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled in
-    (empty where there is none)."""
+    """Return the endpoints, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled
+    in (empty where there is none)."""
     rank_at = {slot: rank for rank, slot in enumerate(trainer.slots)}
     return [
         server.beside(tuple(rank_at[slot] for slot in slots[: server.tp] if slot in rank_at))

@@ -247,7 +247,7 @@ def model_state(
 
 
 def _rng_object(parallel: ParallelState) -> ShardedObject:
-    """Every random state of this rank, as its own piece of one object."""
+    """Return every random state of this rank, as its own piece of one object."""
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -273,7 +273,7 @@ def _make_folder(path: Path) -> None:
 
 
 def converted_common() -> dict[str, Any]:
-    """The common part of a checkpoint that no engine has written."""
+    """Return the common part of a checkpoint that no engine has written."""
     return {"slipstream": {"layout": "none", "num_updates": 0, "has_optimizer": False, "device": "none"}}
 
 

@@ -68,7 +68,8 @@ class StoredPart:
 def stored_parts(
     config: ModelConfig, *, parallel: ParallelState, device: Device, dtype: torch.dtype, is_critic: bool
 ) -> list[StoredPart]:
-    """Every part of every parameter, in the order of Megatron's modules. `parallel` must be a world of one rank."""
+    """Return every part of every parameter, in the order of Megatron's modules. `parallel` must be a world of one
+    rank."""
     assert parallel.world_size == 1, "parts of whole parameters"
     with torch.device("meta"):
         model = build_model(config, parallel=parallel, device=device, dtype=dtype, is_critic=is_critic)
@@ -149,7 +150,7 @@ class StoredTensors:
         return rows.tensor if isinstance(rows, FileRows) else rows
 
     def rows(self, part: StoredPart, start: int, stop: int) -> FileRows | Tensor:
-        """The same with their place in the file, where one chunk holds them all."""
+        """Return the same with their place in the file, where one chunk holds them all."""
         low = start - part.first_row + part.offset[0]
         wanted = (
             (low, low + stop - start),
@@ -196,7 +197,7 @@ def _elements_offset(view: Any) -> int:
 
 
 def _mapped(path: Path, offset: int, view: Any) -> FileRows:
-    """The tensor that torch.save() wrote at `offset` of a file, without reading it."""
+    """Return the tensor that torch.save() wrote at `offset` of a file, without reading it."""
     with torch.serialization.skip_data():
         like = torch.load(view, map_location="cpu", weights_only=True)
     if not like.numel():
@@ -270,7 +271,7 @@ class StoredTensorsWriter:
 
 
 def rows_of(parts: Sequence[StoredPart], start: int, stop: int) -> Iterator[tuple[StoredPart, int, int]]:
-    """The parts of a parameter that make up its rows [start, stop), each with its share of them."""
+    """Yield the parts of a parameter that make up its rows [start, stop), each with its share of them."""
     for part in parts:
         a, b = max(start, part.first_row), min(stop, part.first_row + part.shape[0])
         if a < b:

@@ -84,7 +84,7 @@ class ModelFile:
         return sum(spec.nbytes for spec in self.specs.values())
 
     def places(self, conversion: Conversion) -> Iterator[tuple[str, _Place]]:
-        """The pieces of a parameter, in the order of its rows."""
+        """Yield the pieces of a parameter, in the order of its rows."""
         dim, row = conversion.tp_dim or 0, 0
         sizes = {name: self.shapes[name][dim] for name in conversion.names}
         for piece in conversion.pieces(sizes, rank=0, tp=1):
@@ -92,7 +92,7 @@ class ModelFile:
             row += piece.stop - piece.start
 
     def read_stored(self, stored: StoredTensors, name: str) -> Tensor:
-        """The Hugging Face tensor `name` out of a checkpoint."""
+        """Return the Hugging Face tensor `name` out of a checkpoint."""
         conversion = self._of_name[name]
         parts = self.parts[conversion]
         if conversion.tp_dim == 1:  # one tensor, whole
@@ -113,7 +113,7 @@ class ModelFile:
         return result
 
     def rows_stored(self, stored: StoredTensors, name: str) -> Iterator[FileRows | Tensor]:
-        """The same in pieces that follow each other, none of them copied where that can be."""
+        """Yield the same in pieces that follow each other, none of them copied where that can be."""
         conversion = self._of_name[name]
         if conversion.tp_dim == 1:
             (part,) = self.parts[conversion]

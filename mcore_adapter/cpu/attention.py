@@ -95,7 +95,7 @@ def _plan(lens: tuple[int, ...], elements_per_token: int) -> tuple[_Block, ...]:
 
 
 def _gathered(group: Sequence[tuple[int, int]]) -> _Block:
-    """A block of sequences (length, first token), the longest first."""
+    """Return a block of sequences (length, first token), the longest first."""
     length = group[0][0]
     if len(group) == 1:
         return _Block(1, length, group[0][1])
@@ -192,7 +192,7 @@ def _expand(kv: Tensor, heads_per_group: int) -> Tensor:
 
 
 def _reduce(grad: Tensor, heads_per_group: int) -> Tensor:
-    """The transpose of _expand()."""
+    """Return the transpose of _expand()."""
     return grad if heads_per_group == 1 else grad.unflatten(1, (-1, heads_per_group)).sum(2)
 
 

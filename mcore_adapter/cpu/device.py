@@ -91,7 +91,7 @@ def _bias_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> t
 
 
 def _weighted_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The same for an expert: weight [t, 1] of each token."""
+    """Return the same for an expert: weight [t, 1] of each token."""
     assert bias is None, "no supported family has a bias here"
     return (swiglu(gate_up) * weight).to(gate_up.dtype)
 

@@ -124,6 +124,6 @@ def weighted_swiglu_backward(
 
 
 def _shape(width: int) -> dict[str, int]:
-    """A program's block for one row, and its warps: 8 to 16 elements a thread."""
+    """Return a program's block for one row, and its warps: 8 to 16 elements a thread."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

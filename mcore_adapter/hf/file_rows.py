@@ -34,7 +34,7 @@ class FileRows:
     """Byte of the file at which the first element lies and all others follow, row by row; None: they lie apart."""
 
     def part(self, view: Tensor) -> FileRows:
-        """A view of these elements."""
+        """Return a view of these elements."""
         if self.begin is None or not view.is_contiguous():
             return FileRows(view, self.path, None)
         return FileRows(view, self.path, self.begin + view.data_ptr() - self.tensor.data_ptr())

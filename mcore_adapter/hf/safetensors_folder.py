@@ -76,8 +76,8 @@ class SafetensorsFolder:
         return self._file_of.get(name, self.folder)
 
     def dtype(self, *, without: str) -> torch.dtype:
-        """The one dtype of all tensors, those whose name ends in `without` left out. Raises WeightsError, with an
-        example of each, where there are several."""
+        """Return the one dtype of all tensors, those whose name ends in `without` left out. Raises WeightsError, with
+        an example of each, where there are several."""
         found: dict[str, str] = {}
         for name in self._file_of:
             if name.endswith(without):
@@ -98,7 +98,7 @@ class SafetensorsFolder:
         return self._whole(name).narrow(dim, start, stop - start)
 
     def rows(self, name: str, dim: int, start: int, stop: int) -> FileRows:
-        """The same with their place in the file."""
+        """Return the same with their place in the file."""
         whole, path = self._whole(name), self._file_of[name]
         if path not in self._begins:
             self._begins[path] = _first_bytes(path)

@@ -130,7 +130,8 @@ def iter_hf_weights(
 
 
 def run_export(plan: ExportPlan, *, parallel: ParallelState) -> Iterator[dict[str, Tensor]]:
-    """The whole model as buckets of full tensors under Hugging Face names, in the order of the network; collective.
+    """Yield the whole model as buckets of full tensors under Hugging Face names, in the order of the network;
+    collective.
 
     Every rank iterates to the end; global rank 0 gets the tensors (its own copies, on its device, in the parameters'
     dtype), the others empty dicts.
@@ -170,7 +171,7 @@ def save_hf(
 
 
 def unwrap(chunks: Sequence[nn.Module]) -> list[ModelChunk]:
-    """The chunks inside wrappers such as Megatron's DistributedDataParallel."""
+    """Return the chunks inside wrappers such as Megatron's DistributedDataParallel."""
     models = []
     for chunk in chunks:
         while not isinstance(chunk, ModelChunk):
@@ -223,7 +224,7 @@ def _fill(
 def _parts(
     local: Tensor, conversion: Conversion, shapes: Shapes, tp_rank: int, tp: int
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces of a parameter's shard with the views of `local` where they lie."""
+    """Yield the pieces of a parameter's shard with the views of `local` where they lie."""
     dim, offset = conversion.tp_dim or 0, 0
     sizes = {name: shapes[name][dim] for name in conversion.names}
     for piece in conversion.pieces(sizes, rank=tp_rank, tp=tp):
@@ -289,7 +290,7 @@ class _Owned:
 
 
 def _owners(model: ModelChunk, parallel: ParallelState) -> Iterator[_Owned]:
-    """Every parameter of the whole model once, in the order of the network; the same on every rank."""
+    """Yield every parameter of the whole model once, in the order of the network; the same on every rank."""
     config, layout = model.model_config, parallel.layout
     stage_of_layer = {
         layer: chunk % layout.pp
@@ -410,7 +411,8 @@ def write_config(folder: Path, config: ModelConfig, *, dtype: torch.dtype, is_cr
 
 
 def hf_config_json(config: ModelConfig, *, dtype: torch.dtype, is_critic: bool) -> dict[str, object]:
-    """The content of config.json for these weights: the one that was read, with the architecture and dtype of now."""
+    """Return the content of config.json for these weights: the one that was read, with the architecture and dtype of
+    now."""
     content = dict(config.raw)
     content["dtype" if "dtype" in content else "torch_dtype"] = str(dtype).removeprefix("torch.")
     architecture = FAMILIES[config.model_type].architecture

@@ -58,8 +58,8 @@ HF_EMBEDDING, HF_VALUE_HEAD = "model.embed_tokens.weight", "score.weight"
 
 
 def canonical_name(name: str, first_expert: int = 0) -> str:
-    """A parameter of a layer ("input_layernorm.weight", ...) in the spelling that the tables use, where experts are
-    counted over the whole model. first_expert: the first one that this rank holds."""
+    """Return a parameter of a layer ("input_layernorm.weight", ...) in the spelling that the tables use, where experts
+    are counted over the whole model. first_expert: the first one that this rank holds."""
     name = _GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", _OTHER_SPELLINGS.get(name, name))
     if expert := _EXPERT.fullmatch(name):
         return f"mlp.experts.local_experts.{first_expert + int(expert[1])}.{expert[2]}"
@@ -67,7 +67,7 @@ def canonical_name(name: str, first_expert: int = 0) -> str:
 
 
 def unstacked(name: str, param: Tensor) -> list[tuple[str, Tensor]]:
-    """A parameter of a layer -> itself, or each expert's part of it, in spellings for canonical_name()."""
+    """Return a parameter of a layer -> itself, or each expert's part of it, in spellings for canonical_name()."""
     if name not in _STACKED:
         return [(name, param)]
     return [(f"mlp.experts.{_STACKED[name]}.weight{i}", part) for i, part in enumerate(param.detach())]

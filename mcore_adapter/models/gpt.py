@@ -164,7 +164,7 @@ def build_model(
     sequence_parallel: bool | None = None,
     balance: Balance | None = None,
 ) -> list[ModelChunk]:
-    """The chunks of this rank, one per virtual pipeline stage, not wrapped, weights not yet filled in.
+    """Return the chunks of this rank, one per virtual pipeline stage, not wrapped, weights not yet filled in.
 
     A chunk is called as Megatron calls it, chunk(tokens [1, t], positions, None, packed_seq_params=thd). The last one
     returns hidden states [1, t, h], where with sequence parallelism t is this rank's contiguous share of the tokens
@@ -230,7 +230,8 @@ def lm_head_weight(chunk: ModelChunk) -> Tensor:
 
 
 def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[Tensor, Conversion]]:
-    """Every parameter (and correction bias) that this rank holds, with the Hugging Face tensors that it is made of.
+    """Yield every parameter (and correction bias) that this rank holds, with the Hugging Face tensors that it is made
+    of.
 
     A tied model's last stage holds a second copy of the embedding: it comes with the embedding's conversion. Experts
     whose weights are stacked come one by one, as views.

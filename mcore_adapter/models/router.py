@@ -152,7 +152,7 @@ class RoutedLayer(TransformerLayer):
 
 
 def routers(chunks: Iterable[nn.Module]) -> Iterator[Router]:
-    """All routers of this rank."""
+    """Yield all routers of this rank."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, Router))
 

@@ -25,8 +25,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
-    """The layers of each model chunk in the order of the network: chunk i lies on stage i % pp, as its i // pp-th. What
-    does not divide evenly goes to the first ones, as the last one has the output layer."""
+    """Return the layers of each model chunk in the order of the network: chunk i lies on stage i % pp, as its i //
+    pp-th. What does not divide evenly goes to the first ones, as the last one has the output layer."""
     chunks = layout.pp * layout.vpp
     base, extra = divmod(num_layers, chunks)
     starts = [i * base + min(i, extra) for i in range(chunks + 1)]

@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
     """What rollout needs of a Hugging Face tokenizer."""
 
     def __call__(self, text: list[str]) -> Any:
-        """A mapping whose "input_ids" is one list of token ids per text."""
+        """Return a mapping whose "input_ids" is one list of token ids per text."""
         ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
@@ -94,13 +94,13 @@ class PromptDataset:
         return self._cursor
 
     def at(self, position: int) -> Prompt:
-        """The prompt at `position` of the endless stream, `epoch` filled in."""
+        """Return the prompt at `position` of the endless stream, `epoch` filled in."""
         epoch, offset = divmod(position, len(self.prompts))
         prompt = self.prompts[self._order(epoch)[offset]]
         return replace(prompt, epoch=epoch) if epoch else prompt
 
     def next(self) -> Prompt:
-        """The prompt at the cursor, which moves on."""
+        """Return the prompt at the cursor, which moves on."""
         prompt = self.at(self._cursor)
         self._cursor += 1
         return prompt
@@ -110,7 +110,7 @@ class PromptDataset:
         self._cursor = position
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor, and what tells this stream from another."""
+        """Return the cursor, and what tells this stream from another."""
         return {
             "position": self._cursor,
             "seed": self._seed,

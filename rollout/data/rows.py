@@ -89,7 +89,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str]]:
 
 
 def boxed(answer: str | int | float) -> str:
-    """An answer as the tutorial writes it: 43.0 -> `\\boxed{43}`, 1e-3 -> `\\boxed{0.001}`; boxed text stays."""
+    """Return an answer as the tutorial writes it: 43.0 -> `\boxed{43}`, 1e-3 -> `\boxed{0.001}`; boxed text stays."""
     text = _scalar_text(answer).strip()
     return text if "\\boxed" in text else f"\\boxed{{{text}}}"
 
@@ -173,7 +173,7 @@ def _row(record: dict[str, object], number: int, given: Fields | None, default_i
 
 
 def _solutions(record: dict[str, object], key: str, *, must_be_marked: bool) -> tuple[str, ...]:
-    """The solutions of a row: a list, a scalar, or what follows #### at the end of a text."""
+    """Return the solutions of a row: a list, a scalar, or what follows #### at the end of a text."""
     if key == "solutions" or isinstance(record.get(key), list):
         return _listed_solutions(record, key)
     _, marker, final = str(record.get(key)).rpartition("####")
@@ -195,7 +195,7 @@ def _listed_solutions(record: dict[str, object], key: str) -> tuple[str, ...]:
 
 
 def _texts(record: dict[str, object], key: str) -> list[str]:
-    """A list of strings that are not blank."""
+    """Return a list of strings that are not blank."""
     values = record.get(key)
     if not isinstance(values, list) or not values or not all(isinstance(v, str) and v.strip() for v in values):
         raise ValueError(f'"{key}" must be a list of non-empty strings, found {_shown(values)}')
@@ -225,7 +225,7 @@ def _pair(record: dict[str, object]) -> tuple[str, str]:
 
 
 def _scalar(record: dict[str, object], key: str) -> str | int | float:
-    """A string that is not blank, or a finite number."""
+    """Return a string that is not blank, or a finite number."""
     value = record.get(key)
     usable = isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip()
     if not usable or (isinstance(value, float) and not math.isfinite(value)):

@@ -149,7 +149,7 @@ class WeightEndpoint(Protocol):
         ...
 
     def beside(self, trainer_ranks: tuple[int, ...]) -> WeightEndpoint:
-        """The same endpoint with these `trainer_ranks`."""
+        """Return the same endpoint with these `trainer_ranks`."""
         ...
 
     def join_group(self, group: GroupMembership, *, timeout_seconds: float) -> None: ...
@@ -161,7 +161,7 @@ class WeightEndpoint(Protocol):
     def leave_group(self, group: str, *, timeout_seconds: float) -> None: ...
 
     def share(self, bucket: FlatBucket) -> str:
-        """A handle for receive_shared() to this process's memory, or on the CPU the bytes. Sends nothing."""
+        """Return a handle for receive_shared() to this process's memory, or on the CPU the bytes. Sends nothing."""
         ...
 
     def receive_shared(self, handles: Sequence[str], *, timeout_seconds: float) -> None:

@@ -44,5 +44,5 @@ class FlatBucket:
             start = end
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors again, as views."""
+        """Return the tensors again, as views."""
         return {name: self.flat[start:end].view(dtype).view(shape) for name, dtype, shape, start, end in self.spans()}

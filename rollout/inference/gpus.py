@@ -53,7 +53,7 @@ def _names(allowed: str) -> list[str]:
 
 
 def device_names(indices: Sequence[int], *, allowed: str | None = None) -> str:
-    """The CUDA_VISIBLE_DEVICES of a process on these GPUs of the run. Raises ValueError for one that it has not.
+    """Return the CUDA_VISIBLE_DEVICES of a process on these GPUs of the run. Raises ValueError for one that it has not.
     `allowed`: instead of allowed_gpus()."""
     allowed = allowed_gpus() if allowed is None else allowed
     if allowed == "all":
@@ -68,7 +68,7 @@ def device_names(indices: Sequence[int], *, allowed: str | None = None) -> str:
 
 
 def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
-    """The GPUs that this program may use; none when there is no driver."""
+    """Return the GPUs that this program may use; none when there is no driver."""
     found, allowed = _query_all(nvidia_smi), allowed_gpus()
     if allowed == "all":
         return [gpu for gpu, _ in found]
@@ -84,7 +84,7 @@ def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
 
 
 def _query_all(nvidia_smi: str) -> list[tuple[Gpu, str]]:
-    """Every GPU of this node with its UUID."""
+    """Return every GPU of this node with its UUID."""
     cards = _ask(nvidia_smi, "--query-gpu=index,uuid,name,memory.used,memory.total")
     users: dict[str, list[GpuUser]] = {uuid: [] for _, uuid, *_ in cards}
     for uuid, pid, name, mib in _ask(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):

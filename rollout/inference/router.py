@@ -155,7 +155,7 @@ class Router:
         self._sampling.set()
 
     async def health(self) -> Health:
-        """The oldest version and the summed load of the generators that live."""
+        """Return the oldest version and the summed load of the generators that live."""
         answers = await self._everywhere(lambda generator: asyncio.wait_for(generator.health(), self._timeout))
         return Health(
             version=min(h.version for h in answers),
@@ -198,7 +198,7 @@ class Router:
         logger.info("generator %d has rejoined", index)
 
     def lost(self) -> dict[int, str]:
-        """The dead, with the reason."""
+        """Return the dead, with the reason."""
         return {m.index: repr(m.failure) for m in self._members if m.failure is not None}
 
     def stats(self) -> dict[str, float]:
@@ -227,7 +227,8 @@ class Router:
         return [member for member in self._members if member.failure is None]
 
     def _join_group(self, request: GenerateRequest) -> _Group:
-        """The request's group, with a generator chosen for it if it is the first; one without a group is its own."""
+        """Return the request's group, with a generator chosen for it if it is the first; one without a group is its
+        own."""
         name = request.group_id or f"request {request.request_id}"
         if name not in self._groups:
             self._groups[name] = _Group(self._least_loaded() if self._alive() else None)
@@ -248,7 +249,7 @@ class Router:
         return min(alive, key=lambda member: member.outstanding_tokens)
 
     async def _member_of(self, group: _Group) -> _Member:
-        """The group's generator; another one where that is dead. Waits where there is none at all."""
+        """Return the group's generator; another one where that is dead. Waits where there is none at all."""
         while group.member is None or group.member.failure is not None:
             if self._alive():
                 group.member = self._least_loaded()
@@ -317,8 +318,8 @@ class Router:
             await asyncio.gather(*(self._check(member) for member in self._alive() if member.attempts))
 
     async def _everywhere(self, call: Callable[[Generator], Awaitable[T]]) -> list[T]:
-        """The same call at every generator that lives; one that fails it is dead. Raises ValueError as the call does,
-        and NoGeneratorError when none is left."""
+        """Return the same call at every generator that lives; one that fails it is dead. Raises ValueError as the call
+        does, and NoGeneratorError when none is left."""
 
         async def one(member: _Member) -> T | None:
             try:

@@ -68,7 +68,8 @@ def math_reward(prompt: Prompt, text: str) -> float:
 
 
 def quick_math_reward(prompt: Prompt, text: str) -> float | None:
-    """The same verdict where answer and solutions are integers, else None. Linear in `text`, safe in any process."""
+    """Return the same verdict where answer and solutions are integers, else None. Linear in `text`, safe in any
+    process."""
     answer = _integer(marked_answer(text))
     if answer is None:
         return None
@@ -84,7 +85,7 @@ def _integer(content: str | None) -> int | None:
 
 
 def _marked_solution(solution: str) -> str:
-    """The answer of a solution: its last box, or all of it."""
+    """Return the answer of a solution: its last box, or all of it."""
     return (marked_answer(solution) or solution) if "\\boxed" in solution else solution
 
 
@@ -94,7 +95,8 @@ def _solution(solution: str) -> str:
 
 
 def _is_equal(solution: str, answer: str, *, is_marked: bool) -> bool | None:
-    """Whether a plain `answer`, or the end of a text that marks none, gives `solution`. None: it gives no answer."""
+    """Return whether a plain `answer`, or the end of a text that marks none, gives `solution`. None: it gives no
+    answer."""
     if not answer:
         return None
     if is_marked and answer == solution:
@@ -140,7 +142,8 @@ def _parsed_solution(solution: str) -> list[Any]:
 
 
 def _parsed_answer(answer: str) -> list[Any]:
-    """A plain answer as math-verify reads it. A number in digits needs no LaTeX parser, which is the slow part."""
+    """Return a plain answer as math-verify reads it. A number in digits needs no LaTeX parser, which is the slow
+    part."""
     if _NUMBER.fullmatch(answer):
         return _parse(answer, numbers_only=True)
     return _parse(f"\\boxed{{{answer}}}")

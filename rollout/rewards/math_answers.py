@@ -27,7 +27,7 @@ _MAX_PROSE_WORDS = 3
 
 
 def marked_answer(text: str) -> str | None:
-    """The answer that `text` marks, None without any.
+    """Return the answer that `text` marks, None without any.
 
     It is the last box (or the last boxes, joined by "and", "or" or a comma), else a last line "#### answer", else what
     follows "the answer is" at the end. "" for a box that never closes and for "the answer is not 3".
@@ -181,7 +181,7 @@ def _repeating_fraction(match: re.Match[str]) -> str:
 
 
 def words(content: str) -> str | None:
-    """A plain answer in words ("even", "no solution") in one spelling; None for anything else."""
+    """Return a plain answer in words ("even", "no solution") in one spelling; None for anything else."""
     bare = _WHOLLY_WRAPPED.sub(r"\1", content).strip().rstrip(".")
     if not _WORDS.fullmatch(bare):
         return None
@@ -189,13 +189,13 @@ def words(content: str) -> str | None:
 
 
 def choice(content: str) -> str | None:
-    """The letter of a plain answer that is one letter of a multiple choice, else None."""
+    """Return the letter of a plain answer that is one letter of a multiple choice, else None."""
     match = _CHOICE.fullmatch(_WHOLLY_WRAPPED.sub(r"\1", content).strip())
     return match[1] if match else None
 
 
 def choice_text(answer: str, *, is_marked: bool) -> str:
-    """A plain answer or the end of a text, made such that math-verify's search for a letter finds the one meant.
+    """Return a plain answer or the end of a text, made such that math-verify's search for a letter finds the one meant.
 
     It takes a letter at the start first, right for "B. 25" but not for a sentence, so a sentence gets another start; of
     a text only the last sentence is left. "" when several letters are answered.
@@ -252,13 +252,13 @@ _UNITS = {
 
 
 def without_percent(content: str) -> tuple[str, bool]:
-    """A plain answer without its percent sign or word, and whether it had one."""
+    """Return a plain answer without its percent sign or word, and whether it had one."""
     number = _PERCENT.sub("", content)
     return (number, number != content) if number else (content, False)
 
 
 def without_unit(content: str) -> tuple[str, str | None]:
-    r"""A plain answer without the unit at its end, and the unit where it is a known one.
+    r"""Return a plain answer without the unit at its end, and the unit where it is a known one.
 
     A single letter counts as a unit in \text{...} only: in "3t" it is a variable.
     """
@@ -274,7 +274,7 @@ def without_unit(content: str) -> tuple[str, str | None]:
 
 
 def without_units_in_formulas(text: str) -> str:
-    """The end of a text, without the units at the end of its formulas."""
+    """Return the end of a text, without the units at the end of its formulas."""
     return _TEXT_UNIT_IN_FORMULA.sub("", text)
 
 
@@ -290,7 +290,8 @@ _RAYS = {"<": r"(-\infty, %s)", ">": r"(%s, \infty)", r"\le": r"(-\infty, %s]", 
 
 
 def paired_forms(solution: str, answer: str) -> tuple[str, str]:
-    """Both with what math-verify takes for something else put in its terms: a base, a time, i, and "x < 1 or x > 6".
+    """Return both with what math-verify takes for something else put in its terms: a base, a time, i, and "x < 1 or x >
+    6".
 
     It drops a base and divides 3:30, so these become tuples. A base or "p.m." that the answer leaves out is not asked
     for; a base that only the answer has is no plain number.

@@ -114,11 +114,11 @@ class RewardPool:
         _give_up(self._drain(), asyncio.CancelledError())
 
     async def score(self, prompt: Prompt, text: str) -> float:
-        """The reward of one completion; WRONG when it could not be scored."""
+        """Return the reward of one completion; WRONG when it could not be scored."""
         return (await self.score_many(prompt, [text]))[0]
 
     async def score_many(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
-        """The rewards of several completions of one prompt, in order."""
+        """Return the rewards of several completions of one prompt, in order."""
         return [score for score, _ in await self.judge_many(prompt, texts)]
 
     async def judge_many(self, prompt: Prompt, texts: Sequence[str]) -> list[tuple[float, Outcome]]:
@@ -253,7 +253,7 @@ class _Worker:
         self._writer.write(LENGTH.pack(len(payload)) + payload)
 
     async def receive(self) -> tuple[float, Outcome, str]:
-        """The next result. Raises IncompleteReadError or ConnectionError when the process has ended."""
+        """Return the next result. Raises IncompleteReadError or ConnectionError when the process has ended."""
         score, outcome, length = RESULT.unpack(await self._reader.readexactly(RESULT.size))
         message = await self._reader.readexactly(length) if length else b""
         return score, Outcome(outcome), message.decode()

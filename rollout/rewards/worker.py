@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare(spec: str) -> Reward:
-    """The reward function, with the libraries that its first call would import already there."""
+    """Return the reward function, with the libraries that its first call would import already there."""
     if spec in REWARDS:
         importlib.import_module("math_verify")
         logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -22,7 +22,7 @@ def check_workflow(spec: str) -> None:
 
 
 def make_workflow(spec: str, **settings: Any) -> Workflow:
-    """The workflow called `spec`: a name in WORKFLOWS or an import path "pkg.mod:Name" of a class or factory.
+    """Return the workflow called `spec`: a name in WORKFLOWS or an import path "pkg.mod:Name" of a class or factory.
 
     `settings` are those of SingleTurnMathWorkflow: tokenizer, reward_pool, sampling, group_size, seed.
     Raises PluginError.

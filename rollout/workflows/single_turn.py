@@ -25,7 +25,8 @@ class SingleTurnMathWorkflow:
         self._attempts = itertools.count()
 
     async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-        """The group of `prompt`, in sample order. A sample that fails cancels the others and raises its error."""
+        """Return the group of `prompt`, in sample order. A sample that fails cancels the others and raises its
+        error."""
         sampling = [asyncio.ensure_future(generator.generate(request)) for request in self._requests(prompt)]
         try:
             completions = await asyncio.gather(*sampling)

@@ -15,7 +15,7 @@ from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
 
 
 def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int) -> int:
-    """A seed in [0, 2**63) for one sample of one prompt in one epoch."""
+    """Return a seed in [0, 2**63) for one sample of one prompt in one epoch."""
     key = struct.pack("<4q", run_seed, epoch, prompt_index, sample)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 

@@ -46,7 +46,7 @@ class Scene:
     trl_python: Path | None
 
     def model(self, name: str, *, hidden_size: int, num_layers: int) -> Path:
-        """A random Qwen2-shaped model with the demo's tokenizer."""
+        """Return a random Qwen2-shaped model with the demo's tokenizer."""
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         path = self.folder / name
@@ -262,7 +262,8 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
 def run_ppo(
     scene: Scene, trial: str, config: dict[str, object], *flags: str, sample_memory: bool = False
 ) -> list[float]:
-    """The real command; returns samples of the memory of all its processes in MiB, one a second, if asked for."""
+    """Return the real command; returns samples of the memory of all its processes in MiB, one a second, if asked
+    for."""
     base = scene.folder / "empty.yaml"
     base.write_text("{}\n")
     words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
@@ -303,7 +304,7 @@ def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, s
 
 
 def sync_and_async(scene: Scene) -> Iterator[Figure]:
-    """The same run with max_staleness 0 (both sides use all cores in turn) and 2."""
+    """Yield the same run with max_staleness 0 (both sides use all cores in turn) and 2."""
     model = scene.model("0.8M", hidden_size=128, num_layers=4)
     config = ppo_config(scene, model, new_tokens=64)
     rates = {0: [], 2: []}  # type: dict[int, list[float]]

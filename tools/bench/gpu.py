@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """The config.json of a shape."""
+    """Return the config.json of a shape."""
     return {**_QWEN2, **SHAPES[shape]}
 
 
@@ -236,7 +236,7 @@ def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
 
 
 def options(scene: Scene) -> Iterator[Figure]:
-    """The same update with what can be switched on, beside the update without."""
+    """Yield the same update with what can be switched on, beside the update without."""
     choices: dict[str, dict[str, Any]] = {
         "plain": {},
         "fp8": {"fp8": True},

@@ -136,7 +136,7 @@ def _in_device(device: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _figures(name: str, engine: Any, device: Any, scene: Scene, batch: Any) -> Iterator[Figure]:
-    """The difference over `batch`, how sure the server was of its tokens, and each side against float32."""
+    """Yield the difference over `batch`, how sure the server was of its tokens, and each side against float32."""
 
     def figure(what: str, value: float, unit: str = "nats", target: str = "") -> Figure:
         return Figure(name=f"{name}_{what}", value=value, unit=unit, baseline=None, target=target)

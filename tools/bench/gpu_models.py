@@ -85,7 +85,7 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
 
 
 def convert(scene: Scene) -> Iterator[Figure]:
-    """A model of the shape into a checkpoint and back, against a plain copy. No GPU takes part."""
+    """Yield a model of the shape into a checkpoint and back, against a plain copy. No GPU takes part."""
     yield from bench_convert.compare(
         scene.folder, config_of(scene.shape), torch.bfloat16, name=f"convert.{scene.shape}", rounds=2
     )

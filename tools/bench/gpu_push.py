@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def push(scene: Scene) -> Iterator[Figure]:
-    """A push while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
+    """Yield a push while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device)
         engine.offload()
@@ -45,7 +45,7 @@ def push(scene: Scene) -> Iterator[Figure]:
 
 
 def drive(figures: AsyncIterator[Figure]) -> Iterator[Figure]:
-    """Each as soon as it is measured: what comes later may fail."""
+    """Yield each as soon as it is measured: what comes later may fail."""
     with asyncio.Runner() as runner:
         while (figure := runner.run(_next(figures))) is not None:
             yield figure

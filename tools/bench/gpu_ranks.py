@@ -48,7 +48,8 @@ async def _push(scene: Scene) -> AsyncIterator[Figure]:
 
 
 def overlap(scene: Scene) -> Iterator[Figure]:
-    """An update of two data-parallel ranks whose communication runs beside the computation, and after it. Two GPUs."""
+    """Yield an update of two data-parallel ranks whose communication runs beside the computation, and after it. Two
+    GPUs."""
     rates: dict[bool, float] = {}
     for overlapped in (True, False):
         ranks = TrainerRanks(scene, _data_parallel_rank, overlapped)
@@ -88,7 +89,7 @@ class TrainerRanks:
         self._call("prepare", verify)
 
     def send(self) -> Any:
-        """The report of the first rank."""
+        """Return the report of the first rank."""
         return self._call("send")[0]
 
     def close(self) -> None:

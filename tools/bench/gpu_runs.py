@@ -117,7 +117,7 @@ def _tokens_per_second(rows: list[dict[str, float]]) -> float:
 
 
 def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str, float]]:
-    """The real command; the metrics of its steps. Raises RuntimeError with the end of its output."""
+    """Return the real command; the metrics of its steps. Raises RuntimeError with the end of its output."""
     base = scene.folder / "empty.yaml"
     base.write_text("{}\n")
     words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]

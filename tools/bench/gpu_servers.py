@@ -205,7 +205,7 @@ async def ask_plainly(url: str, bodies: Sequence[dict[str, Any]], *, at_once: in
 
 
 async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
-    """The same through everything that a run has between the trainer and a server."""
+    """Return the same through everything that a run has between the trainer and a server."""
     from transformers import AutoTokenizer
 
     many = load()

@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
-    """All of it; returns the exit code."""
+    """Return all of it; returns the exit code."""
     began = time.monotonic()
     hide_progress_bars()
     empty(output)

@@ -54,7 +54,7 @@ def make_ingredients(folder: Path, *, seed: int) -> Ingredients:
 
 
 def problems() -> list[dict[str, Any]]:
-    """All 8,100 additions of two two-digit numbers, shuffled, in the schema of the prompt data set."""
+    """Return all 8,100 additions of two two-digit numbers, shuffled, in the schema of the prompt data set."""
     operands = range(SMALLEST, LARGEST + 1)
     rows = [
         {"prompt": f"{a}+{b}=", "task": "math", "query_id": f"{a}+{b}", "solutions": [f"\\boxed{{{a + b}}}"]}
@@ -66,7 +66,7 @@ def problems() -> list[dict[str, Any]]:
 
 
 def answer_of(row: dict[str, Any]) -> str:
-    """The text that answers a row: its solution without the box."""
+    """Return the text that answers a row: its solution without the box."""
     return str(row["solutions"][0]).removeprefix("\\boxed{").removesuffix("}")
 
 
@@ -77,7 +77,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def make_tokenizer() -> Any:
-    """A transformers tokenizer with one token per character of CHARACTERS."""
+    """Return a transformers tokenizer with one token per character of CHARACTERS."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -91,13 +91,14 @@ async def _generate(model: Path, requests: Sequence[GenerateRequest]) -> list[np
 
 
 def saved_models(fileroot: Path, experiment: str) -> list[Path]:
-    """The Hugging Face folders that a run saved, oldest first."""
+    """Return the Hugging Face folders that a run saved, oldest first."""
     found = fileroot.glob(f"checkpoints/*/{experiment}/*/*/epoch*globalstep*")
     return sorted(found, key=lambda path: int(path.name.rpartition("globalstep")[2]))
 
 
 def first_at_least(folders: Sequence[Path], target: float, measure: Callable[[Path], float]) -> tuple[Path, float]:
-    """The first folder whose measure reaches `target`, found by bisection (training makes it rise), else the last."""
+    """Return the first folder whose measure reaches `target`, found by bisection (training makes it rise), else the
+    last."""
     low, high = 0, len(folders) - 1
     values: dict[int, float] = {}
     while low < high:

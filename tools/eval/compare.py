@@ -56,8 +56,8 @@ class Flip:
 
 
 def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[Flip], dict[str, str]]:
-    """Every dataset that both folders answered, and dataset -> why it is left out for the others. Raises CompareError
-    where nothing is left, or where two files of one name were asked."""
+    """Return every dataset that both folders answered, and dataset -> why it is left out for the others. Raises
+    CompareError where nothing is left, or where two files of one name were asked."""
     differences: list[Difference] = []
     flips: list[Flip] = []
     left_out: dict[str, str] = {}
@@ -118,7 +118,7 @@ def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray
 
 
 def _other_questions(name: str, a: Path, b: Path) -> bool:
-    """Whether both folders wrote down which questions they were asked, and these differ."""
+    """Return whether both folders wrote down which questions they were asked, and these differ."""
     left, right = (read_json(folder / SETTINGS).get("questions", {}).get(name) for folder in (a, b))
     return left is not None and right is not None and left != right
 

@@ -47,8 +47,8 @@ def data_folders(given: Path | None) -> list[Path]:
 def find_benchmark(
     name: str, folders: Sequence[Path], *, prompt_field: str | None = None, answer_field: str | None = None
 ) -> Benchmark:
-    """The benchmark `name`: {folder}/{name}/test.jsonl or {folder}/{name}.jsonl of the first folder that has it, or the
-    path of a jsonl file. Raises EvalError when there is none, DatasetError when a row cannot be used."""
+    """Return the benchmark `name`: {folder}/{name}/test.jsonl or {folder}/{name}.jsonl of the first folder that has it,
+    or the path of a jsonl file. Raises EvalError when there is none, DatasetError when a row cannot be used."""
     places = [Path(name)] if name.endswith(".jsonl") else []
     places += [place for folder in folders for place in (folder / name / "test.jsonl", folder / f"{name}.jsonl")]
     path = next((place for place in places if place.is_file()), None)
@@ -98,7 +98,7 @@ def question_template(given: str | None, tokenizer: Any) -> str:
 
 
 def make_prompts(benchmark: Benchmark, tokenizer: Any, template: str) -> list[Prompt]:
-    """Every question of a benchmark, tokenised; none is left out."""
+    """Return every question of a benchmark, tokenised; none is left out."""
     texts = [template.replace("{prompt}", row.prompt) for row in benchmark.rows]
     # A chat template writes its special tokens out; the tokenizer would put a second one before them.
     starts_itself = bool(tokenizer.bos_token) and template.startswith(tokenizer.bos_token)

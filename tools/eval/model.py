@@ -77,8 +77,8 @@ def find_model(path: Path) -> tuple[Path, bool]:
 
 
 def hugging_face_folder(path: Path, output: Path) -> Path:
-    """The folder itself where it is a Hugging Face one; a recover checkpoint is converted into `output`/model first,
-    unless what is there was made from it as it is now. Raises EvalError for anything else, EvalFailure where the
+    """Return the folder itself where it is a Hugging Face one; a recover checkpoint is converted into `output`/model
+    first, unless what is there was made from it as it is now. Raises EvalError for anything else, EvalFailure where the
     conversion is ended."""
     checkpoint, is_ready = find_model(path)
     if is_ready:
@@ -104,7 +104,7 @@ def hugging_face_folder(path: Path, output: Path) -> Path:
 
 
 def is_conversion(folder: Path) -> bool:
-    """Whether an evaluation converted a checkpoint into it."""
+    """Return whether an evaluation converted a checkpoint into it."""
     return (folder / _MADE_FROM).is_file()
 
 
@@ -143,7 +143,7 @@ def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A json object, or an empty one where the file is missing. Raises EvalError for anything else."""
+    """Return a json object, or an empty one where the file is missing. Raises EvalError for anything else."""
     try:
         found = json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:

@@ -62,7 +62,7 @@ def by_question(answers: Sequence[Answer], mode: Mode) -> dict[str, list[Answer]
 
 
 def summarise(dataset: str, answers: Sequence[Answer]) -> Result:
-    """The row of a dataset, from all its answers."""
+    """Return the row of a dataset, from all its answers."""
     greedy = [a for a in answers if a.mode == "greedy"]
     sampled = by_question(answers, "sample")
     fewest = min((len(of_question) for of_question in sampled.values()), default=0)
@@ -80,7 +80,7 @@ def summarise(dataset: str, answers: Sequence[Answer]) -> Result:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A frame of +, - and |, every cell centred."""
+    """Return a frame of +, - and |, every cell centred."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(len(c) for c in column) + 2 for column in zip(columns, *cells, strict=True)]
     line = "+" + "+".join("-" * width for width in widths) + "+"

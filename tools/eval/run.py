@@ -236,8 +236,8 @@ async def evaluate(settings: EvalSettings) -> str:
 async def _answer_all(
     settings: EvalSettings, prompts: dict[str, list[Prompt]], model: Path, tokenizer: Any, plan: EvaluationPlan
 ) -> dict[str, list[Answer]]:
-    """All answers of every benchmark, old and new. Generators are started only where something is missing; what is
-    missing of all benchmarks is one stream of requests, so that none of them waits for another's longest answer."""
+    """Return all answers of every benchmark, old and new. Generators are started only where something is missing; what
+    is missing of all benchmarks is one stream of requests, so that none of them waits for another's longest answer."""
     wanted = {name: {n for prompt in of for n in plan.names(prompt)} for name, of in prompts.items()}
     files = {name: AnswerFile(settings.output_path / f"{name}.jsonl") for name in prompts}
     missing = {name: len(wanted[name] - files[name].answers.keys()) for name in prompts}

@@ -203,7 +203,8 @@ class EmbeddedGenerator:
             raise self._gone()
 
     def _gone(self) -> GeneratorError:
-        """The reason, as an error of its own for each who hears it: tracebacks grow on the one that is raised."""
+        """Return the reason, as an error of its own for each who hears it: tracebacks grow on the one that is
+        raised."""
         error = GeneratorError(str(self._error))
         error.__cause__ = self._error and self._error.__cause__
         return error

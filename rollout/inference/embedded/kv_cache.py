@@ -23,13 +23,13 @@ _NOBODY = np.empty(0, dtype=np.int64)
 
 
 def capacity_for(length: int) -> int:
-    """The smallest capacity >= length: multiples of 32, later of a quarter of the next smaller power of two."""
+    """Return the smallest capacity >= length: multiples of 32, later of a quarter of the next smaller power of two."""
     step = max(SMALLEST_CAPACITY, 2 ** (max(length - 1, 1).bit_length() - 1) // 4)
     return -(-length // step) * step
 
 
 def previous_capacity(capacity: int) -> int:
-    """The largest capacity below this one, or 0."""
+    """Return the largest capacity below this one, or 0."""
     return 0 if capacity == SMALLEST_CAPACITY else _floor_capacity(capacity - 1)
 
 
@@ -139,7 +139,7 @@ class KVCache:
         return sum(pool.kv.numel() * pool.kv.element_size() for pool in self._pools.values())
 
     def order(self) -> np.ndarray:
-        """The slots in the order of their rows in a step: [n] int64."""
+        """Return the slots in the order of their rows in a step: [n] int64."""
         if self._order is None:
             pools = [pool.slots[: pool.n] for pool in self._pools.values() if pool.n]
             self._order = np.concatenate(pools) if pools else np.empty(0, dtype=np.int64)

@@ -17,7 +17,8 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: a bijection of 64-bit integers whose output bits look independent of its input."""
+    """Return the finaliser of SplitMix64: a bijection of 64-bit integers whose output bits look independent of its
+    input."""
     x = (x ^ (x >> np.uint64(30))) * _MULTIPLIERS[0]
     x = (x ^ (x >> np.uint64(27))) * _MULTIPLIERS[1]
     return x ^ (x >> np.uint64(31))

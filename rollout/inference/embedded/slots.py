@@ -119,8 +119,8 @@ class Slots:
         self._uniforms[slots] = uniforms(self._seeds[slots], self.num_output[slots], _UNIFORMS_AHEAD)
 
     def uniforms(self, slots: np.ndarray) -> np.ndarray:
-        """The number that draws each slot's next token: [n] float64, a function of the request's seed and the token's
-        place in the completion."""
+        """Return the number that draws each slot's next token: [n] float64, a function of the request's seed and the
+        token's place in the completion."""
         offset = self.num_output[slots] - self._uniforms_from[slots]
         if offset.max() >= _UNIFORMS_AHEAD:
             self._draw_ahead(slots)
@@ -149,7 +149,7 @@ class Slots:
         return slots[stopped | (n + 1 >= self.max_new_tokens[slots])]
 
     def stopped(self, slot: int) -> bool:
-        """Whether the last token of this slot is a stop token."""
+        """Return whether the last token of this slot is a stop token."""
         return bool((self.stop_ids[slot] == self.last_token[slot]).any())
 
     def finish(self, slot: int, reason: FinishReason) -> tuple[GenerateRequest, Completion]:

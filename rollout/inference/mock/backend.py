@@ -27,7 +27,7 @@ class MockBackend:
         return iter(())
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
-        """Every model has a vocabulary."""
+        """Return every model has a vocabulary."""
         return iter(())
 
     async def start(self, settings: BackendSettings) -> Replica:

@@ -41,8 +41,8 @@ class SGLangClient:
         )
 
     async def post(self, call: Call, *, timeout_seconds: float | None = None) -> dict[str, Any]:
-        """The JSON answer. Raises GeneratorCallError when the server refuses, GeneratorGone when it is not there or
-        (with `timeout_seconds`) does not answer in time."""
+        """Return the JSON answer. Raises GeneratorCallError when the server refuses, GeneratorGone when it is not there
+        or (with `timeout_seconds`) does not answer in time."""
         path, body = call
         try:
             async with (
@@ -63,7 +63,7 @@ class SGLangClient:
         return check_answer(self.name, path, status, answer)
 
     async def answers(self, path: str, *, timeout_seconds: float) -> bool:
-        """Whether a GET of `path` is answered by 200 in time."""
+        """Return whether a GET of `path` is answered by 200 in time."""
         try:
             async with asyncio.timeout(timeout_seconds), self._session.get(path) as response:
                 return response.status == 200

@@ -57,9 +57,9 @@ def generate_call(
 def read_answer(
     answer: Mapping[str, Any], sampling: SamplingParams, *, server: str, log_file: object, one_version: int | None
 ) -> Completion:
-    """The tokens of one answer. `one_version`: what all of them have where the server does not tell and it cannot be
-    another. Raises GeneratorCallError when the answer lacks versions or log-probabilities, or has some that are no
-    numbers."""
+    """Return the tokens of one answer. `one_version`: what all of them have where the server does not tell and it
+    cannot be another. Raises GeneratorCallError when the answer lacks versions or log-probabilities, or has some that
+    are no numbers."""
     meta = answer["meta_info"]
     token_ids = answer["output_ids"]
     reason: FinishReason = meta["finish_reason"]["type"]

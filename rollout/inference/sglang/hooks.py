@@ -77,7 +77,7 @@ def position_checksum(tensor: Tensor, start: int = 0) -> Tensor:
 
 
 def beside(name: str) -> ModuleType:
-    """The file `name` beside this one as a module; the project itself is nothing that a server can import."""
+    """Return the file `name` beside this one as a module; the project itself is nothing that a server can import."""
     path = Path(__file__).with_name(name)
     spec = importlib.util.spec_from_file_location(f"slipstream_{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} is a Python file"
@@ -174,7 +174,8 @@ class InFlight:
 
 
 def known_requests(scheduler: Any) -> list[Any]:
-    """Every request that the scheduler has, once. Those that have just ended are among them until the next step."""
+    """Return every request that the scheduler has, once. Those that have just ended are among them until the next
+    step."""
     batches = [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
     chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
     return list({req.rid: req for reqs in (*batches, scheduler.waiting_queue, chunked) for req in reqs}.values())

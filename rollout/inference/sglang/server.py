@@ -231,7 +231,7 @@ class SGLangServer:
             )
 
     def last_lines(self) -> str:
-        """The end of the log, for error messages."""
+        """Return the end of the log, for error messages."""
         with suppress(OSError):
             lines = self.settings.log_file.read_text(errors="replace").splitlines()
             # The server logs all its arguments on one line of many thousand characters.

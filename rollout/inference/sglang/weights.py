@@ -50,7 +50,7 @@ def flattened_metadata(bucket: FlatBucket) -> list[SimpleNamespace]:
 
 
 def payload_of(bucket: FlatBucket, shared: object | None = None) -> str:
-    """A bucket pickled and base64-coded for receive_tensors. `shared`: a handle to device memory in place of the
+    """Return a bucket pickled and base64-coded for receive_tensors. `shared`: a handle to device memory in place of the
     bytes."""
     content = {
         "flattened_tensor": bucket.flat.cpu() if shared is None else shared,
@@ -123,7 +123,7 @@ def checksums_of(answer: Mapping[str, Any]) -> list[dict[str, int]]:
 
 
 def check_answer(server: str, path: str, status: int, answer: object) -> dict[str, Any]:
-    """The JSON answer of a call that succeeded. Raises GeneratorCallError."""
+    """Return the JSON answer of a call that succeeded. Raises GeneratorCallError."""
     if status in (404, 405):
         raise GeneratorCallError(
             f"{server}: this SGLang has no {path}; Slipstream is written for SGLang {WRITTEN_FOR} "
@@ -138,7 +138,7 @@ def check_answer(server: str, path: str, status: int, answer: object) -> dict[st
 
 
 def is_healthy(server: ServerAddress, *, timeout_seconds: float) -> bool:
-    """Whether its scheduler answers in time."""
+    """Return whether its scheduler answers in time."""
     try:
         with urlopen(f"{server.url}{ALIVE}", timeout=timeout_seconds) as response:
             return response.status == 200
