@@ -170,12 +170,12 @@ def _dealing_error(
 
 
 def _nearest_batches(prompts: int, group_size: int, unit: int) -> str:
-    """Numbers of prompts next to `prompts` whose sequences are a multiple of `unit`."""
+    """Return the numbers of prompts next to `prompts` whose sequences are a multiple of `unit`."""
     step = unit // math.gcd(unit, group_size)
     below = prompts // step * step
     return f"{below} or {below + step}" if below else str(step)
 
 
 def _nearest_updates(sequences: int, updates: int, dp: int) -> str | None:
-    """Numbers of minibatches next to `updates` that deal `sequences` out evenly; None if no number does."""
+    """Return the numbers of minibatches next to `updates` that deal `sequences` out evenly; None if no number does."""
     return nearest_of(updates, divisors(sequences // dp)) if sequences % dp == 0 else None

@@ -145,7 +145,7 @@ def _check_count(degrees: ParallelLayout, num_devices: int, *, key: str, value: 
 
 
 def _check_all_used(used: set[int], cluster: Cluster) -> None:
-    """A slot that no role names would stand idle for the whole run: the counts are wrong, or the mappings are."""
+    """Raise AllocationError for a slot that no role names: it would be idle for the whole run."""
     idle = sorted(set(range(cluster.num_slots)) - used)
     if not idle:
         return

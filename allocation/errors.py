@@ -49,13 +49,13 @@ def shorten(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """' (did you mean x?)' for the known word closest to `word`, '' when none is close."""
+    """Return ' (did you mean x?)' for the known word closest to `word`, '' when none is close."""
     match = difflib.get_close_matches(word[:_SHOWN_CHARACTERS], list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]}?)" if match else ""
 
 
 def nearest_of(value: int, working: Iterable[int]) -> str | None:
-    """'2 or 4' for the working numbers next to `value` below and above; None when there is none."""
+    """Return '2 or 4' for the valid numbers next to `value` below and above; None when there is none."""
     numbers = sorted(set(working))
     below = [n for n in numbers if n < value][-1:]
     above = [n for n in numbers if n > value][:1]

@@ -48,7 +48,8 @@ class Spec:
 
 
 def parse_spec(text: str) -> Spec:
-    """Raises AllocationError (without key and value: the caller knows them) where `text` is not in the grammar."""
+    """Parse an allocation string. Raises AllocationError (without key and value, which the caller adds) where `text` is
+    not in the grammar."""
     _reject_other_backends(text)
     pluses, bars = _split(text, "+"), _split(text, "|")
     if len(pluses) > 1 and len(bars) > 1:
@@ -67,7 +68,8 @@ def parse_spec(text: str) -> Spec:
 
 
 def parse_role_layout(text: str) -> tuple[Backend | None, ParallelLayout]:
-    """'sglang.d4m2p1' -> ('sglang', layout); 'd4m2p1' -> (None, layout). Raises AllocationError."""
+    """Parse the layout of one role: 'sglang.d4m2p1' -> ('sglang', layout), 'd4m2p1' -> (None, layout). Raises
+    AllocationError."""
     _reject_other_backends(text)
     name, rest = _prefix(text)
     if name is None:
@@ -76,7 +78,7 @@ def parse_role_layout(text: str) -> tuple[Backend | None, ParallelLayout]:
 
 
 def parse_layout(text: str) -> ParallelLayout:
-    """'d4m2p1', in any order, or '(attn:...|ffn:...)'. Raises AllocationError."""
+    """Parse 'd4m2p1', in any order, or '(attn:...|ffn:...)'. Raises AllocationError."""
     stripped = text.strip()
     if stripped.startswith("("):
         return _parse_moe(stripped)
@@ -116,7 +118,7 @@ def _two_sides(texts: list[str], separator: str) -> Spec:
 
 
 def _side(text: str) -> tuple[Backend | None, ParallelLayout] | Spec:
-    """(backend, layout) for a side with one layout; a Spec for per-role entries."""
+    """Return (backend, layout) for a side with one layout; a Spec for per-role entries."""
     entries = _split(text, ",")
     name, rest = _prefix(text)
     if len(entries) == 1 and not (name and _is_role(name)):
@@ -222,7 +224,7 @@ def _parse_moe(text: str) -> ParallelLayout:
 
 
 def _dims(text: str) -> dict[str, int]:
-    """{'dp': 4, 'tp': 2, 'pp': 1} for 'd4m2p1'."""
+    """Return {'dp': 4, 'tp': 2, 'pp': 1} for 'd4m2p1'."""
     dims: dict[str, int] = {}
     position = 0
     while position < len(text) or not text:

@@ -78,7 +78,8 @@ class ParallelLayout:
         return f"d{self.dp}m{self.tp}p{self.pp}{extra}"
 
     def __str__(self) -> str:
-        """Canonical: d, m, p always, then c, e, v where they differ from 1; the attn|ffn form where etp does."""
+        """Return the canonical text: always d, m, p, then c, e, v where they differ from 1; the attn|ffn form where etp
+        does."""
         if self.etp == 1:
             return self._dims()
         attn = ParallelLayout(self.dp, self.tp, self.pp, self.cp, vpp=self.vpp)
@@ -99,7 +100,7 @@ def generator_layout_for(trainer: ParallelLayout, backend: Backend) -> ParallelL
 
 
 def check_generator_layout(layout: ParallelLayout, backend: Backend) -> None:
-    """Raises AllocationError where `backend` cannot run a generator of this layout."""
+    """Raise AllocationError where `backend` cannot run a generator of this layout."""
     if backend == "embedded" and layout != ParallelLayout(dp=layout.dp):
         raise AllocationError(
             "an embedded generator is one process a replica, so m, p, c, e and v must be 1",

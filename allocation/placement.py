@@ -58,7 +58,7 @@ class Pool:
 def split(
     cluster: Cluster, generator: ParallelLayout, trainer: ParallelLayout, others: Sequence[ParallelLayout] = ()
 ) -> tuple[Pool, Pool]:
-    """(generator's pool, trainer's pool); their world sizes must add up to the cluster's slots.
+    """Return the generator's pool and the trainer's pool; their world sizes must add up to the cluster's slots.
 
     `others` are layouts of further roles on the trainer's pool. The generator takes the first GPUs of the first nodes.
     """
@@ -81,7 +81,7 @@ def split(
 
 
 def _units(layout: ParallelLayout, per_node: int, *, generator: bool) -> list[int]:
-    """Sizes of the blocks of consecutive ranks that should stay on one node, best first."""
+    """Return the sizes of the blocks of consecutive ranks that should stay on one node, best first."""
     larger = layout.tp * (layout.pp if generator else layout.cp)
     units = [larger] if larger <= per_node else []
     tensor = _fitting(layout.tp, per_node)
@@ -89,12 +89,12 @@ def _units(layout: ParallelLayout, per_node: int, *, generator: bool) -> list[in
 
 
 def _fitting(tp: int, per_node: int) -> int:
-    """Return a tensor-parallel group larger than a node should take whole nodes."""
+    """Return the size of a tensor-parallel group, or whole nodes if it is larger than a node."""
     return min(tp, per_node)
 
 
 def _exact_split(cluster: Cluster, generator_size: int, generator_unit: int, trainer_unit: int) -> list[int] | None:
-    """Slots of the generator per node so that both sides hold only whole units on every node, or None.
+    """Return the slots of the generator per node so that both sides hold only whole units on every node, or None.
 
     A node may give c slots to the generator if c % generator_unit == 0 and (n_gpus_per_node - c) % trainer_unit == 0:
     such c are low, low + step, ..., high, and the cluster needs n_nodes of them that sum to generator_size.
@@ -117,7 +117,8 @@ def _exact_split(cluster: Cluster, generator_size: int, generator_unit: int, tra
 
 
 def _closest_split(cluster: Cluster, trainer_size: int, trainer_unit: int) -> list[int]:
-    """As _exact_split where some group has to cross: the trainer takes whole units from the last node backwards."""
+    """Split as _exact_split where some group has to cross nodes: the trainer takes whole units from the last node
+    backwards."""
     counts = [cluster.n_gpus_per_node] * cluster.n_nodes
     for unit in (trainer_unit, 1):
         for node in reversed(range(cluster.n_nodes)):

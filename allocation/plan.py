@@ -142,7 +142,7 @@ class Allocation:
         return replace(self, roles=roles)
 
     def table(self) -> list[AllocationRow]:
-        """Rows for printing, the generator first."""
+        """Return rows for printing, the generator first."""
         return [self.roles[role].row() for role in ROLES]
 
     def __str__(self) -> str:
@@ -224,7 +224,7 @@ def format_layouts(
 
 
 def describe_slots(slots: Sequence[Slot]) -> str:
-    """'nodes 0-7: 0-7; node 8: 0-3': nodes used alike are listed together."""
+    """Return text such as 'nodes 0-7: 0-7; node 8: 0-3': nodes with the same slots are listed together."""
     by_node: dict[int, list[int]] = {}
     for node, gpu in slots:
         by_node.setdefault(node, []).append(gpu)
@@ -237,7 +237,7 @@ def describe_slots(slots: Sequence[Slot]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """'0-3,8' for the numbers 0, 1, 2, 3, 8 in any order."""
+    """Return '0-3,8' for the numbers 0, 1, 2, 3, 8 in any order."""
     parts = []
     for _, run in groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
         members = [n for _, n in run]

@@ -77,7 +77,8 @@ def _resolve(
 
 
 def _heuristic(cluster: Cluster, backend: Backend, trainer_only: bool) -> Spec:
-    """Return half of the slots sample, the others train, all data parallel; all of them train where nothing is sampled.
+    """Give half of the slots to generators, the rest to a data-parallel trainer; all of them to the trainer where
+    nothing is sampled.
 
     Half is rounded down; where there are several nodes it is half of the nodes. A single slot is shared.
     """

@@ -24,7 +24,7 @@ MAX_SLOTS = 100_000
 
 
 def make_cluster(n_nodes: int, n_gpus_per_node: int) -> Cluster:
-    """Raises AllocationError for counts that are no cluster."""
+    """Build the cluster. Raises AllocationError for invalid counts."""
     for key, count in (("n_nodes", n_nodes), ("n_gpus_per_node", n_gpus_per_node)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise AllocationError("must be a whole number from 1 up", key=key, value=count, nearest="1")
@@ -47,7 +47,7 @@ def check_sizes(
     *,
     disaggregated: bool,
 ) -> None:
-    """Raises AllocationError unless every slot is used and the roles that share slots are equally large."""
+    """Raise AllocationError unless every slot is used and the roles that share slots are equally large."""
     sampling, training = generator.world_size, trainer[TRAINER_ROLE].world_size
     needed = sampling + training if disaggregated else training
     if needed != cluster.num_slots:
@@ -75,7 +75,7 @@ def check_sizes(
 
 
 def nearest_split(total: int, generator: ParallelLayout, trainer: ParallelLayout) -> tuple[int, int] | None:
-    """World sizes that add up to `total` with both m, p and c as they are, closest to the ratio written; or None."""
+    """Return world sizes that add up to `total` with both m, p and c unchanged, closest to the given ratio; or None."""
     replica, model = generator.tp * generator.pp, trainer.tp * trainer.pp * trainer.cp
     wanted = total * generator.world_size / (generator.world_size + trainer.world_size)
     fitting = [n for n in range(replica, total, replica) if (total - n) % model == 0]

@@ -12,7 +12,7 @@ class LaunchError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, fit for one line of a log; its type where it says nothing."""
+    """Return the first line of an error's message, or its type if it has none."""
     return str(error).strip().partition("\n")[0][:500] or type(error).__name__
 
 
@@ -23,7 +23,8 @@ def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
 
 
 def could_not_write(what: str, path: Path, error: Exception) -> OSError:
-    """What to raise: a library may hide a full disk behind an error of its own, so it says what is left there."""
+    """Return the error to raise when writing failed, with the free disk space: a library may hide a full disk behind an
+    error of its own."""
     folder = path if path.is_dir() else path.parent
     left = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB left on its disk)" if folder.exists() else ""
     return OSError(

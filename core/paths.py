@@ -23,7 +23,7 @@ class RunPaths:
 
     @classmethod
     def for_trial(cls, fileroot: str, experiment_name: str, trial_name: str) -> RunPaths:
-        """Absolute paths; `~` in `fileroot` is the home folder."""
+        """Return absolute paths; `~` in `fileroot` is the home folder."""
         root = Path(fileroot).expanduser().absolute()
         trial = Path(_user()) / experiment_name / trial_name
         return cls(
@@ -37,8 +37,8 @@ class RunningError(ValueError):
 
 @contextmanager
 def sole_run(logs: Path, *, patience_seconds: float = 10.0) -> Iterator[None]:
-    """While this holds no other run of the trial starts. Raises RunningError where one is under way; one that was just
-    killed has `patience_seconds` to be gone."""
+    """Prevent other runs of the trial from starting inside the block. Raises RunningError where one is active; one that
+    was just killed has `patience_seconds` to end."""
     logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_seconds
     with open(logs / ".running", "a+") as file:

@@ -69,7 +69,7 @@ class PeriodicActions:
             self._timers[name].load_state_dict(state, now=now)
 
     def after_step(self, step: int, timer: StepTimer) -> None:
-        """`step` steps are finished and the generators have its weights: evaluate and save the model."""
+        """Evaluate and save the model when due; `step` steps are finished and the generators have its weights."""
         self.actions.tell_step(step)
         if self.control.benchmark_steps is not None:
             return
@@ -82,7 +82,8 @@ class PeriodicActions:
                 self.actions.save_model(f"epoch{epoch}epochstep{epoch_step}globalstep{step}")
 
     def after_report(self, step: int, timer: StepTimer) -> None:
-        """The step's figures are written: begin a recover checkpoint. Raises what the last one failed of."""
+        """Begin a recover checkpoint when due; the step's metrics are written. Raises the error of the last one, if it
+        failed."""
         if self.control.benchmark_steps is not None or self.recover is None:
             return
         self.recover.raise_if_failed()

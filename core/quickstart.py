@@ -131,7 +131,7 @@ def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Cons
 
 
 def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> int:
-    """One attempt; returns the exit code. Unless it is told as final, another one may do better."""
+    """Run one attempt and return the exit code. Unless it is final, another attempt may follow."""
     try:
         _run(config, paths, console, attempt)
         logger.info("Training is complete.")
@@ -170,7 +170,7 @@ def allocation_table(config: ExperimentConfig) -> Table:
 
 
 def device_lines(config: ExperimentConfig) -> list[str]:
-    """Backend and device of the roles of the run with the reason, one line for those that share it."""
+    """Return backend and device of the roles of the run with the reason, one line for those that share it."""
     alike: dict[str, list[str]] = {}
     for row in resolve_allocation(config).table():
         if row.role in config.placed_roles:

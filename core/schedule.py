@@ -43,7 +43,7 @@ class DueTimer:
         self._steps = 0
 
     def state_dict(self, *, now: float) -> dict[str, float]:
-        """How long ago it was due."""
+        """Return the time since it was due."""
         return {"steps": self._steps, "seconds": now - self._last_seconds}
 
     def load_state_dict(self, state: Mapping[str, float], *, now: float) -> None:

@@ -47,7 +47,7 @@ class BareLoop:
         self._optimizer = TrainOptimizer(self._chunks, OptimizerSettings(lr=1e-6, total_steps=1000), dtype)
 
     def step(self, microbatches: Sequence[PackedMicrobatch]) -> None:
-        """Forward, backward, update; returns when everything is launched and the gradient norm is known."""
+        """Run forward, backward and update; return when everything is launched and the gradient norm is known."""
         tokens = sum(m.num_tokens for m in microbatches)
         self._optimizer.zero_grad()
         get_forward_backward_func()(

@@ -41,7 +41,8 @@ class Device(Protocol):
         ...
 
     def config_overrides(self) -> dict[str, Any]:
-        """TransformerConfig fields that depend on the device: fusions, point-to-point modes, initialisation."""
+        """Return the TransformerConfig fields that depend on the device: fusions, point-to-point modes,
+        initialization."""
         ...
 
     def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -53,12 +54,12 @@ class Device(Protocol):
     def empty_cache(self) -> None: ...
 
     def memory_stats(self) -> dict[str, float]:
-        """allocated_gib, peak_gib: what this process holds now and held at most; allocator_retries: how often, since
-        the process began, memory ran out until the allocator gave back what it kept for later."""
+        """Return allocated_gib and peak_gib, which this process uses now and used at most, and allocator_retries: how
+        often, since the process began, memory ran out until the allocator released its cache."""
         ...
 
     def memory_holders(self) -> str:
-        """Which processes hold the memory of this device, and how much, in words."""
+        """Return a sentence that lists the processes that use the memory of this device, with their sizes."""
         ...
 
     def forget_peak(self) -> None:

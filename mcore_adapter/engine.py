@@ -192,9 +192,9 @@ class MegatronEngine:
         max_sequence_tokens: int = 0,
         temperature: float = 1.0,
     ) -> Shard | None:
-        """Log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result (tensor and
-        context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others. Limits as in
-        train_step(). Raises StepOutOfMemory."""
+        """Return the log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result
+        (tensor and context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others.
+        Limits as in train_step(). Raises StepOutOfMemory."""
         if self._settings.is_critic:
             raise ValueError("this engine holds a critic: it has values, no log-probabilities")
         return self._infer(
@@ -215,7 +215,7 @@ class MegatronEngine:
         )
 
     def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
+        """Yield buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
         self._finish_param_gather()
         if bucket_bytes not in self._plans:
             self._plans[bucket_bytes] = plan_export(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes)
@@ -232,7 +232,7 @@ class MegatronEngine:
             self._optimizer.offload()
 
     def reload(self) -> None:
-        """The inverse of offload()."""
+        """Reverse offload()."""
         if self._optimizer is not None:
             self._optimizer.reload()
 
@@ -247,8 +247,8 @@ class MegatronEngine:
         self._host_copy.reserve(rooms, on=self._device.torch_device)
 
     def begin_save(self, path: str | Path) -> None:
-        """As save(), but return when everything is copied to host memory, and write it in the background;
-        checkpoint_outcome.wait_for_outcome(path) waits for that, as whoever begins the next one must."""
+        """Save as save(), but return when everything is copied to host memory, and write it in the background;
+        checkpoint_outcome.wait_for_outcome(path) waits for the end, which must precede the next save."""
         self._finish_param_gather()
         copy_checkpoint(
             path, self._model, self._optimizer, self._host_copy, **self._save_options()
@@ -269,7 +269,7 @@ class MegatronEngine:
         return finish_update(self._model, moe, balance, applied=applied, device=self._device.torch_device)
 
     def _finish_param_gather(self) -> None:
-        """Every weight of this rank is the current one."""
+        """Wait until every weight of this rank is the current one."""
         if self._optimizer is not None:
             self._optimizer.finish_param_gather()
 
@@ -341,13 +341,15 @@ class MegatronEngine:
 
     @staticmethod
     def _whole(microbatch: PackedMicrobatch, result: Tensor) -> Tensor:
-        """This context-parallel rank's tokens -> all tokens of the microbatch, 0 where another rank has the result."""
+        """Return all tokens of the microbatch, given this context-parallel rank's tokens; 0 where another rank has the
+        result."""
         if microbatch.token_index is None:
             return result
         return result.new_zeros(microbatch.num_tokens).index_copy(0, microbatch.token_index.to(result.device), result)
 
     def _reduce_metrics(self, sums: Sequence[Mapping[str, Tensor]], divisors: Divisors) -> dict[str, float]:
-        """Sums of each microbatch on the last stage -> means over the batch's trained tokens, on every rank."""
+        """Convert the sums of each microbatch on the last stage to means over the batch's trained tokens, on every
+        rank."""
         parallel = self._parallel
         names: list[str] = list(sums[0]) if sums else []
         values: list[float] = []
@@ -392,7 +394,8 @@ def _check_routed_experts(batch: PackedBatch, config: ModelConfig) -> None:
 
 
 def _attention_cost(config: ModelConfig) -> float:
-    """Cost of a token pair relative to that of a token: causal attention against the matrix products, in FLOPs."""
+    """Return the cost of a token pair relative to that of a token: causal attention against the matrix products, in
+    FLOPs."""
     if config.mla is not None:
         attention_width = config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim) // 2
     else:

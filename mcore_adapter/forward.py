@@ -42,7 +42,7 @@ def lm_output(
     temperature: float,
     with_entropy: bool,
 ) -> ModelOutput:
-    """Log-probabilities and entropies of the trained tokens."""
+    """Compute log-probabilities and entropies of the trained tokens."""
     flat = hidden.squeeze(0)
     if sequence_parallel:
         flat = gather_from_sequence_parallel_region(flat, tensor_parallel_output_grad=True, group=tp_group)
@@ -62,12 +62,12 @@ def lm_output(
 
 
 def value_output(values: Tensor, microbatch: PackedMicrobatch) -> ModelOutput:
-    """values [1, s, 1] of every packed position -> those of the trained tokens."""
+    """Select the values of the trained tokens from those of every packed position, [1, s, 1]."""
     return ModelOutput(values=_spread(values.reshape(-1).float().index_select(0, microbatch.rows), microbatch))
 
 
 def _spread(trained: Tensor, microbatch: PackedMicrobatch) -> Tensor:
-    """[n] -> [t], 0 elsewhere."""
+    """Scatter [n] to [t], 0 elsewhere."""
     num_tokens = microbatch.fields["loss_mask"].numel()
     return trained.new_zeros(num_tokens).index_copy(0, microbatch.trained, trained)
 
@@ -79,7 +79,7 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Forward (and backward) over all microbatches, on whatever schedule the layout has. Collective.
+    """Run forward (and backward) over all microbatches, with the pipeline schedule of the layout. Collective.
 
     `postprocess(microbatch, model output)` runs on the last stage. Forward only, it returns anything; else the triple
     (loss, token count, anything) of Megatron's per-token losses. Returns the anythings, in order; [] on other stages.
@@ -107,5 +107,5 @@ def run_schedule(
 
 
 def _ignore_non_loss(function: Callable[[Tensor], Any], output: Tensor, non_loss_data: bool = False) -> Any:
-    """Megatron passes non_loss_data=True where it collects results instead of losses."""
+    """Accept the argument non_loss_data=True, which Megatron passes where it collects results instead of losses."""
     return function(output)

@@ -31,7 +31,8 @@ def linear_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature)[targets] and, if asked, the entropy of that distribution.
+    """Compute log softmax(hidden @ weight.T / temperature)[targets] and, if requested, the entropy of that
+    distribution.
 
     Returns ([t] float32, [t] float32 or None), equal on all ranks of `tp_group`. The gradient of `weight` is that of
     the shard; the gradient of `hidden` is this rank's share only: whatever brought `hidden` to all ranks of the group
@@ -136,13 +137,13 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[c, v / tp] float32, a buffer of its own."""
+    """Compute logits in a buffer of their own: [c, v / tp] float32."""
     logits = torch.mm(hidden, weight.t()).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _accumulate(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
-    """total + grad.T @ hidden, [v / tp, h], summed in float32."""
+    """Return total + grad.T @ hidden, summed in float32: [v / tp, h]."""
     if total is None:
         return torch.mm(grad.t(), hidden).float()
     if hidden.dtype == torch.float32:
@@ -151,7 +152,8 @@ def _accumulate(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _localise(targets: Tensor, shard: int, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
-    """Global ids -> (row in this shard, 0 for others' targets; float mask of the owned ones, None when all are)."""
+    """Convert global ids to (row in this shard, 0 for others' targets; float mask of the owned ones, None when all
+    are)."""
     if tp_group is None or tp_group.size() == 1:
         return targets, None
     local = targets - tp_group.rank() * shard
@@ -160,7 +162,7 @@ def _localise(targets: Tensor, shard: int, tp_group: dist.ProcessGroup | None) -
 
 
 def _combine(stats: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Shards' statistics -> those of the whole vocabulary: log-sum-exp, target logit, entropy ([t] each).
+    """Combine the shards' statistics to those of the whole vocabulary: log-sum-exp, target logit, entropy ([t] each).
 
     One all-gather; every rank then sums in the same order, so the results are bit-equal across the group.
     """

@@ -22,7 +22,7 @@ def learning_rate(
     warmup_steps_proportion: float,
     total_steps: int,
 ) -> float:
-    """Learning rate of update number `step` (the first is 0).
+    """Return the learning rate of update number `step` (the first is 0).
 
     Rises linearly over the first warmup_steps_proportion * total_steps updates, the first of which is not zero, then
     decays to min_lr_ratio * lr at update total_steps and stays there. Raises ValueError on an unknown type.

@@ -170,7 +170,7 @@ class TrainOptimizer:
             self._on_host = True
 
     def reload(self) -> None:
-        """The inverse of offload(); gradients are zero."""
+        """Reverse offload(); gradients are zero."""
         if self._on_host:
             if not self._settings.offload:
                 self._state.to_device()

@@ -36,13 +36,13 @@ class OptimizerState:
             self._move(optimizer, _params(optimizer), self._on_device)
 
     def masters_to_device(self) -> None:
-        """The moments stay where they are."""
+        """Copy the master weights to the device; the moments stay in host memory."""
         for optimizer in self._optimizers:
             self._move(optimizer, _params(optimizer), self._on_device, moments=False)
 
     def step_in_pieces(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
-        """One `step` of `optimizer`, whose masters are on the device: its moments come a piece at a time, are updated
-        and go back to the host."""
+        """Run one `step` of `optimizer`, whose masters are on the device: its moments are copied in pieces, updated,
+        and copied back to the host."""
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
         try:
@@ -95,7 +95,7 @@ def _params(optimizer: Any) -> list[Tensor]:
 
 
 def _pieces(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in order, cut where their two moments would exceed PIECE_BYTES."""
+    """Yield the parameters in order, cut where their two moments would exceed PIECE_BYTES."""
     piece: list[Tensor] = []
     size = 0
     for param in params:

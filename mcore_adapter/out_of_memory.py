@@ -65,7 +65,8 @@ class MemoryGuard:
         self._agreed = True
 
     def gradients(self, call: Callable[[], T], sizes: Callable[[], PassSizes]) -> T:
-        """Repeatable where ranks meet only when they have their gradients: there all ranks raise or none does."""
+        """Run a pass that is repeatable where ranks communicate only after they have their gradients: then all ranks
+        raise or none does."""
         self._agreed = False
         try:
             return self._run(call, "training", sizes, repeatable=True)
@@ -73,16 +74,17 @@ class MemoryGuard:
             self._agreed = True
 
     def all_have_gradients(self) -> None:
-        """Before gradients are reduced; collective. Ends the pass on all ranks unless every one has got here."""
+        """Agree, before gradients are reduced, that every rank has its gradients; collective. Ends the pass on all
+        ranks otherwise."""
         if self._meet_late and not self._agree(True):
             raise _AnotherRankRanOut
 
     def update(self, call: Callable[[], T], sizes: Callable[[], PassSizes]) -> T:
-        """Never repeatable: some weights may have changed."""
+        """Run an update, which is never repeatable: some weights may have changed."""
         return self._run(call, "the update", sizes, repeatable=False)
 
     def inference(self, call: Callable[[], T], sizes: Callable[[], PassSizes]) -> T:
-        """Repeatable where no rank waits for another one before it has its results."""
+        """Run a pass that is repeatable where no rank waits for another one before it has its results."""
         return self._run(call, "a pass without gradients", sizes, repeatable=True)
 
     def _run(self, call: Callable[[], T], what: str, sizes: Callable[[], PassSizes], *, repeatable: bool) -> T:
@@ -105,7 +107,7 @@ class MemoryGuard:
         raise StepOutOfMemory(message, found.largest, found.longest, repeatable)
 
     def _agree(self, well: bool) -> bool:
-        """Return whether all is well on all ranks."""
+        """Return whether all ranks have succeeded."""
         self._agreed = True
         if self._parallel.world_size == 1:
             return well

@@ -47,11 +47,12 @@ class ParallelState:
         return self.pp_rank == self.layout.pp - 1
 
     def rank_at(self, *, tp: int, pp: int) -> int:
-        """Global rank of (tp, pp) with cp and dp 0: the first of those that hold these parameters."""
+        """Return the global rank of (tp, pp) with cp and dp 0: the first of those that hold these parameters."""
         return tp + self._stage_start(pp)
 
     def rank_of_experts(self, *, ep: int, pp: int) -> int:
-        """Global rank of the first of those that hold the experts of expert-parallel rank `ep` in stage `pp`."""
+        """Return the global rank of the first of those that hold the experts of expert-parallel rank `ep` in stage
+        `pp`."""
         return ep + self._stage_start(pp)
 
     def _stage_start(self, pp: int) -> int:

@@ -39,7 +39,7 @@ RopeScaling = Llama3RopeScaling | YarnRopeScaling | None
 
 
 def parse_rope(raw: Mapping[str, Any], supported: tuple[str, ...]) -> tuple[float, RopeScaling]:
-    """Base and scaling; older files have rope_theta and rope_scaling, newer ones one dict rope_parameters."""
+    """Return base and scaling; older files have rope_theta and rope_scaling, newer ones one dict rope_parameters."""
     parameters = {**json_object(raw, "rope_scaling"), **json_object(raw, "rope_parameters")}
     theta = number(parameters, "rope_theta", number(raw, "rope_theta", _DEFAULT_ROPE_THETA))
     kind = parameters.get("rope_type", parameters.get("type", "default"))

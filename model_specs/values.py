@@ -15,7 +15,7 @@ class ModelConfigError(ValueError):
 
 
 def positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """`default` stands for a key that is absent or null; None: there is no default."""
+    """Return a positive integer. `default` stands for a key that is absent or null; None: there is no default."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
@@ -44,7 +44,7 @@ def json_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def require(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Every key of `expected` is absent, null, or has that value."""
+    """Raise ModelConfigError unless every key of `expected` is absent, null, or has that value."""
     for key, value in expected.items():
         if raw.get(key, value) not in (value, None):
             raise ModelConfigError(f"{key}={raw[key]!r} is not supported; only {value!r}")

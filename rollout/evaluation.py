@@ -87,8 +87,8 @@ class EvaluationPlan:
             yield prompt.query_id, "sample", number
 
     def request(self, set_name: str, prompt: Prompt, mode: Mode, number: int) -> GenerateRequest:
-        """`set_name` tells questions of the same id in two sets apart. Raises ValueError for a prompt that leaves no
-        room for an answer."""
+        """Return the request for a prompt; `set_name` distinguishes questions with the same id in two sets. Raises
+        ValueError for a prompt that leaves no room for an answer."""
         room = self.context_tokens - len(prompt.token_ids)
         if room < 1:
             raise ValueError(
@@ -231,8 +231,8 @@ async def answer_questions(
 
 
 def end_token_ids(tokenizer: Any, generation_config: dict[str, Any]) -> tuple[int, ...]:
-    """What ends an answer: the tokenizer's end and pad tokens, and the end tokens of generation_config.json (a chat
-    model's turn ends with another one than a text)."""
+    """Return the token ids that end an answer: the tokenizer's end and pad tokens, and the end tokens of
+    generation_config.json (a chat model's turn has its own end token)."""
     ends = generation_config.get("eos_token_id") or []
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id, *listed) if t is not None}))

@@ -62,7 +62,7 @@ class PromptLedger(Generator):
         return completion
 
     def end(self) -> None:
-        """The workflow has ended: the prompt takes no more than what may still run of it."""
+        """Record the end of the workflow: the prompt's load is now what may still run of it."""
         self._num_expected = 0
         self._count()
 
@@ -73,7 +73,7 @@ class PromptLedger(Generator):
             self._on_change(self.load - before)
 
     def entries(self, partial: Mapping[str, Completion]) -> list[Entry]:
-        """Return everything there is, given what the generators say that requests in flight have."""
+        """Return all entries, given the tokens so far that the generators report for requests in flight."""
         running = [(key, partial.get(name, given)) for name, (key, given) in self._running.items()]
         with_tokens = [(key, part) for key, part in running if part is not None and len(part.token_ids)]
         return [*self._finished, *with_tokens, *self._known]
@@ -101,18 +101,18 @@ class PromptLedger(Generator):
         return await self._generator.partial()
 
     async def close(self) -> None:
-        """The generators are shared with other prompts."""
+        """Leave the generators open: other prompts share them."""
 
 
 def request_key(request: GenerateRequest) -> bytes:
-    """Equal for requests that would sample the same."""
+    """Return a key that is equal for requests that would sample the same tokens."""
     prompt = np.asarray(request.prompt_ids, np.int64).tobytes()
     rest = repr((request.seed, request.sampling)).encode()
     return hashlib.blake2b(prompt + rest, digest_size=16).digest()
 
 
 def to_plain(entry: Entry) -> dict[str, Any]:
-    """Plain types and numpy arrays."""
+    """Convert an entry to plain types and numpy arrays."""
     key, part = entry
     return {
         "key": key,

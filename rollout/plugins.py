@@ -57,7 +57,7 @@ def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], 
 
 
 def check_methods(plugin: Any, spec: str, *, kind: str, methods: Mapping[str, Sequence[str]]) -> Any:
-    """`plugin` itself, once it has every coroutine method of `methods` with these positional arguments."""
+    """Return `plugin` itself if it has every coroutine method of `methods` with these positional arguments."""
     for name, arguments in methods.items():
         method = getattr(plugin, name, None)
         if not inspect.iscoroutinefunction(method):

@@ -102,7 +102,7 @@ class RolloutProducer:
         self._start_prompts()
 
     def stats(self) -> dict[str, float]:
-        """Return everything there is to plot: counts since the start, sizes now, waits and ages of the last batch."""
+        """Return the metrics: counts since the start, sizes now, waits and ages of the last batch."""
         stats = {f"rollout/{name}": float(value) for name, value in self._counts.items()}
         stats |= {"rollout/num_in_flight": float(len(self._tasks)), "rollout/version": float(self._version)}
         stats |= self._store.stats()
@@ -201,7 +201,7 @@ class RolloutProducer:
         self._start_prompts()
 
     async def _run_prompt(self, position: int, prompt: Prompt, ledger: PromptLedger) -> None:
-        """Runs the workflow until it succeeds once; ends with put() or, out of retries, with fail()."""
+        """Run the workflow until it succeeds once; end with put() or, out of retries, with fail()."""
         for attempt in range(1, self._max_retries + 2):
             try:
                 group = _checked(await self._workflow.run(prompt, ledger), prompt)
@@ -235,13 +235,13 @@ class RolloutProducer:
 
 
 def _is_cancelled() -> bool:
-    """Is the current task itself being cancelled, rather than something that it awaited?"""
+    """Return whether the current task itself is being cancelled, not a task that it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _checked(group: Any, prompt: Prompt) -> Group:
-    """`group` itself. Raises TypeError when a workflow's answer is not a group of well-formed trajectories."""
+    """Return `group` itself. Raises TypeError when a workflow's answer is not a group of well-formed trajectories."""
     if not isinstance(group, list) or not group or not all(isinstance(t, Trajectory) for t in group):
         raise TypeError(f"{prompt.query_id}: a workflow returns a non-empty list of Trajectory, not {group!r:.200}")
     for trajectory in group:

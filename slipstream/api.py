@@ -148,7 +148,7 @@ def _word(value: object) -> str:
 
 
 def _flags(options: Mapping[str, object], *, dash: bool = False) -> list[str]:
-    """Options as words: True is a bare flag, False and None are left out."""
+    """Convert options to words: True is a bare flag, False and None are left out."""
     words = []
     for name, value in options.items():
         flag = "--" + (name.replace("_", "-") if dash and name != "checkpoint_path" else name)
@@ -160,7 +160,7 @@ def _flags(options: Mapping[str, object], *, dash: bool = False) -> list[str]:
 
 
 def _folders(overrides: Mapping[str, object]) -> Iterator[str]:
-    """Folders of scripts whose functions were passed as values: workers import from there."""
+    """Yield the folders of scripts whose functions were passed as values: workers import from there."""
     for value in overrides.values():
         if callable(value) and value.__module__ == "__main__":
             yield str(Path(sys.modules["__main__"].__file__ or "").resolve().parent)

@@ -47,8 +47,8 @@ class _DifferentError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: converted, and equal if checked; 1: a check found differences; 2: another error. The reason is on stderr, and
-    nothing is written or replaced then."""
+    """Convert; return 0: converted, and equal if checked; 1: a check found differences; 2: another error. The reason is
+    on stderr, and nothing is written or replaced then."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
     try:
@@ -109,7 +109,7 @@ def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
 
 
 def _check_seal(source: Path) -> None:
-    """Raises ValueError unless the engine's files are those with which its recover checkpoint was sealed. A checkpoint
+    """Raise ValueError unless the engine's files are those with which its recover checkpoint was sealed. A checkpoint
     outside of one has no seal."""
     step = source.absolute().parent
     if not any((step / name).exists() for name in (MANIFEST, MARKER)):
@@ -121,8 +121,8 @@ def _check_seal(source: Path) -> None:
 
 
 def _check_target(target: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
-    """Raises OSError unless the folder may be written, and all that it holds be deleted, without losing what cannot be
-    had again: sources, somebody's files, a trainer's checkpoint."""
+    """Raise OSError unless the folder may be written, and everything in it deleted without losing what cannot be
+    recreated: sources, a user's files, a trainer's checkpoint."""
     if target.is_file() or target.is_symlink():
         raise FileExistsError(f"--output_path={target} exists and is no folder; name a new folder")
     place = target.resolve()
@@ -214,7 +214,7 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
 
 @contextmanager
 def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

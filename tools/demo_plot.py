@@ -99,13 +99,13 @@ def label(axes: Axes, x: float, y: float, text: str, color: str) -> None:
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:
-    """Mean of each value and up to 9 before it."""
+    """Return the mean of each value and up to 9 before it."""
     windows = [values[max(0, i + 1 - _SMOOTHED_STEPS) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def main() -> None:
-    """Raises SystemExit with what is wrong with the metrics."""
+    """Draw the curve. Raises SystemExit with the problem of the metrics."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of a PPO run that evaluates")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")

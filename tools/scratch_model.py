@@ -17,7 +17,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
-    """Byte-level BPE with single digits, at most `vocab_size` tokens, as a transformers tokenizer."""
+    """Train byte-level BPE with single digits, at most `vocab_size` tokens, as a transformers tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

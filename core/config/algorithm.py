@@ -61,7 +61,7 @@ def build_algorithm(config: PPOMATHConfig) -> Algorithm:
 
 
 def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
-    """What is wrong with algorithm.*; only a configuration that names an algorithm imports it, and torch with it."""
+    """Yield what is wrong with algorithm.*; a configuration that names an algorithm imports it, and torch with it."""
     name = config.algorithm.name
     if name is None:
         if config.algorithm.options:
@@ -91,7 +91,7 @@ def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
-    """Keys that were given and that the algorithm which the configuration names does not read."""
+    """Yield the keys that were given and that the named algorithm does not read."""
     if config.algorithm.name is None:
         return
     reads = load_algorithm(config.algorithm.name).reads

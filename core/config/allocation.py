@@ -31,7 +31,7 @@ _TRAINER_DEVICE = "launch.trainer_device"
 
 
 def resolve_allocation(config: ExperimentConfig) -> Allocation:
-    """Where every role runs, on which device, and why. Raises AllocationError."""
+    """Return the slots and device of every role, and the reason. Raises AllocationError."""
     default = _Default(config)
     allocation = _placed(
         config,
@@ -106,7 +106,7 @@ class _Default:
         return backend
 
     def backend_of_none(self) -> Backend:
-        """Return a run that samples nothing has no backend; this one fills the place in its allocation."""
+        """Return a placeholder backend for the allocation of a run that samples nothing."""
         return cast(Backend, DEFAULT_BACKEND[self.trainer_alone().device])
 
     def trainer_alone(self) -> DeviceDecision:

@@ -49,7 +49,7 @@ def needs_of(info: FieldInfo) -> str:
 
 
 def fields_by_key(model: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
-    """Key as users write it -> (attribute name, field), in order."""
+    """Return key as users write it -> (attribute name, field), in order."""
     return {info.alias or name: (name, info) for name, info in model.model_fields.items()}
 
 
@@ -60,14 +60,14 @@ def sub_section(info: FieldInfo) -> type[Section] | None:
 
 
 def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> Any:
-    """Default of a field inside a section whose own default is `defaults`; None if it has none."""
+    """Return the default of a field inside a section whose own default is `defaults`; None if it has none."""
     if defaults is not None:
         return getattr(defaults, attribute)
     return None if info.is_required() else info.default
 
 
 def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
-    """Dotted path of every plain value below `model`."""
+    """Yield the dotted path of every plain value below `model`."""
     for name, (_, info) in fields_by_key(model).items():
         below = sub_section(info)
         if below is None:

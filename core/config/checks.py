@@ -79,8 +79,7 @@ def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
-    """Yield a generator refuses a sequence longer than the model's positions: known before the first prompt is
-    sampled."""
+    """Check that sequences fit into the model's positions, before the first prompt is sampled."""
     for key, (prompt_tokens, num_tokens) in longest.items():
         length, limit = prompt_tokens + num_tokens, model.max_position_embeddings
         if length > limit:
@@ -91,7 +90,8 @@ def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: Mod
 
 
 def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
-    """Layouts against heads, layers, vocabulary; one message where several roles break the same rule."""
+    """Yield layouts that do not divide heads, layers or vocabulary; one message where several roles break the same
+    rule."""
     try:
         allocation = resolve_allocation(config)
     except AllocationError:
@@ -134,7 +134,7 @@ def _data_files(config: ExperimentConfig, scan: Callable[[str], object]) -> Iter
 
 
 def _scan_solved_rows(path: str) -> None:
-    """The rows of tasks other than maths may come without solutions; the maths reward could only call them wrong."""
+    """Check that rows of task math have solutions: without them every completion would count as wrong."""
     for row in scan_rows(path):
         if not row.solutions:
             raise DatasetError(
@@ -172,7 +172,8 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
 
 
 def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
-    """Metrics that go elsewhere: the library is an extra, and Weights & Biases would ask for a key on the terminal."""
+    """Yield trackers whose library, an extra, is missing, or whose key is: Weights & Biases would ask for it on the
+    terminal."""
     wanted = {"wandb": config.wandb.mode != "disabled", "mlflow": config.monitor.mlflow_uri is not None}
     keys = {"wandb": "wandb.mode", "mlflow": "monitor.mlflow_uri"}
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
@@ -184,7 +185,8 @@ def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _has_wandb_key(envs: Mapping[str, str]) -> bool:
-    """Where `wandb` itself looks without a terminal: the environment, then the netrc file that `wandb login` writes."""
+    """Return whether there is a key where `wandb` searches without a terminal: the environment, then the netrc file of
+    `wandb login`."""
     variables = {**envs, **os.environ}
     if variables.get("WANDB_API_KEY"):
         return True
@@ -222,8 +224,8 @@ def _existing(folder: Path) -> Path:
 
 
 def _ray(config: ExperimentConfig) -> Iterator[Problem]:
-    """Ray that the run starts is this machine alone, and each node's GPUs are asked of a machine of its own; processes
-    without GPUs are packed wherever there is room."""
+    """Yield problems of a Ray cluster that the run starts: it is this machine alone, and GPUs of each node need a
+    machine of their own; processes without GPUs are packed wherever there is room."""
     if config.n_nodes > 1 and _gpus_of_own_ray(config):
         message = (
             f"needed with n_nodes={config.n_nodes}, or Ray is started on this machine alone; run `ray start --head` on "
@@ -233,7 +235,8 @@ def _ray(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
-    """Numbers, on their nodes, of the GPUs that a run takes which starts Ray itself; none where it joins a cluster."""
+    """Return the numbers, on their nodes, of the GPUs of a run that starts Ray itself; none where it joins a
+    cluster."""
     if joined_cluster(config):
         return []
     try:
@@ -257,7 +260,7 @@ def _port(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield a run on this machine alone needs its GPUs here, and free; a joined cluster has them elsewhere."""
+    """Check that the GPUs of a run on this machine exist and are free; a joined cluster has them elsewhere."""
     if config.n_nodes > 1 or not (indices := _gpus_of_own_ray(config)):
         return
     try:

@@ -223,7 +223,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def decoupled(self) -> bool:
-        """Whether the loss is the decoupled one."""
+        """True if the loss is the decoupled one."""
         given = self.algorithm.decoupled
         return self.staleness.max_staleness > 0 if given is None else given
 
@@ -301,7 +301,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return (("dataset.path", self.dataset.path), *(("evaluation.path", path) for path in self.evaluation.paths))
 
     def max_tokens_per_mb(self, role: str) -> int:
-        """Return most tokens of one forward pass of `role` (a key of `roles`)."""
+        """Return the maximum of tokens of one forward pass of `role` (a key of `roles`)."""
         for name in (role, "actor_train"):
             given = self.roles[name].mb_spec.max_tokens_per_mb
             if given is not None:
@@ -371,7 +371,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
 
     @property
     def longest_sequences(self) -> dict[str, tuple[int, int]]:
-        """What generators sample: key of the longest answer -> tokens of the longest (prompt, answer)."""
+        """Key of the longest answer -> tokens of the longest (prompt, answer) that generators sample."""
         return {}
 
     @property
@@ -381,7 +381,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is data to evaluate on."""
+        """True if there is data to evaluate on."""
         return bool(self.dataset.valid_path)
 
     @property
@@ -395,7 +395,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return self.dataset.max_seqlen
 
     def max_tokens_per_mb(self, role: str = "allocation") -> int:
-        """Return most tokens of one forward pass."""
+        """Return the maximum of tokens of one forward pass."""
         return self.roles[role].mb_spec.max_tokens_per_mb or max(_DEFAULT_TOKENS_PER_MB, self.max_seqlen)
 
 

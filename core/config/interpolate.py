@@ -46,7 +46,7 @@ class Interpolator:
         return Scalar(self._in_text(text), scalar.where, quoted=True)
 
     def _in_text(self, text: str) -> str:
-        """`text` with every interpolation replaced; `\\${` is a literal `${`."""
+        """Replace every interpolation in `text`; `\${` is a literal `${`."""
         out, at = [], 0
         while (start := text.find("${", at)) >= 0:
             if start > 0 and text[start - 1] == "\\":
@@ -97,7 +97,7 @@ class Interpolator:
 
 
 def _closing_brace(text: str, start: int) -> int:
-    """Index of the brace that closes the interpolation whose inside begins at `start`; -1 if none does."""
+    """Return the index of the brace that closes the interpolation whose inside begins at `start`; -1 if none does."""
     depth = 1
     for i in range(start, len(text)):
         if text.startswith("${", i):

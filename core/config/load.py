@@ -34,7 +34,7 @@ class LoadedConfig:
     sources: Mapping[str, str]
 
     def where(self, key: str) -> str:
-        """file:line or override that gave `key` or the section around it; empty for a default."""
+        """Return file:line or the override that gave `key` or the section around it; empty for a default."""
         return _where(self.sources, key)
 
 
@@ -71,7 +71,7 @@ def _where(sources: Mapping[str, str], key: str) -> str:
 
 
 def _line(problem: Problem) -> int:
-    """Line in the file; overrides have none and come last."""
+    """Return the line in the file; overrides have none and come last."""
     line = problem.where.rpartition(":")[2]
     return int(line) if line.isdigit() else sys.maxsize
 
@@ -94,7 +94,7 @@ class _Binder:
         """Keys that an unknown one stands close to: what they hold by default is not what was asked for."""
 
     def bind(self) -> dict[str, Any]:
-        """Values by key, valid in type; `problems` says what was left out."""
+        """Return the valid values by key; `problems` lists those that were left out."""
         return self._bind(self._model, self._tree, None, "")
 
     def _bind(self, model: type[Section], table: Table, defaults: Section | None, prefix: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _Binder:
             return None
 
     def _resolve_inside(self, node: Node) -> Node:
-        """Interpolations in the elements of a list or a free mapping."""
+        """Resolve interpolations in the elements of a list or a free mapping."""
         if isinstance(node, Scalar):
             return self._interpolator.resolve(node)
         if isinstance(node, Table):
@@ -168,7 +168,7 @@ class _Binder:
             self.problems.append(Problem(key=path, message=message, where=node.where))
 
     def _default_node(self, key: str) -> Node:
-        """Default of a dotted key, for references to keys that are not given. Raises InterpolationError."""
+        """Return the default of a dotted key, for references to keys that are not given. Raises InterpolationError."""
         value: Any = None
         model: type[Section] | None = self._model
         for name in key.split("."):

@@ -41,7 +41,7 @@ class PushConfig(Section):
 
 
 def choose_transport(asked: str, allocation: Allocation) -> Transport:
-    """What push.type=`asked` means for this allocation. Raises ValueError where it cannot work."""
+    """Return the transport of push.type=`asked` for this allocation. Raises ValueError where it is not possible."""
     backend = BACKENDS[allocation.generator.backend]
     transports = backend.capabilities.transports
     if asked != "auto" and asked not in transports:
@@ -59,7 +59,7 @@ def choose_transport(asked: str, allocation: Allocation) -> Transport:
 
 
 def _possible(allocation: Allocation) -> Sequence[Transport]:
-    """Transports that reach the generators where these are, the best one first."""
+    """Return the transports that reach the generators of this allocation, the best one first."""
     generator, trainer = allocation.generator, allocation.trainer
     if generator.layout.pp > 1:
         return BACKENDS[generator.backend].capabilities.staged_transports
@@ -72,7 +72,7 @@ def _possible(allocation: Allocation) -> Sequence[Transport]:
 
 
 def _why_not(asked: str, allocation: Allocation) -> str:
-    """Why a transport that the backend has cannot reach the generators of this allocation."""
+    """Return why a transport that the backend has cannot reach the generators of this allocation."""
     generator, trainer = allocation.generator, allocation.trainer
     if generator.layout.pp > 1:
         return f"{asked} does not support servers with {generator.layout.pp} pipeline stages; use disk"

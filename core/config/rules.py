@@ -46,7 +46,7 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
 
 
 def config_warnings(config: ExperimentConfig) -> Iterator[str]:
-    """What is allowed and may not be meant."""
+    """Yield settings that are valid but probably not intended."""
     if unread := [*_unread_keys(config), *(key for find in _UNREAD[config.NAME] for key in find(config))]:
         them = "it" if len(unread) == 1 else "them"
         yield f"{', '.join(unread)}: not used by this run; remove {them}"
@@ -70,7 +70,7 @@ def _inexact_sampling(config: PPOMATHConfig) -> Iterator[str]:
 
 
 def _unread_keys(config: ExperimentConfig) -> Iterator[str]:
-    """Keys that were given, and that this run has no use for."""
+    """Yield the keys that were given and have no effect in this run."""
     running = config.placed_roles.values()
     for name, model in config.models.items():
         if model.sglang and name != "actor":
@@ -198,7 +198,7 @@ def _transport(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
 
 
 def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
-    """Yield a model that is trained has its weights once, on the ranks of its training."""
+    """Check that a trained model has its weights once, on the ranks of its training."""
     for inference, train in SAME_WEIGHTS.items():
         a, b = allocation.roles[train], allocation.roles[inference]
         if inference not in config.roles or (a.layout, a.slots) == (b.layout, b.slots):
@@ -212,7 +212,7 @@ def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
 
 
 def _backend(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
-    """What the generators' backend cannot do."""
+    """Yield settings that the generators' backend does not support."""
     backend = BACKENDS[allocation.generator.backend]
     formats = backend.capabilities.weight_formats
     dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
@@ -261,7 +261,7 @@ def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[V
 
 
 def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
-    """What only some devices and formats have."""
+    """Yield settings that the device or the format does not support."""
     gpus = allocation.trainer.on_gpu
     for name, model in ((use.key, use.section) for use in config.model_uses):
         dtype = model.dtype(on_gpu=gpus)

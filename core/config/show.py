@@ -28,7 +28,7 @@ def rule(title: str) -> str:
 
 
 def listing(config: ExperimentConfig) -> str:
-    """What is printed at start-up: the box, then every key with its type and value."""
+    """Return the text that is printed at start-up: the box, then every key with its type and value."""
     lines = [box(f"Setting {type(config).__name__} with the Following Values")]
     lines.append(rule("Current Configuration Begin"))
     lines += _values(config.masked(), "")

@@ -43,11 +43,11 @@ class AnswerDataset:
         return len(self._rows)
 
     def state_dict(self) -> dict[str, int]:
-        """What tells this order of these rows from another."""
+        """Return what identifies the rows and their order."""
         return {"num_rows": len(self), "checksum": self._checksum, "seed": self._seed, "shuffle": self._shuffle}
 
     def check_continues(self, state: Any) -> None:
-        """Raises DatasetError unless the run that wrote `state` visits the same rows in the same order."""
+        """Raise DatasetError unless the run that wrote `state` visits the same rows in the same order."""
         settings = {
             "num_rows": "dataset.train_path or max_seqlen",
             "checksum": "dataset.train_path",
@@ -62,7 +62,7 @@ class AnswerDataset:
         return float(np.mean([len(p) + len(a) for p, a in self._rows]))
 
     def batch(self, epoch: int, epoch_step: int, batch_size: int) -> PackedBatch:
-        """Batch `epoch_step` (from 1) of `epoch` (from 1); the last one of an epoch may be smaller."""
+        """Return batch `epoch_step` (from 1) of `epoch` (from 1); the last one of an epoch may be smaller."""
         order = np.arange(len(self))
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self))

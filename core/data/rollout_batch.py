@@ -58,7 +58,7 @@ class RolloutBatch:
         return figures
 
     def ages(self, version: int) -> np.ndarray:
-        """[N] int64: version minus the version of each trajectory's oldest trained token."""
+        """Return the version minus the version of each trajectory's oldest trained token: [N] int64."""
         trained = np.where(self.loss_mask, self.versions, version)
         return version - np.minimum.reduceat(trained, self.cu_seqlens[:-1]).astype(np.int64)
 
@@ -85,13 +85,13 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], positions: Sequenc
 
 
 def _pack_metrics(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """[N] float64 under every name that a trajectory reports, sorted; NaN for those that do not."""
+    """Return [N] float64 under every name that a trajectory reports, sorted; NaN for those that do not."""
     names = sorted({name for t in trajectories for name in t.metrics})
     return {name: np.array([float(t.metrics.get(name, np.nan)) for t in trajectories]) for name in names}
 
 
 def _pack_experts(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
-    """[T, layers, k]; those of trajectories that do not tell are not known."""
+    """Return the experts of all tokens, [T, layers, k]; -1 for trajectories without them."""
     told = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
     if told is None:
         return None

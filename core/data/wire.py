@@ -11,7 +11,7 @@ from rollout.types import WeightBucket
 
 
 def bucket_to_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """One flat byte array and where each tensor lies in it."""
+    """Convert a bucket to one flat byte array and the location of each tensor in it."""
     layout = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
     flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
     return {"layout": layout, "bytes": torch.cat(flat).cpu().numpy() if flat else np.empty(0, np.uint8)}

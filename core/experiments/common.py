@@ -69,7 +69,7 @@ def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
 
 
 def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_from: str) -> None:
-    """`{checkpoints}/{engine}/{name}`: a Hugging Face folder for every trained engine."""
+    """Write `{checkpoints}/{engine}/{name}`: a Hugging Face folder for every trained engine."""
     for engine in engines:
         target = checkpoints / engine.name / name
         engine.group.save_hf(engine.name, str(target), tokenizer_from)
@@ -85,7 +85,7 @@ def rows_that_stay(config: ExperimentConfig, start: Start) -> int | None:
 
 
 def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: int | None) -> list[MetricSink]:
-    """Where the scalars of this run go; see rows_that_stay."""
+    """Return the sinks of this run's scalars; see rows_that_stay."""
     sinks: list[MetricSink] = [Journal(paths.logs / "metrics.jsonl", continue_after=continue_after)]
     if config.monitor.tensorboard:
         sinks.append(TensorBoardSink(paths.logs / "tensorboard", continue_after=continue_after))

@@ -117,7 +117,7 @@ def _train(
     facts: dict[str, Any],
     attempt: Attempt,
 ) -> None:
-    """Wire loop and periodic, give the generators their first weights, and go."""
+    """Connect loop and periodic actions, give the generators their first weights, and run."""
     algorithm = build_algorithm(config)
     logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
     trainer = PPOTrainer(

@@ -97,7 +97,7 @@ class SFTTrainer:
             group.add_fields(group.put(writer.put_fields({}, {self._engine.name: None})))
 
     def evaluate(self, step: int) -> None:
-        """Loss in nats per answer token over the validation set."""
+        """Compute the loss in nats per answer token over the validation set."""
         assert self._valid is not None, "evaluation is due only with a validation set"
         loss = tokens = 0.0
         for batch in self._valid.in_order(self._valid_batch_size):
@@ -180,7 +180,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
 
 
 def _check_same_rows(train: AnswerDataset, start: Start, *, ignore_changes: bool) -> None:
-    """Raises DatasetError where the checkpoint is of other rows or another order, unless told to ignore that."""
+    """Raise DatasetError where the checkpoint has other rows or another order, unless recover_ignore_changes is set."""
     if start.rollout_state is None:
         return
     try:

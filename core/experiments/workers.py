@@ -47,8 +47,8 @@ operation: with one for each core, some of which others use, an update took 8.45
 
 
 def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int, gpus: bool) -> int:
-    """CPU threads of a trainer rank or a generator: `asked`, or the cores divided among those that work at once, with
-    GPUs GPU_THREADS at most.
+    """Return the CPU threads of a trainer rank or a generator: `asked`, or the cores divided among those that work at
+    once, with GPUs GPU_THREADS at most.
 
     Without staleness trainer and generators take turns, so each side may use all cores."""
     if asked:
@@ -61,7 +61,8 @@ def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: in
 
 
 def _num_cores() -> int:
-    """Cores that this process may use: a container or a job may be pinned to some of the machine's."""
+    """Return the number of cores that this process may use: a container or a job may be pinned to some of the
+    machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -109,7 +110,7 @@ class TrainedEngines(list[EngineRef]):
         return wait
 
     def load(self, folder: Path) -> None:
-        """The inverse, complete when it returns."""
+        """Load what save() wrote; complete when it returns."""
         for engine in self:
             engine.group.load(engine.name, str(folder / engine.name))
 
@@ -177,7 +178,7 @@ def start_ppo_workers(
 
 
 def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSettings:
-    """What every generator is started with; the pool fills in what differs between them."""
+    """Return the settings of every generator; the pool adds those that differ between them."""
     generator, colocated = config.generator, allocation.shares_gpus
     backend = BACKENDS[allocation.generator.backend]
     return BackendSettings(

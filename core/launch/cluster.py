@@ -103,7 +103,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         return self
 
     def __exit__(self, error_type: object, error: BaseException | None, *traceback: object) -> None:
-        """Raises LaunchError in the place of an error of Ray's own, such as a full object store."""
+        """Disconnect from Ray. Raises LaunchError in place of Ray's own errors, such as a full object store."""
         self._interrupts.__exit__(error_type, error, *traceback)
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
@@ -118,8 +118,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._guard.end()
 
     def reserve(self, allocation: Allocation) -> None:
-        """One bundle a node of the device map, with its GPUs that roles compute on; actors are put on the bundle of
-        their slot's node. Raises LaunchError when the cluster does not get the resources in time."""
+        """Reserve one bundle per node of the device map, with the GPUs that roles compute on; actors are placed on the
+        bundle of their slot's node. Raises LaunchError when the cluster does not get the resources in time."""
         gpus = allocation.gpu_slots
         per_node = [sum(slot.node == node for slot in gpus) for node in range(allocation.n_nodes)]
         bundles = [{"CPU": 1.0, **({"GPU": float(n)} if n else {})} for n in per_node]
@@ -134,7 +134,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             self.waiter.ask_also(self._ask_nodes)
 
     def _ask_nodes(self, why: str) -> dict[str, str]:
-        """As ask_for_stacks, on every node; one that does not answer at once is passed over."""
+        """Request stacks as ask_for_stacks, on every node; one that does not answer at once is skipped."""
         ask: Any = ray.remote(num_cpus=0)(ask_for_stacks)  # type: ignore[arg-type]
         refs = [
             ask.options(
@@ -150,7 +150,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         return states
 
     def gather_started(self, refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float) -> list[Any]:
-        """Results of the calls that make workers ready."""
+        """Return the results of the calls that make workers ready."""
         key = "launch.startup_timeout_seconds"
         return self.waiter.gather(
             refs, names=names, phase="initialisation", timeout_seconds=timeout_seconds, key=key, tells=True

@@ -41,7 +41,7 @@ class GeneratorActor:
         self._handed_out: dict[str, Completion | Exception] = {}
 
     async def start(self) -> None:
-        """Raises as Backend.start."""
+        """Start the replica. Raises as Backend.start."""
         self._generator: Replica = await self._backend.start(self._settings)
         forget_modules()
 
@@ -49,7 +49,7 @@ class GeneratorActor:
         self._generator.submit(requests)
 
     async def drain(self) -> list[tuple[str, Completion | Exception]]:
-        """What has ended since the last call; an exception concerns its request alone."""
+        """Return what has ended since the last call; an exception concerns its request alone."""
         self._handed_out = dict(await self._generator.drain())
         return list(self._handed_out.items())
 
@@ -66,7 +66,7 @@ class GeneratorActor:
             return time.perf_counter() - start
 
     def endpoint(self) -> WeightEndpoint:
-        """For backends whose weights do not come through receive()."""
+        """Return the endpoint of a backend whose weights do not come through receive()."""
         return cast(ServedReplica, self._generator).endpoint
 
     async def pause(self) -> None:
@@ -77,7 +77,7 @@ class GeneratorActor:
         await self._generator.update_weights(bucket_from_wire(wire))
 
     async def resume(self, version: int) -> float:
-        """Seconds since pause()."""
+        """Resume sampling; return the seconds since pause()."""
         await self._generator.resume(version)
         return time.perf_counter() - self._paused_at
 
@@ -95,7 +95,8 @@ class GeneratorActor:
         return await self._generator.health()
 
     async def partial(self) -> dict[str, Completion]:
-        """What requests in flight have, and what the last drain() answered, which may still be on its way."""
+        """Return the tokens so far of requests in flight, and the results of the last drain(), which may not have
+        arrived."""
         running = await self._generator.partial()
         return {name: end for name, end in self._handed_out.items() if isinstance(end, Completion)} | dict(running)
 

@@ -177,7 +177,7 @@ class GeneratorPool:
                 self._check_started(replica)
 
     def admit(self) -> int:
-        """Return the replicas that have started take part from now on; how many take part."""
+        """Include the replicas that have started from now on; return the number of participating replicas."""
         for replica in self._replicas:
             if replica.state == "waiting for weights":
                 replica.state, replica.asked, replica.asked_at = "serving", None, time.monotonic()
@@ -199,7 +199,8 @@ class GeneratorPool:
         return bool(dead) or self._membership_changed
 
     def lose(self, index: int, why: str) -> None:
-        """The rollout side has given this replica up. Raises LaunchError where it is not started again alone."""
+        """Mark a replica that the rollout side has given up on as lost. Raises LaunchError where replicas cannot be
+        restarted individually."""
         replica = self._replicas[index]
         if not self._health.restarts:
             raise LaunchError(f"{replica.name} failed: {why}")
@@ -207,7 +208,7 @@ class GeneratorPool:
             self._lose(replica, why)
 
     def participated(self) -> list[tuple[int, Any]]:
-        """(index, actor) of the replicas that got their first weights by the push that has just succeeded."""
+        """Return (index, actor) of the replicas that got their first weights by the push that has just succeeded."""
         new, self._new = self._new, []
         return [(replica.index, replica.stub.actor) for replica in new if replica.state == "serving"]
 
@@ -218,16 +219,16 @@ class GeneratorPool:
 
     @property
     def waiting(self) -> bool:
-        """Whether a replica has started and waits for weights."""
+        """True if a replica has started and waits for weights."""
         return any(replica.state == "waiting for weights" for replica in self._replicas)
 
     def raise_if_all_gone(self) -> None:
-        """Raises LaunchError when no replica is left and none will come back."""
+        """Raise LaunchError when no replica is left and none will be restarted."""
         if all(replica.state == "gone" for replica in self._replicas):
             raise LaunchError(f"no generator is left: {self.failures()}")
 
     def failures(self) -> str:
-        """What became of those that are not there."""
+        """Return the reasons why replicas are missing."""
         return "; ".join(f"{r.name}: {r.failure}" for r in self._replicas if r.failure)
 
     def _participants(self) -> list[_Replica]:
@@ -247,7 +248,7 @@ class GeneratorPool:
         )
 
     def _check(self, replica: _Replica) -> None:
-        """One health check at a time: sent, waited for, judged."""
+        """Run one health check at a time: send, wait, evaluate."""
         now, limit = time.monotonic(), self._health.timeout_seconds
         if replica.asked is None:
             if now - replica.asked_at >= self._health.interval_seconds:
@@ -306,7 +307,7 @@ class GeneratorPool:
 
 
 def _answer(ref: Any) -> str | None:
-    """None: not yet; "": well; else what went wrong."""
+    """Return None while there is no answer, "" for a healthy replica, otherwise the error."""
     if not ray.wait([ref], timeout=0)[0]:
         return None
     try:

@@ -67,7 +67,7 @@ class RolloutClient:
         )[-1]
 
     def wait_started(self, timeout_seconds: float) -> dict[str, Any]:
-        """Facts about the data set: num_prompts, mean_prompt_tokens."""
+        """Return facts about the data set: num_prompts, mean_prompt_tokens."""
         return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
 
     def take(
@@ -86,23 +86,23 @@ class RolloutClient:
         self._call(RolloutActor.begin, version, state, ignore_changes)
 
     def set_version(self, version: int) -> None:
-        """The generators now sample with this version: admit what it allows. The next call waits for it, and has its
-        error: the trainer need not."""
+        """Report that the generators now sample with this version, so that prompts are admitted. Returns at once; the
+        next call waits for it and raises its error."""
         self._announced.append(self._send(RolloutActor.set_version, version))
 
     def state_dict(self) -> object:
         return self._call(RolloutActor.state_dict)
 
     def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
-        """Accuracy and completion length over the evaluation set. `meanwhile`: see take()."""
+        """Return accuracy and completion length over the evaluation set. `meanwhile`: see take()."""
         return self._sampling(RolloutActor.evaluate, meanwhile)
 
     def lost_generators(self) -> dict[int, str]:
-        """Those that the rollout side has given up, by index, with the reason."""
+        """Return the generators that the rollout side has given up on, by index, with the reason."""
         return self._call(RolloutActor.lost_generators)
 
     def replace_generator(self, index: int, actor: Any) -> None:
-        """Requests may go to this one from now on, in place of one that is dead."""
+        """Allow requests to this generator from now on, in place of one that has failed."""
         self._call(RolloutActor.replace_generator, index, actor)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Waiter:
         self._chores_done = 0.0
 
     def ask_also(self, nodes: Callable[[str], dict[str, str]]) -> None:
-        """How processes on other machines are asked for their stacks: (why) -> name and state."""
+        """Register how processes on other machines are asked for their stacks: (why) -> name and state."""
         self._ask_nodes = nodes
 
     def every_second(self, chore: Callable[[], None]) -> None:
@@ -67,9 +67,9 @@ class Waiter:
         meanwhile: Callable[[], None] = lambda: None,
         tells: bool = False,
     ) -> list[Any]:
-        """Results of `refs` in order; the first failure ends the wait. `names` are the workers', `key` the one of the
-        configuration that says the timeout; `meanwhile` is called about once a second. `tells`: the log says for whom
-        it waits when that takes long.
+        """Return the results of `refs` in order; the first failure ends the wait. `names` are the workers', `key` the
+        configuration key of the timeout; `meanwhile` is called about once a second. `tells`: log the workers that are
+        waited for when that takes long.
 
         Raises LaunchError when a worker, or a server of its, died or did not answer in time; otherwise the worker's
         own exception, with a note that names the worker and holds its traceback."""
@@ -101,7 +101,8 @@ class Waiter:
         return [results[r] for r in refs]
 
     def _failure(self, error: RayError, worker: str, phase: str, others: dict[Any, str]) -> Exception:
-        """What ends the wait. A rank that fails may do so because another one has died or does not go on."""
+        """Return the error that ends the wait. A rank that fails may do so because another one has exited or
+        stopped."""
         if isinstance(error, RayTaskError):
             failure = as_driver_sees(error, worker=worker)
             if isinstance(failure, LaunchError) or not isinstance(failure, RuntimeError) or not others:
@@ -122,7 +123,7 @@ class Waiter:
         return failure
 
     def _late(self, names: Sequence[str], why: str) -> str:
-        """These workers and what state they are in, with everybody's stacks written."""
+        """Return these workers with their state, after the stacks of all processes are written."""
         states = self.write_stacks(why)
         said = ", ".join(f"{name} ({states[name]})" if name in states else name for name in names)
         return f"{said}. All stacks are in {self._log_folder / FOLDER}"
@@ -143,7 +144,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
-    """What a call on `worker` raised: LaunchError where new processes may do better, else its own exception."""
+    """Return the error of a call on `worker`: LaunchError where new processes may succeed, else its own exception."""
     cause = error.cause if isinstance(error.cause, Exception) else error
     if isinstance(cause, NoGeneratorError):
         return LaunchError(f"{worker}: no generator is left: {cause}")

@@ -49,7 +49,7 @@ class Watchdog:
     process: subprocess.Popen[bytes]
 
     def end(self) -> None:
-        """Say goodbye; returns when the watchdog has ended what was left, and itself."""
+        """Announce the end of the driver; return when the watchdog has ended the remaining processes, and itself."""
         self.process.communicate(_GOODBYE)
 
 
@@ -90,7 +90,7 @@ def _holds_something(process: psutil.Process) -> bool:
 
 
 def unused_shared_memory() -> set[Path]:
-    """This user's files in /dev/shm that no living process has open or mapped, as far as this process may see.
+    """Return this user's files in /dev/shm that no running process has open or mapped, as far as this process may see.
 
     Files are known by their inode: whoever makes a semaphore maps it under another name than it has in the end."""
     mine: dict[int, Path] = {}
@@ -106,7 +106,7 @@ def unused_shared_memory() -> set[Path]:
 
 
 def shared_inodes(process: Path) -> Iterator[int]:
-    """Of what a process, given as its folder in /proc, has mapped or open in /dev/shm. Raises OSError."""
+    """Yield the inodes in /dev/shm that a process, given as its folder in /proc, has mapped or open. Raises OSError."""
     here = f"{_SHARED_MEMORY}/"
     for line in (process / "maps").read_text(errors="replace").splitlines():
         if here in line:

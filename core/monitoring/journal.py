@@ -27,7 +27,7 @@ class Journal:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
     def write(self, step: int, row: Mapping[str, object]) -> None:
-        """Raises OSError, with the space left on the disk, where the row finds no room."""
+        """Append a row. Raises OSError, with the free disk space, if it cannot be written."""
         left = json.dumps({"step": step, **row}).encode() + b"\n"
         try:
             while left:

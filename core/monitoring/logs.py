@@ -43,8 +43,8 @@ class _TerminalHandler(logging.Handler):
 
 
 def log_to_file(name: str, path: str) -> None:
-    """Everything this process says goes to `path`: log records, and whatever libraries write to stdout and stderr. And
-    it can be asked for its stacks from now on."""
+    """Send all output of this process to `path`: log records, and what libraries write to stdout and stderr. From then
+    on the process writes its stacks on request."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     register_process(name, Path(path).parent)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -59,8 +59,8 @@ def log_to_file(name: str, path: str) -> None:
 
 
 def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
-    """The driver's log: plain lines on the terminal (above the progress bar, if there is one) and, with tracebacks, in
-    the file at `path`."""
+    """Set up the driver's log: plain lines on the terminal (above the progress bar, if there is one) and, with
+    tracebacks, in the file at `path`."""
     terminal = _TerminalHandler(console) if console.is_terminal else logging.StreamHandler(console.file)
     terminal.setFormatter(LineFormatter("master worker", tracebacks=False))
     handlers: list[logging.Handler] = [terminal]

@@ -42,7 +42,7 @@ class StepTimer:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def finish(self) -> tuple[float, dict[str, float]]:
-        """(seconds since the last finish, seconds by phase); starts the next step."""
+        """Return (seconds since the last finish, seconds by phase) and start the next step."""
         now = time.perf_counter()
         total, phases = now - self._began, self._seconds
         self._began, self._seconds = now, {}
@@ -125,16 +125,16 @@ class Monitor:
         return self._elapsed
 
     def rpc(self, name: str, metrics: Mapping[str, float]) -> None:
-        """`RPC name actor_train returns {...}`"""
+        """Log `RPC name actor_train returns {...}`."""
         logger.info("RPC name %s returns %s", name, {k: float(v) for k, v in metrics.items()})
 
     def consumed(self, step: int, positions: np.ndarray) -> None:
-        """Which prompts of the stream step `step` (counting from 1) trained on."""
+        """Write the prompts of the stream that step `step` (counting from 1) trained on."""
         if self._consumed is not None:
             self._consumed.write(step, {"prompts": positions.tolist()})
 
     def staleness(self, ages: np.ndarray) -> None:
-        """How old the batch was: trajectories by age in steps."""
+        """Log the age of the batch: trajectories by age in steps."""
         values, counts = np.unique(ages, return_counts=True)
         histogram = ", ".join(f"{v}: {c}" for v, c in zip(values, counts, strict=True))
         logger.info("Staleness of the batch (age in steps: trajectories): {%s}", histogram)
@@ -153,7 +153,7 @@ class Monitor:
         metrics: Mapping[str, float],
         headline: str,
     ) -> None:
-        """Everything there is to say at the end of step `step` (counting from 1)."""
+        """Report everything at the end of step `step` (counting from 1)."""
         self._elapsed += seconds
         self._finished_here += 1
         self._spent_here += seconds
@@ -175,6 +175,6 @@ class Monitor:
         self._progress.update(self._task, completed=step, description=headline)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Scalars to every sink, without a log line."""
+        """Write scalars to every sink, without a log line."""
         for sink in self._sinks:
             sink.write(step, metrics)

@@ -25,11 +25,11 @@ class TrackedRuns:
         self._ids: dict[str, str] = json.loads(file.read_text()) if go_on and file.exists() else {}
 
     def get(self, service: str) -> str | None:
-        """Return the id of the run to go on with; None: there is none yet."""
+        """Return the id of the run to continue; None: there is none yet."""
         return self._ids.get(service)
 
     def put(self, service: str, run_id: str) -> None:
-        """From now on this is the run. Raises OSError."""
+        """Set the id of the run. Raises OSError."""
         self._ids[service] = run_id
         self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_suffix(".writing")

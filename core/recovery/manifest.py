@@ -67,7 +67,7 @@ def move_into_place(folder: Path, target: Path) -> None:
 
 
 def verify(folder: Path, *, inside: str = "") -> None:
-    """Raises DamagedError unless every file is there, whole and unchanged, the manifest and the marker included.
+    """Raise DamagedError unless every file is present, whole and unchanged, the manifest and the marker included.
     `inside`: only those of this folder in it."""
     with ThreadPoolExecutor(_THREADS) as pool:
         marker = _read_json(folder / MARKER)
@@ -82,14 +82,14 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _seal(path: Path, pool: Executor) -> Seal:
-    """Return the checksum is that of the checksums of the file's blocks."""
+    """Return the checksum of a file: that of the checksums of its blocks."""
     size = path.stat().st_size
     blocks = pool.map(lambda start: _hash_block(path, start), range(0, size, _BLOCK_BYTES))
     return Seal(size, hashlib.blake2b(b"".join(blocks), digest_size=_DIGEST_BYTES).hexdigest())
 
 
 def _hash_block(path: Path, start: int) -> bytes:
-    """In small pieces: a thread does not hold a whole block."""
+    """Hash a block in small pieces: a thread does not hold a whole block."""
     checksum = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with open(path, "rb") as f:
         f.seek(start)

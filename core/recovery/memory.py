@@ -47,11 +47,11 @@ class MemoryLimits:
             self._learnt[name] = min(value, self._learnt.get(name, value))
 
     def tokens(self, role: str, configured: int) -> int:
-        """max_tokens_per_mb of a role."""
+        """Return max_tokens_per_mb of a role."""
         return int(min(configured, self._learnt.get(role, configured)))
 
     def fitting(self, role: str, configured: int, call: Callable[[int], T]) -> T:
-        """`call(max_tokens_per_mb)`, again with half of it whenever memory ran out in a way that changed nothing.
+        """Run `call(max_tokens_per_mb)`, again with half of it whenever memory ran out without changing anything.
 
         Raises LaunchError when the call cannot be repeated in these processes, or not even one sequence fits."""
         while True:
@@ -75,7 +75,7 @@ class MemoryLimits:
         return replace(settings, max_running=running, flags=flags)
 
     def lower_generator(self, settings: BackendSettings, flag: MemoryFlag | None) -> None:
-        """A generator ran out of memory: half as many sequences at once; on a GPU it also takes less of it."""
+        """Halve the sequences of a generator that ran out of memory; on a GPU also reduce its share of the memory."""
         fitted = self.fit_generator(settings, flag)
         lowered: dict[str, float] = {"max_running": max(1, fitted.max_running // 2)}
         if flag is not None and fitted.device == GPU:

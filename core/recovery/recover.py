@@ -160,7 +160,7 @@ class RecoverStore:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raises the error of a write that failed meanwhile, or that is late."""
+        """Raise the error of a write that has failed meanwhile, or that is late."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -176,7 +176,7 @@ class RecoverStore:
         return self
 
     def __exit__(self, error_type: object, *error: object) -> None:
-        """The run is over: wait for the last write. A run that failed takes its writers along: end what they write."""
+        """Wait for the last write at the end of the run. If the run failed, end the writers and what they write."""
         if error_type is None:
             self.wait()
             return
@@ -186,7 +186,7 @@ class RecoverStore:
             self._writer = None
 
     def _keep_error(self, write: Callable[[], None], step: int, stop: threading.Event) -> None:
-        """In a thread of its own; once `stop` is set nobody wants what comes of it."""
+        """Run in a thread of its own and keep the error; once `stop` is set the result is not used."""
         try:
             write()
         except Exception as error:  # noqa: BLE001 (raised by the next call, whatever it is)
@@ -202,7 +202,7 @@ class RecoverStore:
         wait_engines: WaitWritten,
         stop: threading.Event,
     ) -> None:
-        """When this returns or raises, nothing half-written is left."""
+        """Write a checkpoint; when this returns or raises, nothing half-written is left."""
         began = time.perf_counter()
         try:
             with open(temporary / "rollout.pkl", "wb") as f:
@@ -235,14 +235,14 @@ class RecoverStore:
         self._invalid.clear()
 
     def _remove(self, checkpoint: Path) -> None:
-        """By one rename, so that nobody finds half of it."""
+        """Remove a checkpoint by one rename first, so that no other process finds half of it."""
         aside = self._folder / f"{_REMOVING}{checkpoint.name}"
         if checkpoint.exists():
             os.rename(checkpoint, aside)
             shutil.rmtree(aside, ignore_errors=True)
 
     def _clear_leftovers(self) -> None:
-        """What runs that were killed while they wrote have left."""
+        """Remove the files of runs that were killed while they wrote."""
         for prefix in (_WRITING, _REMOVING):
             for path in self._folder.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)

@@ -39,7 +39,8 @@ class WeightPush(Protocol):
     """How weights travel, and who has the devices meanwhile."""
 
     def offload_generators(self) -> None:
-        """The loop has its batch and is about to train: generators that share its devices leave them to it."""
+        """Free the devices that generators share with the trainer, after the loop has its batch and before it
+        trains."""
         ...
 
     def push(self, version: int) -> PushReport:
@@ -51,7 +52,8 @@ class RunPush(WeightPush, Protocol):
     """What the loop drives: a push that looks after the generators."""
 
     def sync_rejoined(self) -> None:
-        """The loop waits for the generators; called about once a second meanwhile."""
+        """Send weights to generators that have rejoined; called about once a second while the loop waits for the
+        generators."""
         ...
 
 
@@ -83,7 +85,7 @@ class LocalPush:
         self._timeout = timeout_seconds
 
     def offload_generators(self) -> None:
-        """There is room: the two sides share nothing but the processor."""
+        """Do nothing: both sides share only the processor."""
 
     def push(self, version: int) -> PushReport:
         start = time.perf_counter()

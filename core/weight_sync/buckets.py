@@ -61,7 +61,7 @@ class Sender(Protocol):
     """The trainer's end of one transport."""
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
-        """Once, when the servers are up."""
+        """Connect once, when the servers are up."""
         ...
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
@@ -118,7 +118,7 @@ class Buckets:
 
 
 def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
-    """How many buckets fit ahead: rank 0's answer, on every rank. At least one."""
+    """Return how many buckets fit ahead, at least one: rank 0's answer, on every rank."""
     spare = settings.staged_bytes
     if spare is None and device.type == "cuda":
         # Half of what is free (the allocator's own reserve included): the rest is for the gathering itself and for
@@ -220,6 +220,6 @@ def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
 def call_all(
     servers: Sequence[WeightEndpoint], call: Callable[[WeightEndpoint, float], None], deadline: Deadline
 ) -> dict[str, Future[None]]:
-    """`call(server, timeout_seconds)` on many servers at once: server name -> when it has answered."""
+    """Run `call(server, timeout_seconds)` on many servers at once; return server name -> future of its answer."""
     left = deadline.left()
     return {server.name: in_background(call, server, left + 5) for server in servers}

@@ -75,7 +75,8 @@ class FaultTolerantWeightSync:
         self._push.offload_generators()
 
     def push(self, version: int) -> PushReport:
-        """Raises LaunchError when no generator is left, or a push fails that no generator's death explains."""
+        """Push the weights to all working generators. Raises LaunchError when no generator is left, or a push fails
+        although no generator has failed."""
         self._version = version
         while True:
             self._wait_for_generators()
@@ -94,7 +95,7 @@ class FaultTolerantWeightSync:
         return report
 
     def sync_rejoined(self) -> None:
-        """The trainer is idle and its weights are those of the last push: bring them to who has come back."""
+        """Send the weights of the last push to generators that have rejoined, while the trainer is idle."""
         if self._version is None:
             return
         self._generators.raise_if_all_gone()
@@ -104,8 +105,8 @@ class FaultTolerantWeightSync:
             logger.info("Pushed version %d to the restarted generators in %.2f s", self._version, report.seconds)
 
     def _compare(self) -> None:
-        """Who gets no requests any more is lost, also where it seems to live. Asked now and then: the rollout side has
-        other work."""
+        """Mark generators that the router has given up on as lost, even if they still respond. Runs only now and then,
+        because the rollout side has other work."""
         if time.monotonic() - self._compared_at < _COMPARE_EVERY_SECONDS:
             return
         self._compared_at = time.monotonic()

@@ -32,8 +32,8 @@ class IpcSender(BucketSender):
     """See core.weight_sync.buckets.Sender."""
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
-        """Raises ValueError for a server with pipeline stages (each handle may be opened once, and such a server would
-        open it in every stage), or one that has no trainer's rank on each of its GPUs."""
+        """Connect to the servers. Raises ValueError for a server with pipeline stages (each handle may be opened once,
+        and such a server would open it in every stage), or one that has no trainer rank on each of its GPUs."""
         for server in servers:
             if server.pp > 1:
                 raise ValueError(
@@ -66,10 +66,10 @@ class IpcSender(BucketSender):
         return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=number, compared=compared)
 
     def close(self) -> None:
-        """Nothing is held between pushes."""
+        """Do nothing: nothing is held between pushes."""
 
     def _everywhere(self, bucket: FlatBucket | None) -> FlatBucket | None:
-        """Rank 0's bucket on every rank."""
+        """Return rank 0's bucket on every rank."""
         if self._settings.world_size == 1:
             return bucket
         layout: list[Any] = [bucket and (bucket.names, bucket.dtypes, bucket.shapes, bucket.num_bytes)]
@@ -98,7 +98,7 @@ class IpcSender(BucketSender):
             raise PushError(outcome[0])
 
     def _post(self, payloads: Sequence[str | None], number: int, deadline: Deadline) -> str | None:
-        """Rank 0: hand the payloads to the servers; what went wrong, for all ranks to raise."""
+        """Send the payloads to the servers, on rank 0; return the error, for all ranks to raise."""
 
         def receive(server: WeightEndpoint, timeout_seconds: float) -> None:
             handles = [payloads[rank] or "" for rank in server.trainer_ranks]

@@ -120,7 +120,7 @@ class ServerPush(Generic[G]):
         self._num_pushes = 0
 
     def offload_generators(self) -> None:
-        """There is room: the servers have devices of their own."""
+        """Do nothing: the servers have devices of their own."""
 
     def push(self, version: int) -> PushReport:
         """Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused then; the run must end."""

@@ -75,7 +75,7 @@ def copy_checkpoint(
     parallel: ParallelState,
     tokenizer_from: Path,
 ) -> CopiedCheckpoint:
-    """This rank's part of a checkpoint as it is now, in `host`; collective. The training may go on at once.
+    """Copy this rank's part of a checkpoint to `host`; collective. Training may continue at once.
 
     Raises OSError on all ranks when the folder exists or cannot be made."""
     path = Path(path)
@@ -98,8 +98,8 @@ def copy_checkpoint(
 
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    """Megatron collects garbage while it gathers the optimizer's state: without this, through all objects of the
-    process, which takes several times as long as everything else."""
+    """Limit garbage collection to new objects while Megatron gathers the optimizer's state: through all objects of the
+    process it takes several times as long as everything else."""
     if gc.get_freeze_count():  # whoever froze the modules wants them to stay so, and nothing besides
         yield
         return
@@ -136,8 +136,8 @@ def _copy_weights(sharded: ShardedStateDict, model: Sequence[ModelChunk], host: 
 def copied_sizes(
     model: Sequence[ModelChunk], optimizer: TrainOptimizer | None, *, parallel: ParallelState
 ) -> dict[str, int]:
-    """Bytes of the host memory that copy_checkpoint() uses on this rank, by name; at most, but for experts, which other
-    ranks than the first of data parallelism may hold."""
+    """Return the bytes of host memory that copy_checkpoint() uses on this rank, by name; an upper bound, except for
+    experts, which ranks other than the first of data parallelism may hold."""
     sizes = gathered_sizes(optimizer.megatron.chained_optimizers if optimizer else [])
     if parallel.dp_cp_group.rank() == 0:
         sizes[_WEIGHTS] = sum(t.nbytes + _ALIGNMENT * _MOST_PARTS * _matrices(t) for t in _parameters(model))
@@ -151,7 +151,7 @@ def _parameters(model: Sequence[ModelChunk]) -> Iterator[torch.Tensor]:
 
 
 def _matrices(tensor: torch.Tensor) -> int:
-    """How many lie in a parameter: those of experts may be stacked."""
+    """Return the number of matrices in a parameter: those of experts may be stacked."""
     return len(tensor) if tensor.dim() == 3 else 1
 
 
@@ -208,12 +208,13 @@ def _device_kind(model: Sequence[ModelChunk]) -> str:
 
 
 def _is_extra_state(name: str) -> bool:
-    """What TransformerEngine keeps beside the weights for 8-bit formats: empty here, and absent on the CPU."""
+    """Return whether a tensor is what TransformerEngine keeps beside the weights for 8-bit formats: empty here, and
+    absent on the CPU."""
     return "_extra_state" in name
 
 
 def _model_keys(model: Sequence[ModelChunk]) -> list[tuple[str, ModelChunk]]:
-    """Names that Megatron's optimizer expects for one model, or for several virtual stages."""
+    """Return the names that Megatron's optimizer expects for one model, or for several virtual stages."""
     return [(f"model{i}" if len(model) > 1 else "model", chunk) for i, chunk in enumerate(model)]
 
 
@@ -237,7 +238,7 @@ def _state(
 def model_state(
     model: Sequence[ModelChunk], *, parallel: ParallelState, metadata: dict[str, Any] | None = None
 ) -> ShardedStateDict:
-    """Where every tensor of the model lies in a checkpoint, by model chunk."""
+    """Return where every tensor of the model lies in a checkpoint, by model chunk."""
     metadata = metadata or {"singleton_local_shards": False, "dp_cp_group": parallel.dp_cp_group}
     state: ShardedStateDict = {}
     for key, chunk in _model_keys(model):
@@ -278,7 +279,8 @@ def converted_common() -> dict[str, Any]:
 
 
 def small_files(common: dict[str, Any], config: dict[str, Any]) -> dict[str, bytes]:
-    """What is no tensor, as contents of files: Megatron's common part, and the config.json of Hugging Face."""
+    """Return the contents of the files that hold no tensors: Megatron's common part, and the config.json of Hugging
+    Face."""
     buffer = io.BytesIO()  # torch.save to a file would turn a full disk into a RuntimeError
     torch.save(common, buffer)
     return {"common.pt": buffer.getvalue(), "config.json": (json.dumps(config, indent=2) + "\n").encode()}

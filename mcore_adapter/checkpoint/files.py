@@ -35,7 +35,7 @@ written."""
 
 
 def write_small_files(path: Path, files: Mapping[str, bytes], tokenizer_from: Path) -> None:
-    """Everything of a checkpoint but its tensors and the mark."""
+    """Write everything of a checkpoint except its tensors and the marker."""
     for name, content in files.items():
         (path / name).write_bytes(content)
     copy_tokenizer(tokenizer_from, path)
@@ -87,14 +87,14 @@ class CopiedCheckpoint:
             return RuntimeError(f"{type(error).__name__}: {error}")  # which can be pickled, whatever it was
 
     def raise_first(self, everyone: Sequence[Written]) -> None:
-        """Raises OSError if a rank could not write its part, RuntimeError if it failed for another reason."""
+        """Raise OSError if a rank could not write its part, RuntimeError if it failed for another reason."""
         for rank, written in enumerate(everyone):
             if isinstance(written, Exception):
                 kind = OSError if isinstance(written, OSError) else RuntimeError
                 raise kind(f"{self._path}: rank {rank} could not write its part of the checkpoint: {written}")
 
     def finish(self, everyone: Sequence[Written]) -> None:
-        """On the first rank: make the folder complete. Raises OSError."""
+        """Complete the folder, on the first rank. Raises OSError."""
         self._writer.finish(self._metadata, [written for written in everyone if not isinstance(written, Exception)])
         mark_complete(self._path)
 
@@ -130,7 +130,8 @@ class CopiedCheckpoint:
         return self._path.with_name(f"{self._path.name}.rank{rank}")
 
     def _await_report(self, rank: int) -> Written:
-        """Raises FileNotFoundError when the folder is gone: whoever wanted it does so no more."""
+        """Wait for a rank's report. Raises FileNotFoundError when the folder has been removed and the checkpoint is no
+        longer wanted."""
         report = self._report_of(rank)
         while not report.exists():
             if not self._path.exists():

@@ -50,7 +50,7 @@ class HostCopy:
                 return
 
     def room(self, name: str, numel: int, dtype: torch.dtype, *, on: torch.device) -> Tensor:
-        """[numel] memory for what is on the device `on`."""
+        """Return memory for a tensor that lies on the device `on`: [numel]."""
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
@@ -75,7 +75,7 @@ class HostCopy:
 
 @contextmanager
 def gathered_by(copy: HostCopy, optimizers: list[Any]) -> Iterator[None]:
-    """Inside, Megatron's distributed optimizers gather masters and moments into `copy`.
+    """Make Megatron's distributed optimizers gather masters and moments into `copy` inside the block.
 
     Megatron's own way mixes up the parameters behind the first bucket of a buffer, of which there are several where a
     pipeline ties its embeddings: it lays buckets end to end, and reads them as if there were padding between them. It
@@ -90,7 +90,7 @@ def gathered_by(copy: HostCopy, optimizers: list[Any]) -> Iterator[None]:
 
 
 def gathered_sizes(optimizers: list[Any]) -> dict[str, int]:
-    """Bytes of every room that gathered_by() asks for on this rank, by name."""
+    """Return the bytes of every buffer that gathered_by() needs on this rank, by name."""
     return {
         _name(i, index, key): 4 * optimizer.buffers[index].numel
         for i, optimizer in enumerate(optimizers)

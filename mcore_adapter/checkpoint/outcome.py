@@ -17,7 +17,7 @@ ASK_EVERY_SECONDS = 1.0
 
 
 def tell_outcome(path: Path, error: Exception | None) -> None:
-    """The checkpoint in the folder `path` is complete, or failed with `error`."""
+    """Record that the checkpoint in the folder `path` is complete, or that it failed with `error`."""
     said = None if error is None else str(error) or type(error).__name__
     put_whole(_outcome_file(path), json.dumps({"error": said, "of_disk": isinstance(error, OSError)}).encode())
 
@@ -41,8 +41,8 @@ def wait_for_outcome(path: Path, stop: threading.Event, raise_if_dead: Callable[
 
 
 def put_whole(path: Path, content: bytes) -> None:
-    """The file appears with all of its content, as soon as there is room for it; not at all where its folder is
-    gone."""
+    """Write a file with all of its content as soon as there is space for it; do not write it if its folder has been
+    removed."""
     temporary = path.with_name(f".{path.name}.unfinished")
     while True:
         try:

@@ -98,8 +98,7 @@ def stored_parts(
 
 
 def in_one_line(error: Exception) -> str:
-    """Its kind and the first line of what it says: unpickling explains at length what to do with files that are
-    whole."""
+    """Return the type and the first line of an error: unpickling explains at length how to treat intact files."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
@@ -123,7 +122,7 @@ class StoredTensors:
         self._last: tuple[MetadataIndex, FileRows] | None = None
 
     def check(self, parts: Sequence[StoredPart]) -> None:
-        """Raises WeightsError where the checkpoint is not of the model that these parts belong to, OSError where a file
+        """Raise WeightsError where the checkpoint is not of the model that these parts belong to, OSError where a file
         is missing or too short."""
         for part in parts:
             entry = self._tensors.get(part.key)
@@ -145,7 +144,7 @@ class StoredTensors:
                 raise OSError(f"{path}: the checkpoint cannot be read, this file {state}")
 
     def read(self, part: StoredPart, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the parameter, all of them within `part`."""
+        """Return rows [start, stop) of the parameter, all of them within `part`."""
         rows = self.rows(part, start, stop)
         return rows.tensor if isinstance(rows, FileRows) else rows
 
@@ -227,7 +226,7 @@ class StoredTensorsWriter:
         *,
         rank: int,
     ) -> None:
-        """The piece of `part` that begins `at` this place within it; `pieces` of it follow each other."""
+        """Add the piece of `part` that begins `at` this position within it; its `pieces` are consecutive."""
         name = f"__{rank}_0.distcp"
         if name not in self._files:
             self._files[name] = open(self._folder / name, "w+b")  # noqa: SIM115  closed by finish()

@@ -113,7 +113,7 @@ class ModelFile:
         return result
 
     def rows_stored(self, stored: StoredTensors, name: str) -> Iterator[FileRows | Tensor]:
-        """Yield the same in pieces that follow each other, none of them copied where that can be."""
+        """Yield the tensor in consecutive pieces, without copies where possible."""
         conversion = self._of_name[name]
         if conversion.tp_dim == 1:
             (part,) = self.parts[conversion]
@@ -130,8 +130,8 @@ class ModelFile:
     def rows_of_folder(
         self, folder: SafetensorsFolder, part: StoredPart, dim: int, start: int, stop: int
     ) -> list[FileRows]:
-        """Rows (dim 0) or columns (dim 1) [start, stop) of a stored part out of a Hugging Face folder, in pieces that
-        follow each other."""
+        """Return rows (dim 0) or columns (dim 1) [start, stop) of a stored part from a Hugging Face folder, in
+        consecutive pieces."""
         conversion = part.conversion
         if dim == 1 or conversion.tp_dim == 1:
             return [folder.rows(conversion.names[0], dim, start, stop)]
@@ -182,14 +182,14 @@ def hf_to_checkpoint(source: Path, target: Path, model: ModelFile, layout: Paral
 
 
 def num_chunks(model: ModelFile, layout: ParallelLayout) -> int:
-    """Of how many pieces the checkpoint will be that ranks of `layout` would write. Raises ModelConfigError."""
+    """Return the number of pieces of the checkpoint that ranks of `layout` would write. Raises ModelConfigError."""
     check_layout(model.config, layout)
     holders = _Holders(model, layout)
     return sum(len(parts) * len(holders.of(conversion)) for conversion, parts in model.parts.items())
 
 
 def why_no_conversion(folder: Path) -> str | None:
-    """What speaks against a folder having been written by a conversion; None: nothing, it can be had again."""
+    """Return a reason why a folder was not written by a conversion; None if it was, so that it can be recreated."""
     names = {path.name for path in folder.iterdir()}
     is_checkpoint = "metadata.json" in names
     own = {"config.json", *TOKENIZER_FILES, *(_CHECKPOINT_FILES if is_checkpoint else (INDEX_FILE,))}
@@ -212,7 +212,8 @@ def why_no_conversion(folder: Path) -> str | None:
 def different_tensors(
     stored: StoredTensors, folder: SafetensorsFolder, model: ModelFile, dtype: torch.dtype, progress: Progress
 ) -> list[str]:
-    """Names of the tensors that differ between a checkpoint and a Hugging Face folder in any byte; both as `dtype`."""
+    """Return the names of the tensors that differ in any byte between a checkpoint and a Hugging Face folder; both as
+    `dtype`."""
     different = []
     for name, spec in model.specs.items():
         wanted = torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
@@ -230,7 +231,7 @@ def different_tensors(
 
 
 def open_checkpoint(source: Path, model: ModelFile) -> StoredTensors:
-    """Raises OSError, WeightsError where it is damaged or not of this model."""
+    """Open a checkpoint. Raises OSError, and WeightsError where it is damaged or not of this model."""
     try:
         dist_checkpointing.load_common_state_dict(str(source))
     except (*UNREADABLE, dist_checkpointing.core.CheckpointingException) as error:
@@ -241,7 +242,7 @@ def open_checkpoint(source: Path, model: ModelFile) -> StoredTensors:
 
 
 def open_folder(source: Path, model: ModelFile) -> SafetensorsFolder:
-    """Raises WeightsError where it is damaged or not of this model."""
+    """Open a Hugging Face folder. Raises WeightsError where it is damaged or not of this model."""
     folder = SafetensorsFolder(source)
     check_names(folder, model.config, is_critic=model.config.is_critic, without=None)
     for name, shape in model.shapes.items():
@@ -251,7 +252,7 @@ def open_folder(source: Path, model: ModelFile) -> SafetensorsFolder:
 
 
 def model_dtype(config: ModelConfig, name: str | None) -> torch.dtype:
-    """`name`, or the dtype that the config names."""
+    """Return `name` as a dtype, or the dtype that the config names."""
     return getattr(torch, name or config.dtype or "float32")
 
 
@@ -269,7 +270,8 @@ class _Holders:
         self._embedding = outer_table(model.config, is_critic=model.config.is_critic)[EMBEDDING]
 
     def of(self, conversion: Conversion) -> Sequence[int]:
-        """Global ranks: those between which tensor parallelism splits it, in order, or the one that has it."""
+        """Return the global ranks between which tensor parallelism splits the parameter, in order, or the one that has
+        it."""
         layer = re.match(r"model\.layers\.(\d+)\.", conversion.names[0])
         if layer is not None:
             stage = self._stage_of_layer[int(layer[1])]

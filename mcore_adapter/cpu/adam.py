@@ -41,7 +41,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient once."""
         assert closure is None, "Megatron computes the gradients itself"
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:

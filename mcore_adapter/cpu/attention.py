@@ -36,7 +36,7 @@ class _Block:
     """[sum of lengths] positions in `index` that are not padding; None: all."""
 
     def take(self, x: Tensor) -> Tensor:
-        """[t, h, d] -> [batch, h, length, d]"""
+        """Select the block's sequences: [t, h, d] -> [batch, h, length, d]."""
         rows = (
             x[self.start : self.start + self.batch * self.length]
             if self.index is None
@@ -45,7 +45,7 @@ class _Block:
         return rows.unflatten(0, (self.batch, self.length)).transpose(1, 2)
 
     def take_grad(self, x: Tensor) -> Tensor:
-        """Like take(), with zeros for the padding."""
+        """Select as take(), with zeros for the padding."""
         if self.valid is None:
             return self.take(x)
         assert self.index is not None, "only gathered blocks are padded"
@@ -143,7 +143,7 @@ def _is_short(block: _Block) -> bool:
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q [b, h, l, d], k and v [b, g, l, d] -> output [b, h, l, d] and the log-sum-exp of the scores."""
+    """Compute the output [b, h, l, d] and the log-sum-exp of the scores, of q [b, h, l, d] and k and v [b, g, l, d]."""
     ratio = q.size(1) // k.size(1)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, _expand(k, ratio), _expand(v, ratio), 0.0, True, scale=scale
@@ -162,7 +162,7 @@ def _flash_backward(
 
 
 def _short_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Like _flash_forward(), with the probabilities [b * g, h / g * l, l] kept: half the time where l is small."""
+    """Compute as _flash_forward(), and keep the probabilities [b * g, h / g * l, l]: half the time where l is small."""
     length, ratio = q.size(2), q.size(1) // k.size(1)
     behind = torch.full((length, length), -torch.inf).triu_(1).repeat(ratio, 1)
     probs = torch.baddbmm(behind, _rows(q, ratio), _rows(k).transpose(1, 2), alpha=scale).softmax(-1)
@@ -181,30 +181,32 @@ def _short_backward(
 
 
 def _rows(x: Tensor, heads_per_group: int = 1) -> Tensor:
-    """[b, h, l, d] -> [b * h / heads_per_group, heads_per_group * l, d]: one matrix for a group of heads."""
+    """Rearrange into one matrix per group of heads: [b, h, l, d] -> [b * h / heads_per_group, heads_per_group * l,
+    d]."""
     b, h, length, d = x.shape
     return x.reshape(b * h // heads_per_group, heads_per_group * length, d)
 
 
 def _expand(kv: Tensor, heads_per_group: int) -> Tensor:
-    """[b, g, l, d] -> [b, h, l, d]: every query head its key/value head."""
+    """Give every query head its key/value head: [b, g, l, d] -> [b, h, l, d]."""
     return kv if heads_per_group == 1 else kv.repeat_interleave(heads_per_group, dim=1)
 
 
 def _reduce(grad: Tensor, heads_per_group: int) -> Tensor:
-    """Return the transpose of _expand()."""
+    """Compute the transpose of _expand()."""
     return grad if heads_per_group == 1 else grad.unflatten(1, (-1, heads_per_group)).sum(2)
 
 
 def packed_causal_attention(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], *, scale: float) -> Tensor:
-    """q [t, h, d], k and v [t, g, d] with g dividing h, sequences of `lens` tokens end to end -> [t, h, d]."""
+    """Attend causally within packed sequences: q [t, h, d], k and v [t, g, d] with g dividing h, `lens` tokens per
+    sequence -> [t, h, d]."""
     return _PackedCausalAttention.apply(q, k, v, _plan(tuple(lens), q.size(1) * q.size(2)), scale)
 
 
 def zigzag_attention(
     q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], *, scale: float, cp: int, rank: int
 ) -> Tensor:
-    """Causal attention of this context-parallel rank's queries to the whole sequences.
+    """Attend causally from this context-parallel rank's queries to the whole sequences.
 
     Every sequence is cut into 2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r. q [t / cp, h, d]: the own chunks
     of all sequences; k, v [t, g, d]: the ranks' shards, one after the other; lens: full lengths, multiples of 2 * cp.
@@ -227,7 +229,7 @@ def zigzag_attention(
 
 
 def _in_order(shards: Sequence[Tensor], chunk: int) -> Tensor:
-    """One sequence from the shards of all context-parallel ranks, in token order."""
+    """Return one sequence from the shards of all context-parallel ranks, in token order."""
     first, last = [s[:chunk] for s in shards], [s[chunk:] for s in shards]
     return torch.cat(first + last[::-1])
 
@@ -264,7 +266,8 @@ class RotaryCache:
         self._size = size
 
     def get(self, freqs: Tensor, cu_seqlens: Tensor, cp: int, rank: int) -> tuple[Tensor, Tensor]:
-        """freqs [max_len, 1, 1, d] angles; -> cos, sin [t / cp, 1, d / 2] for the tokens of this rank."""
+        """Return cos and sin [t / cp, 1, d / 2] of the tokens of this rank, given the angles freqs [max_len, 1, 1,
+        d]."""
         key = (id(freqs), cp, rank, tuple(cu_seqlens.tolist()))
         if key not in self._entries:
             if len(self._entries) >= self._size:
@@ -278,7 +281,7 @@ class RotaryCache:
 
 
 def _positions(cu_seqlens: Tensor, cp: int, rank: int) -> Tensor:
-    """[t / cp] position in its sequence of every token that this context-parallel rank holds."""
+    """Return the position of every token of this context-parallel rank in its sequence: [t / cp]."""
     lens = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     if cp == 1:
         return torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(lens)

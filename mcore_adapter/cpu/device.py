@@ -85,7 +85,7 @@ class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
 
 
 def _bias_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
-    """Megatron's signature of the fused operation."""
+    """Compute swiglu with the signature of Megatron's fused operation."""
     assert bias is None, "no supported family has a bias here"
     return swiglu(gate_up)
 
@@ -97,7 +97,7 @@ def _weighted_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, weight: t
 
 
 def _splits_on_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """In place of the dispatcher's copy to the host on a stream of its own: only the types of the numbers change."""
+    """Change only the types of the numbers, in place of the dispatcher's copy to the host on a stream of its own."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits"):
             splits = getattr(dispatcher, name)
@@ -173,10 +173,10 @@ class CpuDevice:
         return cpu_block_spec(config, vp_stage)
 
     def synchronize(self) -> None:
-        """Nothing runs behind the caller's back."""
+        """Do nothing: CPU operations are complete when they return."""
 
     def empty_cache(self) -> None:
-        """torch keeps no cache of CPU memory."""
+        """Do nothing: torch has no cache of CPU memory."""
 
     def memory_stats(self) -> dict[str, float]:
         with open("/proc/self/statm") as statm:
@@ -192,4 +192,4 @@ class CpuDevice:
         return ", ".join(f"process {p.pid} ({p.info['name']}) holds {sizes[p] / 2**30:.2f} GiB" for p in largest)
 
     def forget_peak(self) -> None:
-        """The system keeps the peak for as long as the process lives."""
+        """Do nothing: the system keeps the peak until the process exits."""

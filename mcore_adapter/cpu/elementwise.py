@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., h], weight [h] -> x / sqrt(mean(x^2) + eps) * weight, the normalisation in float32."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight for x [..., h] and weight [h], normalized in float32."""
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -62,5 +62,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2 f] (gate, then up) -> silu(gate) * up [..., f]."""
+    """Compute silu(gate) * up of x [..., 2 f] (gate, then up): [..., f]."""
     return _SwiGLU.apply(gate_up)

@@ -85,8 +85,8 @@ class CpuCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [t, h, d] and key [t, g, d]; value [t, g, e] -> [t, h * e] of value's format, computed in float32. t is
-        this context-parallel rank's share."""
+        """Attend in float32: query [t, h, d], key [t, g, d], value [t, g, e] -> [t, h * e] in value's format. t is this
+        context-parallel rank's share."""
         width, wide = value.size(-1), value.float()
         if width < query.size(-1):  # latent attention; the kernels want one head_dim
             wide = F.pad(wide, (0, query.size(-1) - width))
@@ -113,7 +113,7 @@ class CpuCoreAttention(MegatronModule):
 
 
 def cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec with the leaf modules of this file."""
+    """Return Megatron's local layer spec with the leaf modules of this file."""
     specs = stage_layers(config, vp_stage, partial(_layer_spec, config))
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=CpuRMSNorm)
 

@@ -56,7 +56,7 @@ def _swiglu_grad_kernel(
     halves, weights, copies, grad, grad_halves, grad_weights,
     WIDTH: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grad [r, WIDTH] becomes the value of _swiglu_kernel."""
+    """Replace grad [r, WIDTH] by the value of _swiglu_kernel."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH

@@ -31,8 +31,8 @@ def _stats_kernel(
     logits, kept, targets, out, num_rows, stride, kept_stride, inv_temperature,
     NUM_COLS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [3, rows]: log-sum-exp, target logit, entropy of each row of logits [rows, cols] * inv_temperature. A target
-    outside [0, cols) gives the logit 0. With KEEP the logits are copied into kept [rows, cols]."""
+    """Write log-sum-exp, target logit and entropy of each row of logits [rows, cols] * inv_temperature to out [3,
+    rows]. A target outside [0, cols) gives the logit 0. With KEEP the logits are copied into kept [rows, cols]."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     top = -float("inf")
@@ -67,7 +67,7 @@ def _grad_kernel(
     logits, targets, log_norm, entropy, grad_logprobs, grad_entropy, stride, inv_temperature,
     NUM_COLS: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """logits [rows, cols] become the gradient of the loss by them."""
+    """Replace logits [rows, cols] by the gradient of the loss with respect to them."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     target = tl.load(targets + row)
@@ -165,5 +165,5 @@ def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def chunk_tokens_for(weight: Tensor) -> int:
-    """How many tokens' logits fit in the buffer."""
+    """Return the number of tokens whose logits fit in the buffer."""
     return max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))

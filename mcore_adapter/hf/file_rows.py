@@ -55,7 +55,7 @@ def write_rows(file: int, offset: int, rows: FileRows | Tensor, dtype: torch.dty
 
 
 def write_all(file: int, offset: int, content: memoryview | bytes) -> int:
-    """os.pwrite(), which may write less, until everything is written; returns how much that is."""
+    """Call os.pwrite(), which may write less, until everything is written; return the number of bytes."""
     written = 0
     while written < len(content):
         written += os.pwrite(file, memoryview(content)[written:], offset + written)
@@ -80,8 +80,8 @@ def _copy(source: int, begin: int, target: int, offset: int, count: int, path: P
 
 
 def _copied_by_kernel(source: int, begin: int, target: int, offset: int, count: int) -> int:
-    """How much it copied. 0 says nothing: that it does not copy here, or the end of the file, which some file systems
-    also tell where there is none. Raises OSError where copying failed."""
+    """Return the number of bytes that the kernel copied. 0 means that it cannot copy here, or the end of the file,
+    which some file systems also report where there is none. Raises OSError where copying failed."""
     try:
         return os.copy_file_range(source, target, count, begin, offset)
     except OSError as error:

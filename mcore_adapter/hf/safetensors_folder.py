@@ -72,7 +72,7 @@ class SafetensorsFolder:
         return frozenset(self._file_of)
 
     def file_of(self, name: str) -> Path:
-        """Where `name` should be: its file, or the folder where nothing lists it."""
+        """Return where `name` should be: its file, or the folder where nothing lists it."""
         return self._file_of.get(name, self.folder)
 
     def dtype(self, *, without: str) -> torch.dtype:
@@ -94,7 +94,8 @@ class SafetensorsFolder:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the file."""
+        """Return rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the
+        file."""
         return self._whole(name).narrow(dim, start, stop - start)
 
     def rows(self, name: str, dim: int, start: int, stop: int) -> FileRows:
@@ -141,7 +142,7 @@ class SafetensorsFolder:
 
 
 def _first_bytes(path: Path) -> dict[str, int]:
-    """Where in a safetensors file, which is known to be one, each tensor begins."""
+    """Return the first byte of each tensor in a safetensors file."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -149,7 +150,7 @@ def _first_bytes(path: Path) -> dict[str, int]:
 
 
 def check_replaceable(target: str | Path) -> None:
-    """Raises OSError where no other folder can take the place of `target`, or should not."""
+    """Raise OSError where no other folder can take the place of `target`, or should not."""
     target = Path(target).resolve()
     if os.path.ismount(target):
         raise OSError(f"{target} is a mount point, which cannot be replaced; name a folder inside it")
@@ -159,8 +160,8 @@ def check_replaceable(target: str | Path) -> None:
 
 @contextmanager
 def replacing_folder(target: str | Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when the block ends without an error and vanishes when it
-    does not: `target` is either what it was or complete. Raises OSError at once where it cannot be replaced."""
+    """Yield a temporary folder beside `target` that replaces it when the block ends without an error and is deleted
+    otherwise: `target` is either unchanged or complete. Raises OSError at once where it cannot be replaced."""
     check_replaceable(target)
     target = Path(target).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +252,7 @@ class ShardWriter:
         self.add_rows(name, [tensor])
 
     def add_rows(self, name: str, pieces: Iterable[FileRows | Tensor]) -> None:
-        """The same, in pieces that follow each other."""
+        """Add a tensor in consecutive pieces."""
         spec, written = self._specs[name], 0
         file, offset = self._place.pop(name)
         for piece in pieces:
@@ -286,7 +287,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
 
 def tokenizer_bytes(source: str | Path) -> int:
-    """What copy_tokenizer() would write."""
+    """Return the number of bytes that copy_tokenizer() would write."""
     return sum(path.stat().st_size for path in _tokenizer(source))
 
 

@@ -104,8 +104,8 @@ class ExportPlan:
 
 
 def plan_export(chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int) -> ExportPlan:
-    """Made from shapes and layout alone: no rank asks another. A bucket holds at most `bucket_bytes`, or one parameter
-    that is larger."""
+    """Plan the buckets from shapes and layout alone, without communication. A bucket holds at most `bucket_bytes`, or
+    one parameter that is larger."""
     models = unwrap(chunks)
     shapes, dtype, moe = _shapes(models), models[0].config.params_dtype, models[0].model_config.moe
     num_experts = moe.num_experts if moe else 0
@@ -125,7 +125,7 @@ def plan_export(chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_
 def iter_hf_weights(
     chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Iterator[dict[str, Tensor]]:
-    """run_export() of a plan of its own."""
+    """Run run_export() with a plan of its own."""
     return run_export(plan_export(chunks, parallel=parallel, bucket_bytes=bucket_bytes), parallel=parallel)
 
 
@@ -191,8 +191,8 @@ def _shapes(models: Sequence[ModelChunk]) -> dict[str, tuple[int, ...]]:
 
 
 def check_names(folder: SafetensorsFolder, config: ModelConfig, *, is_critic: bool, without: str | None) -> None:
-    """Raises WeightsError unless the folder holds the tensors of this model (but `without`), and no others that would
-    have to mean something."""
+    """Raise WeightsError unless the folder holds the tensors of this model (except `without`), and no others that would
+    have an effect."""
     expected = set(hf_shapes(config, is_critic=is_critic)) - {without}
     missing = sorted(expected - folder.names)
     if missing:
@@ -237,7 +237,7 @@ def _parts(
 def _drawn_ahead(
     pool: ThreadPoolExecutor, config: ModelConfig, shapes: Shapes, conversions: Sequence[Conversion], seed: int
 ) -> Iterator[Reader]:
-    """One reader for each of `conversions`, in order, drawn by many threads a little ahead of who takes them."""
+    """Yield one reader for each of `conversions`, in order, read by many threads slightly ahead of the consumer."""
     ahead: deque[Future[Reader]] = deque()
     for conversion in conversions:
         ahead.append(pool.submit(_scratch_reader, config, shapes, conversion, seed))
@@ -248,7 +248,7 @@ def _drawn_ahead(
 
 
 def _scratch_reader(config: ModelConfig, shapes: Shapes, conversion: Conversion, seed: int) -> Reader:
-    """Fresh tensors of one conversion."""
+    """Return new random tensors of one conversion."""
     whole = {name: _scratch_tensor(config, name, shapes[name], seed) for name in conversion.names}
     return lambda name, dim, start, stop: whole[name].narrow(dim, start, stop - start)
 
@@ -281,7 +281,7 @@ class _Owned:
         return self.conversion.names[0].endswith(CORRECTION_BIAS)
 
     def holders(self, parallel: ParallelState, num_experts: int) -> list[int]:
-        """Global ranks whose shards, in this order, make up the parameter."""
+        """Return the global ranks whose shards, in this order, make up the parameter."""
         if isinstance(self.conversion, OfExpert):
             ep = self.conversion.expert // (num_experts // parallel.layout.ep)
             return [parallel.rank_of_experts(ep=ep, pp=self.stage)]
@@ -324,7 +324,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _send(held_by: Sequence[tuple[Conversion, list[int]]], held: Mapping[Conversion, Tensor], rank: int) -> None:
-    """This rank's shards of the bucket, flat and end to end, to global rank 0."""
+    """Send this rank's shards of the bucket, flat and end to end, to global rank 0."""
     mine = [held[conversion].detach().flatten() for conversion, holders in held_by if rank in holders]
     if mine:
         _wait([dist.P2POp(dist.isend, torch.cat(mine), 0)])
@@ -338,7 +338,8 @@ def _receive(
     *,
     like: Tensor,
 ) -> dict[str, Tensor]:
-    """On global rank 0: full tensors, of the dtype and device of `like`, from the shards of all that hold some."""
+    """Receive full tensors on global rank 0, of the dtype and device of `like`, from the shards of all ranks that hold
+    some."""
     shards: dict[int, list[tuple[Conversion, int, tuple[int, ...]]]] = {}
     for conversion, holders in held_by:
         for index, rank in enumerate(holders):
@@ -397,7 +398,7 @@ def _write(
 
 
 def tensor_specs(shapes: Shapes, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """What is written of each tensor of a model of this dtype."""
+    """Return the shape and dtype in which each tensor of a model of this dtype is written."""
     return {
         name: TensorSpec(torch.float32 if name.endswith(CORRECTION_BIAS) else dtype, shape)
         for name, shape in shapes.items()
@@ -405,7 +406,7 @@ def tensor_specs(shapes: Shapes, dtype: torch.dtype) -> dict[str, TensorSpec]:
 
 
 def write_config(folder: Path, config: ModelConfig, *, dtype: torch.dtype, is_critic: bool) -> None:
-    """The config.json of weights of this dtype."""
+    """Write the config.json of weights of this dtype."""
     content = hf_config_json(config, dtype=dtype, is_critic=is_critic)
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
 

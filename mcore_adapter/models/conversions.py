@@ -38,7 +38,7 @@ class Conversion(Protocol):
         ...
 
     def pieces(self, sizes: Mapping[str, int], *, rank: int, tp: int) -> tuple[Piece, ...]:
-        """What the shard of tensor-parallel rank `rank` of `tp` is made of, in order along tp_dim (dim 0 when
+        """Return the pieces of the shard of tensor-parallel rank `rank` of `tp`, in order along tp_dim (dim 0 when
         replicated). sizes: length of that dimension of every Hugging Face tensor."""
         ...
 

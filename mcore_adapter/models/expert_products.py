@@ -30,7 +30,8 @@ class Rows:
 
 
 def sorted_rows(experts: Tensor, num_experts: int) -> Rows:
-    """experts [t, k]: what each token has chosen. Within an expert, tokens keep their order."""
+    """Sort rows by expert, given the choice of each token, experts [t, k]. Within an expert, tokens keep their
+    order."""
     narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32  # half the passes of int32
     by_expert, copies = experts.flatten().to(narrow).sort(stable=True)
     numbers = torch.arange(len(copies), dtype=torch.int32, device=copies.device)
@@ -48,8 +49,8 @@ def experts_output(
     *,
     keep_halves: bool = True,
 ) -> Tensor:
-    """x's shape: for each token the sum over its experts of weight * down(silu(gate(x)) * up(x)); for given rows the
-    summands. Without `keep_halves` the backward pass computes gate and up again."""
+    """Compute for each token the sum over its experts of weight * down(silu(gate(x)) * up(x)), in x's shape; for given
+    rows the summands. Without `keep_halves` the backward pass computes gate and up again."""
     return cast(Tensor, _Experts.apply(x, weights, gate_up, down, rows, keep_halves))
 
 
@@ -89,7 +90,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
-    """a [r, i] by b [n, i, j] -> [r, j], each row by its expert's; a [i, r] by b [r, j] -> [n, i, j], for each
+    """Multiply a [r, i] by b [n, i, j] -> [r, j], each row by its expert's; a [i, r] by b [r, j] -> [n, i, j], for each
     expert the sum over its rows."""
     if not a.numel():  # torch refuses
         return a.new_zeros((0, b.shape[2]) if b.dim() == 3 else (len(rows.ends), a.shape[0], b.shape[1]))
@@ -97,7 +98,7 @@ def _product(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
 
 
 def spread(x: Tensor, rows: Rows) -> Tensor:
-    """x [t, h] -> its copies [r, h]."""
+    """Copy the rows of x [t, h] to [r, h]."""
     if rows.of_copy is None or rows.copies is None:
         return x
     if x.is_cuda:
@@ -108,7 +109,7 @@ def spread(x: Tensor, rows: Rows) -> Tensor:
 
 
 def collect(y: Tensor, rows: Rows) -> Tensor:
-    """y [r, h] -> the sum of each token's copies [t, h], in float32 and then rounded."""
+    """Sum each token's copies: y [r, h] -> [t, h], in float32 and then rounded."""
     if rows.of_copy is None:
         return y
     if y.is_cuda:
@@ -120,7 +121,7 @@ def collect(y: Tensor, rows: Rows) -> Tensor:
 
 
 def weighted_swiglu(halves: Tensor, weights: Tensor, rows: Rows) -> Tensor:
-    """halves [r, 2 * f] -> [r, f]: silu(first) * second * the row's weight."""
+    """Compute silu(first) * second * the row's weight of halves [r, 2 * f]: [r, f]."""
     if halves.is_cuda:
         from mcore_adapter.cuda.experts import weighted_swiglu as fused
 
@@ -132,7 +133,7 @@ def weighted_swiglu(halves: Tensor, weights: Tensor, rows: Rows) -> Tensor:
 def weighted_swiglu_backward(
     halves: Tensor, weights: Tensor, grad: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad [r, f] of weighted_swiglu()'s result -> (that result, the gradients of halves and weights). `grad` may be
+    """Return (result, gradients of halves and weights) of weighted_swiglu(), given grad [r, f]. `grad` may be
     overwritten."""
     if halves.is_cuda:
         from mcore_adapter.cuda.experts import weighted_swiglu_backward as fused
@@ -151,6 +152,6 @@ def weighted_swiglu_backward(
 
 
 def _of_rows(weights: Tensor, rows: Rows) -> Tensor:
-    """[r, 1] float32"""
+    """Return the weights as a column: [r, 1] float32."""
     flat = weights.flatten().float()
     return (flat if rows.copies is None else flat.index_select(0, rows.copies)).unsqueeze(1)

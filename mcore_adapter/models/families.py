@@ -79,7 +79,7 @@ def layer_table(config: ModelConfig, layer: int) -> Mapping[str, Conversion]:
 
 
 def outer_table(config: ModelConfig, *, is_critic: bool) -> dict[str, Conversion]:
-    """Parameter name -> conversion, for what lies outside the layers, without a tied output layer."""
+    """Return parameter name -> conversion, for the parameters outside the layers, without a tied output layer."""
     table: dict[str, Conversion] = {
         EMBEDDING: Split(HF_EMBEDDING, 0),
         FINAL_NORM: Replicated("model.norm.weight"),

@@ -143,7 +143,7 @@ class ModelChunk(GPTModel):
     def _preprocess(
         self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Megatron's, with an angle for each row of its own where sequences share rows."""
+        """Preprocess as Megatron does, with an angle for each row where sequences share rows."""
         embedded, angles, *rest = super()._preprocess(
             input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
         )
@@ -212,8 +212,8 @@ def _install_router(spec: TransformerBlockSubmodules, moe: MoEConfig, balance: B
 
 
 def llama3_frequencies(inverse: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """inverse [d / 2] -> [d / 2]: wavelengths longer than the original context divided by lambda_low are slowed down by
-    `factor`, those shorter than it divided by lambda_high are kept, between them the two are blended."""
+    """Scale inverse frequencies [d / 2]: wavelengths longer than the original context divided by lambda_low are slowed
+    down by `factor`, those shorter than it divided by lambda_high are kept, between them the two are blended."""
     wavelength = 2 * math.pi / inverse
     context = scaling.original_max_position_embeddings
     blend = (context / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -222,7 +222,7 @@ def llama3_frequencies(inverse: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def lm_head_weight(chunk: ModelChunk) -> Tensor:
-    """[v / tp, h]: output weight of the last stage's chunk, the embedding itself where the two are tied."""
+    """Return the output weight of the last stage's chunk, or the embedding if the two are tied: [v / tp, h]."""
     assert chunk.post_process, "only the last chunk of the last stage has a head"
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
@@ -260,7 +260,7 @@ def named_conversions(chunks: Sequence[ModelChunk]) -> Iterator[tuple[Tensor, Co
 
 
 def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
-    """Raises ModelConfigError where the model cannot be cut by the layout."""
+    """Raise ModelConfigError where the model cannot be cut by the layout."""
     stages, moe = layout.pp * layout.vpp, config.moe
     if config.num_layers < stages:
         raise ModelConfigError(

@@ -40,7 +40,7 @@ class Part:
 
 
 def layer_prefix(layer: int) -> str:
-    """Return what the Hugging Face names of layer `layer` (from 0, over the whole model) begin with."""
+    """Return the prefix of the Hugging Face names of layer `layer` (from 0, over the whole model)."""
     return f"model.layers.{layer}."
 
 

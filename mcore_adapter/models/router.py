@@ -76,8 +76,8 @@ class Router(TopKRouter):
         """This rank's part of the auxiliary loss since the last update, before its coefficient."""
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """input [s, 1, h] -> the weight of each expert [s, num_experts], 0 where not chosen, and a mask of those; with
-        numbers_experts the weights of the chosen ones [s, k], and their numbers [s, k]."""
+        """Route input [s, 1, h]: the weight of each expert [s, num_experts], 0 where not chosen, and a mask of those;
+        with numbers_experts the weights of the chosen ones [s, k], and their numbers [s, k]."""
         logits = self.gating(input).view(-1, self.moe.num_experts)
         scores = logits.softmax(-1) if self.moe.score_function == "softmax" else logits.sigmoid()
         experts = self._chosen(scores.detach())
@@ -93,7 +93,7 @@ class Router(TopKRouter):
         return torch.zeros_like(scores).scatter(1, experts, weights), _mask(scores, experts)
 
     def _chosen(self, scores: Tensor) -> Tensor:
-        """[s, num_experts] -> [s, k] int64"""
+        """Choose the experts of each token: [s, num_experts] -> [s, k] int64."""
         if self.moe.correction_bias:
             scores = scores + self.expert_bias
         if self.moe.top_k_groups < self.moe.num_groups:
@@ -129,7 +129,7 @@ class Router(TopKRouter):
 
 
 def _mask(scores: Tensor, experts: Tensor) -> Tensor:
-    """[s, num_experts] bool: which experts [s, k] are."""
+    """Return the mask of the experts [s, k]: [s, num_experts] bool."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
 
 
@@ -169,7 +169,7 @@ def forget_counts(chunks: Iterable[nn.Module]) -> None:
 def finish_update(
     chunks: Sequence[nn.Module], moe: MoEConfig, balance: Balance, *, applied: bool, device: torch.device
 ) -> dict[str, float]:
-    """After an optimizer step: move the correction biases (unless it was skipped), forget the counts; collective.
+    """Move the correction biases after an optimizer step (unless it was skipped), and reset the counts; collective.
     Returns the mean auxiliary loss of a layer (1: every expert has the same load), where there is one."""
     total = torch.zeros((), device=device)
     for router in routers(chunks):

@@ -57,8 +57,9 @@ class StackedExperts(MegatronModule):
         self._ep_group, self._replicas = pg_collection.ep, pg_collection.expt_dp
 
     def forward(self, hidden: Tensor, rows: Rows | Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """hidden [t, h] with the rows of its copies and probs [t, k], or hidden [r, h] sorted by expert with the number
-        of rows of each expert and probs [r] -> the experts' output, of hidden's shape; and no bias."""
+        """Compute the experts' output, of hidden's shape, and no bias; from hidden [t, h] with the rows of its copies
+        and probs [t, k], or from hidden [r, h] sorted by expert with the number of rows of each expert and probs
+        [r]."""
         if isinstance(rows, Tensor):
             rows = Rows(rows.to(hidden.device, torch.int64).cumsum(0).to(torch.int32))
         return experts_output(hidden, probs, self.gate_up, self.down, rows, keep_halves=self.keep_halves), None
@@ -66,7 +67,7 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """One piece for each expert and half, as of Megatron's experts that are modules of their own."""
+        """Return one piece for each expert and half, as of Megatron's experts that are modules of their own."""
         assert not (metadata or {}).get("singleton_local_shards"), "checkpoints are written with shared keys"
         replica = (0, 0, self._replicas.rank())
         state: ShardedStateDict = {}
@@ -100,7 +101,7 @@ def _pieces(
     total: int,
     parts: int,
 ) -> list[ShardedTensor]:
-    """weight [n, rows, columns] -> `parts` pieces of each expert, n * parts of them, in order."""
+    """Split weight [n, rows, columns] into `parts` pieces of each expert, n * parts of them, in order."""
     axis = len(offsets)
     return [
         ShardedTensor.from_rank_offsets(
@@ -127,7 +128,7 @@ class LocalDispatcher:
         self._shape = torch.Size()
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [s, 1, h]; routing_map [s, k]: the numbers of the chosen experts; probs [s, k]."""
+        """Prepare tokens [s, 1, h] with the numbers of the chosen experts, routing_map [s, k], and probs [s, k]."""
         self._shape, self._rows = tokens.shape, sorted_rows(routing_map, self._num_experts)
         return tokens.view(-1, tokens.shape[-1]), probs
 

@@ -43,7 +43,7 @@ def transformer_config(
     sequence_parallel: bool,
     fp8: bool = False,
 ) -> TransformerConfig:
-    """Megatron's own configuration of this model on this device."""
+    """Return Megatron's own configuration of this model on this device."""
     layout = parallel.layout
     interleaved = layout.vpp > 1
     family: dict[str, Any] = {**FAMILIES[config.model_type].overrides(config)}

@@ -37,7 +37,7 @@ def _experts(raw: Mapping[str, Any]) -> MoEConfig:
 
 
 def _ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Layers behind the last one predict further tokens: other programs sample faster with them, none trains them."""
+    """Return the prefixes of the layers after the last one, which predict further tokens and are not trained here."""
     return (f"model.layers.{config.num_layers}.",)
 
 

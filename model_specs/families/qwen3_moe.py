@@ -35,7 +35,7 @@ def _experts(raw: Mapping[str, Any]) -> MoEConfig:
 
 
 def _ignored_by_servers(config: ModelConfig) -> tuple[str, ...]:
-    """SGLang builds experts in every layer and an output layer of its own, whatever these keys say."""
+    """Return the keys that SGLang ignores: it builds experts in every layer and an output layer of its own."""
     assert config.moe is not None, "_parse() sets it"
     dense_layers = () if all(config.moe.sparse_layers) else ("mlp_only_layers, decoder_sparse_step",)
     return dense_layers + (("tie_word_embeddings",) if config.tied else ())

@@ -85,7 +85,7 @@ class PromptDataset:
         return cls(prompts, seed=seed, shuffle=shuffle, num_filtered=num_filtered)
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
+        """Return the number of prompts per epoch."""
         return len(self.prompts)
 
     @property
@@ -138,7 +138,8 @@ class PromptDataset:
         }
 
     def _order(self, epoch: int) -> np.ndarray:
-        """[n] order of the rows in `epoch`. Two epochs are kept: around an epoch's end both are drawn from."""
+        """Return the order of the rows in `epoch`: [n]. Two epochs are kept, since both are drawn from at an epoch's
+        end."""
         if epoch not in self._orders:
             while len(self._orders) >= 2:
                 del self._orders[min(self._orders)]
@@ -155,7 +156,7 @@ class PromptDataset:
 
 
 def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], settings: Mapping[str, str]) -> None:
-    """Raises DatasetError where a key of `settings` differs between a checkpoint's state and this run's; the values of
+    """Raise DatasetError where a key of `settings` differs between a checkpoint's state and this run's; the values of
     `settings` say what to restore."""
     for key, setting in settings.items():
         if before[key] != now[key]:

@@ -95,7 +95,7 @@ def boxed(answer: str | int | float) -> str:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line number, json object) of every line that is not blank. Raises DatasetError with file and line."""
+    """Yield (line number, JSON object) of every line that is not blank. Raises DatasetError with file and line."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -109,7 +109,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def detect_fields(record: Mapping[str, object]) -> Fields:
-    """Where a row has its prompt and its answer. Raises ValueError for a schema that is not known."""
+    """Return the fields that hold prompt and answer. Raises ValueError for an unknown schema."""
     schema = _schema_of(record)
     return Fields(schema.prompt, _first(schema.solutions, lambda key: key in record))
 
@@ -186,7 +186,7 @@ def _solutions(record: dict[str, object], key: str, *, must_be_marked: bool) -> 
 
 
 def _listed_solutions(record: dict[str, object], key: str) -> tuple[str, ...]:
-    """`solutions` of the tutorial's schema; tasks other than math may do without."""
+    """Return `solutions` of the tutorial's schema; only rows of task math must have some."""
     solutions = record.get(key)
     if solutions is None and record.get("task", "math") != "math":
         return ()
@@ -235,7 +235,7 @@ def _scalar(record: dict[str, object], key: str) -> str | int | float:
 
 
 def _scalar_text(value: str | int | float) -> str:
-    """43.0 -> 43, 1e-3 -> 0.001; text stays."""
+    """Return 43.0 as "43", 1e-3 as "0.001", text unchanged."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
     return str(value)

@@ -116,11 +116,12 @@ class ExpectedChecksums(Protocol):
     """What the checksums of a replica must be after a push. Add every tensor, then compare."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """`tensor` in full, under its Hugging Face name, in the format that the replica holds."""
+        """Add a tensor in full, under its Hugging Face name, in the format of the replica."""
         ...
 
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
-        """Parameters that differ, are missing, or were not expected; `received` is what checksums() returned."""
+        """Return the parameters that differ, are missing, or were not expected; `received` is the result of
+        checksums()."""
         ...
 
 
@@ -161,7 +162,8 @@ class WeightEndpoint(Protocol):
     def leave_group(self, group: str, *, timeout_seconds: float) -> None: ...
 
     def share(self, bucket: FlatBucket) -> str:
-        """Return a handle for receive_shared() to this process's memory, or on the CPU the bytes. Sends nothing."""
+        """Return a handle for receive_shared() to this process's memory, or the bytes themselves on the CPU. Sends
+        nothing."""
         ...
 
     def receive_shared(self, handles: Sequence[str], *, timeout_seconds: float) -> None:
@@ -175,7 +177,7 @@ class WeightEndpoint(Protocol):
     def expected_checksums(self) -> ExpectedChecksums: ...
 
     def checksums(self, *, timeout_seconds: float) -> Sequence[Mapping[str, int]]:
-        """Parameter name -> checksum of each tensor-parallel rank. Replicas of one pipeline stage only."""
+        """Return parameter name -> checksum of each tensor-parallel rank. Replicas of one pipeline stage only."""
         ...
 
 
@@ -187,7 +189,8 @@ class Replica(Generator, Protocol):
         ...
 
     async def drain(self) -> Sequence[tuple[str, Completion | Exception]]:
-        """(request_id, completion or the request's error) of what has ended since the last call; waits for one."""
+        """Return (request_id, completion or the request's error) of requests that have ended since the last call; waits
+        for one."""
         ...
 
 
@@ -211,7 +214,7 @@ class Backend(Protocol):
 
     @property
     def label(self) -> str:
-        """What a replica is called in messages, as in "SGLang server"."""
+        """Name of a replica in messages, as in "SGLang server"."""
         ...
 
     @property
@@ -222,15 +225,15 @@ class Backend(Protocol):
 
     @property
     def shared_memory_names(self) -> tuple[str, ...]:
-        """How names in /dev/shm begin that its processes create."""
+        """Prefixes of the names in /dev/shm that its processes create."""
         ...
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
-        """(flag, reason) of flags that are not the user's to set."""
+        """Yield (flag, reason) of flags that users must not set."""
         ...
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
-        """(configuration key, message) of what this backend cannot sample with the model at `path`."""
+        """Yield (configuration key, message) of each reason why this backend cannot sample with the model at `path`."""
         ...
 
     async def start(self, settings: BackendSettings) -> Replica:

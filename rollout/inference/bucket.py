@@ -20,7 +20,7 @@ class FlatBucket:
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> FlatBucket:
-        """Concatenate. Raises ValueError on no tensors."""
+        """Concatenate tensors. Raises ValueError on no tensors."""
         if not tensors:
             raise ValueError("a bucket needs at least one tensor")
         items = sorted(tensors.items(), key=lambda item: -item[1].element_size())
@@ -36,7 +36,7 @@ class FlatBucket:
         return self.flat.numel()
 
     def spans(self) -> Iterator[tuple[str, torch.dtype, torch.Size, int, int]]:
-        """(name, dtype, shape, first byte, byte after the last) of each tensor."""
+        """Yield (name, dtype, shape, first byte, byte after the last) of each tensor."""
         start = 0
         for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
             end = start + dtype.itemsize * torch.Size(shape).numel()

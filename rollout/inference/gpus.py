@@ -42,12 +42,12 @@ class Gpu:
 
 
 def allowed_gpus() -> str:
-    """What the processes of a run get as ALLOWED."""
+    """Return the value of ALLOWED for the processes of a run."""
     return os.environ.get(ALLOWED) or os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
 
 def _names(allowed: str) -> list[str]:
-    """CUDA sees nothing from the first name on that is none, as in -1."""
+    """Return the names that CUDA uses: it ignores the first invalid one, such as -1, and all after it."""
     names = [name.strip() for name in allowed.split(",")]
     return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
 
@@ -113,8 +113,8 @@ def _ask(nvidia_smi: str, query: str) -> list[list[str]]:
 def check_gpus(
     indices: Sequence[int], *, own_pids: Collection[int] = (), gpus: list[Gpu] | None = None, busy_mib: int = BUSY_MIB
 ) -> None:
-    """Raises ValueError when a GPU is missing, or others hold memory of it: who, and how much. `own_pids` are
-    processes of this run."""
+    """Raise ValueError when a GPU is missing, or other processes hold memory of it, with their names and sizes.
+    `own_pids` are processes of this run."""
     gpus = query_gpus() if gpus is None else gpus
     if not gpus:
         raise ValueError(

@@ -30,9 +30,9 @@ _TELL_SECONDS = 10.0
 
 
 def requests_at_once(*, max_running: int, num_generators: int, group_size: int = 1) -> int:
-    """How many requests to keep under way: a quarter more than the generators run together, so that whoever finishes
-    never leaves a place empty; much more would only get older before it is sampled. A group is on one generator: none
-    may be left without."""
+    """Return the number of requests to keep in flight: a quarter more than the generators run together, so that no slot
+    stays empty; more requests would only age in the queue. A group stays on one generator, and every generator needs
+    one."""
     return max(-(-5 * max_running * num_generators // 4), (num_generators - 1) * group_size + 1)
 
 
@@ -164,8 +164,8 @@ class Router:
         )
 
     async def partial(self) -> dict[str, Completion]:
-        """What requests in flight have so far: what they were handed back with, or what their generators say now. It is
-        what they go on with elsewhere if their generator dies."""
+        """Return the tokens so far of requests in flight: those returned at an interruption, or those that the
+        generators report now. A request continues with them elsewhere if its generator fails."""
 
         async def ask(member: _Member) -> Mapping[str, Completion]:
             try:
@@ -190,7 +190,7 @@ class Router:
         await asyncio.gather(*(m.generator.close() for m in self._alive()))
 
     def replace(self, index: int, generator: Generator) -> None:
-        """Another generator takes the place of number `index`, which is dead. It must have the current weights."""
+        """Replace generator number `index`, which has failed. The new one must have the current weights."""
         self._mark_dead(self._members[index], RuntimeError("replaced"))
         self._members[index] = _Member(generator, index)
         self._none_since = None
@@ -198,12 +198,12 @@ class Router:
         logger.info("generator %d has rejoined", index)
 
     def lost(self) -> dict[int, str]:
-        """Return the dead, with the reason."""
+        """Return the failed generators with the reasons."""
         return {m.index: repr(m.failure) for m in self._members if m.failure is not None}
 
     def stats(self) -> dict[str, float]:
-        """How many live, and tokens a second since the last call: the slowest one's share of the fastest one's. Says
-        so when one is slow, and leaves it alone."""
+        """Return the number of working generators, and the slowest one's share of the fastest one's tokens per second
+        since the last call. Logs a slow generator."""
         now, alive = time.monotonic(), self._alive()
         seconds, self._counted_at = now - self._counted_at, now
         rates = {member.index: member.sampled_tokens / max(seconds, 1e-9) for member in alive}
@@ -266,7 +266,7 @@ class Router:
         return group.member
 
     async def _attempt(self, member: _Member, request: GenerateRequest) -> Completion:
-        """One call of a generator. Raises _AttemptFailed if it failed or the generator died under it."""
+        """Send a request to a generator once. Raises _AttemptFailed if it failed or the generator failed meanwhile."""
         tokens = len(request.prompt_ids) + request.sampling.max_new_tokens - _num_given(request)
         attempt = asyncio.ensure_future(member.generator.generate(request))
         member.attempts.add(attempt)

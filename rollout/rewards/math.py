@@ -50,7 +50,7 @@ class UnparsableAnswerError(ValueError):
 
 
 def math_reward(prompt: Prompt, text: str) -> float:
-    """RIGHT when the answer in `text` equals any of `prompt.solutions`, else WRONG.
+    """Return RIGHT when the answer in `text` equals any of `prompt.solutions`, else WRONG.
 
     Raises UnparsableAnswerError when no answer is found in `text`.
     """
@@ -151,7 +151,8 @@ def _parsed_answer(answer: str) -> list[Any]:
 
 @cache
 def _configs() -> tuple[Any, Any]:
-    """For LaTeX without its own removal of units, which takes the t of 3t for tonnes; and for plain numbers."""
+    """Return math-verify's configurations for LaTeX, without its removal of units (which takes the t of 3t for tonnes),
+    and for plain numbers."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
     normalization = replace(LatexExtractionConfig().normalization_config, units=False)

@@ -43,7 +43,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _said_answer(line: str) -> str | None:
-    """What follows the last "the answer is" in `line`, unless that is a sentence. "" for what the answer is not."""
+    """Return the text after the last "the answer is" in `line`, unless that is a sentence. "" if it is no answer."""
     ends = [match.end() for match in _ANSWER_IS.finditer(line)]
     if not ends:
         return None
@@ -58,12 +58,12 @@ def _said_answer(line: str) -> str | None:
 
 
 def tail(text: str) -> str:
-    """Where an answer without a mark is searched."""
+    """Return the part of a text in which an answer without a mark is searched."""
     return text.strip()[-_TAIL_CHARS:]
 
 
 def extracted_answer(text: str) -> str:
-    """What is judged in a completion, for people to read; "" when nothing is.
+    """Return the text that is judged in a completion, for people to read; "" when nothing is.
 
     The content of the box or of the "#### " line, or what "the answer is"; without such a mark the last line, up to
     200 characters of it: math-verify looks for a formula or a number there and in the lines before.
@@ -73,7 +73,8 @@ def extracted_answer(text: str) -> str:
 
 
 def _last_boxes(text: str) -> str | None:
-    """Content of the last box; several contents joined by commas where only "and", "or" or a comma is between them."""
+    """Return the content of the last box; several contents joined by commas where only "and", "or" or a comma is
+    between them."""
     contents: list[str] = []
     before = len(text)
     for opening in reversed(list(_OPENING.finditer(text))):
@@ -91,7 +92,8 @@ def _last_boxes(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int:
-    """Index of the brace that closes the group opened just before `start`; the end of the text if none does."""
+    """Return the index of the brace that closes the group opened just before `start`; the end of the text if none
+    does."""
     depth = 1
     for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
@@ -146,7 +148,7 @@ _LETTER_IN_PARENTHESES = re.compile(r"\(([A-J])\)")
 
 
 def plain(content: str) -> str:
-    """`content` of a box as math-verify reads it: LaTeX for Unicode, no markup, one way to write a number."""
+    """Return `content` of a box as math-verify reads it: LaTeX for Unicode, no markup, one way to write a number."""
     content = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", content)
     content = _VULGAR_FRACTION.sub(_latex_fraction, content).translate(_CHARACTERS)
     content = _SAME_PATTERN.sub(lambda match: _SAME[match.group()], _MARKUP.sub("", content))
@@ -315,7 +317,7 @@ def paired_forms(solution: str, answer: str) -> tuple[str, str]:
 
 
 def _union(content: str) -> str:
-    """Bounds on one variable joined by "or" as the union of rays that they are; anything else as it is."""
+    """Return bounds on one variable joined by "or" as a union of rays; anything else unchanged."""
     bounds = [_BOUND.fullmatch(part.strip(" ,")) for part in _OR.split(content)]
     if len(bounds) < 2 or not all(bounds):
         return content
@@ -326,5 +328,6 @@ _TENTHS = re.compile(r"(?<!\d)0?\.(0+)|10\s*\^\s*\{?\s*-\s*(\d{1,3})")
 
 
 def leading_zeros(content: str) -> int:
-    """How many places after the decimal point a small number begins: 4 for 0.0000672, 23 for 6.02 \\times 10^{-23}."""
+    """Return the number of places after the decimal point at which a small number begins: 4 for 0.0000672, 23 for 6.02
+    \times 10^{-23}."""
     return max((len(match[1] or "") + int(match[2] or 0) for match in _TENTHS.finditer(content)), default=0)

@@ -122,7 +122,7 @@ class RewardPool:
         return [score for score, _ in await self.judge_many(prompt, texts)]
 
     async def judge_many(self, prompt: Prompt, texts: Sequence[str]) -> list[tuple[float, Outcome]]:
-        """As score_many, each with how scoring it ended."""
+        """Score completions as score_many, and return how scoring each one ended."""
         if self._error is not None:
             raise self._error
         assert self._tasks, "start() comes before score()"
@@ -138,12 +138,12 @@ class RewardPool:
         return answer.score
 
     def stats(self) -> dict[str, float]:
-        """Answers since the start by outcome, and how many wait."""
+        """Return the answers since the start by outcome, and how many wait."""
         counts = {f"reward/num_{outcome.name.lower()}": float(self._outcomes[outcome]) for outcome in Outcome}
         return counts | {"reward/num_waiting": float(self._waiting.qsize())}
 
     async def _serve(self, worker: _Worker) -> None:
-        """Consumes waiting answers on one worker, which is replaced when an answer hangs or kills it."""
+        """Send waiting answers to one worker, and replace it when an answer hangs or crashes it."""
         while True:
             batch = await self._next_batch()
             try:
@@ -157,7 +157,7 @@ class RewardPool:
                 worker = await self._start_worker()
 
     def _on_serve_end(self, task: asyncio.Task[None]) -> None:
-        """A worker cannot be replaced: everything that waits for a score, now or later, gets the error."""
+        """Pass the error to everything that waits for a score, now or later: a worker cannot be replaced."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         self._error = error
@@ -167,7 +167,7 @@ class RewardPool:
         return [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
 
     async def _next_batch(self) -> list[_Answer]:
-        """Waits for an answer, then takes this worker's share of what is waiting."""
+        """Wait for an answer, then take this worker's share of those that wait."""
         batch = [await self._waiting.get()]
         share = min(_MAX_BATCH, math.ceil((self._waiting.qsize() + 1) / self._num_workers))
         while len(batch) < share:
@@ -175,7 +175,8 @@ class RewardPool:
         return [answer for answer in batch if not answer.score.done()]  # the others were cancelled by their callers
 
     async def _score_batch(self, worker: _Worker, batch: list[_Answer]) -> list[_Answer] | None:
-        """Scores `batch` in order. None when the worker is fit for more; else it is ended: what it did not get to."""
+        """Score `batch` in order. Returns None when the worker can continue; otherwise it is ended, and the unscored
+        answers are returned."""
         worker.send([(answer.prompt, answer.text) for answer in batch])
         for i, answer in enumerate(batch):
             try:

@@ -58,7 +58,8 @@ class _TimeLimitError(BaseException):
 
 
 def main(argv: list[str]) -> None:
-    """`argv`: socket's file descriptor, reward spec, seconds per answer, memory limit in bytes, parent's process id."""
+    """Run a worker. `argv`: socket's file descriptor, reward spec, seconds per answer, memory limit in bytes, parent's
+    process id."""
     fd, spec, timeout_seconds, memory_bytes, parent = int(argv[0]), argv[1], float(argv[2]), int(argv[3]), int(argv[4])
     _die_with_parent(parent)
     channel = socket.socket(fileno=fd)
@@ -105,7 +106,7 @@ def _score(reward: Reward, prompt: Prompt, text: str, timeout_seconds: float) ->
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends Python code that takes longer. Code that never returns to the interpreter is the pool's to kill."""
+    """End Python code that takes longer. The pool kills a process whose code never returns to the interpreter."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -132,7 +133,8 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Linux ends this process with the thread that started it; elsewhere the closed socket does, between answers."""
+    """End this process with its parent: on Linux with the thread that started it, elsewhere when the socket is
+    closed."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

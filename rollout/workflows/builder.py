@@ -13,7 +13,7 @@ WORKFLOWS: dict[str, type] = {"math": SingleTurnMathWorkflow}
 
 
 def check_workflow(spec: str) -> None:
-    """What can be known of `spec` before there are settings for make_workflow. Raises PluginError."""
+    """Check `spec` as far as possible before there are settings for make_workflow. Raises PluginError."""
     if ":" in spec:
         check_factory(spec, kind="workflow", settings=inspect.signature(SingleTurnMathWorkflow).parameters)
     elif spec not in WORKFLOWS:

@@ -21,7 +21,7 @@ def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int) -> in
 
 
 def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> Trajectory:
-    """Prompt and completion end to end, the prompt masked out. Raises RuntimeError on an aborted completion."""
+    """Concatenate prompt and completion; the prompt is masked out. Raises RuntimeError on an aborted completion."""
     if completion.finish_reason == "abort":
         raise RuntimeError(
             f"{prompt.query_id}: the generator returned an aborted completion; "

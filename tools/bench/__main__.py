@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def lacking(name: str) -> str | None:
-    """What this host lacks for a measurement of GPU, or None. Without any GPU they run small, to be tried."""
+    """Return what this host lacks for a measurement of GPU, or None. Without any GPU they run small, as a trial."""
     found, needed = len(query_gpus()), NUM_GPUS.get(name, 1)
     if 0 < found < needed:
         return f"it needs {needed} GPUs, and this host shows {found}"
@@ -151,7 +151,7 @@ def installed(name: str) -> str:
 
 
 def host(device: str) -> str:
-    """What the file is called after: the machine's kind, not its name."""
+    """Return the name of the file: the machine's kind, not its name."""
     if device == "cpu":
         return f"cpu-{os.cpu_count()}core"
     gpus = query_gpus()
@@ -169,7 +169,7 @@ def write(folder: Path, name: str, rows: list[Row]) -> None:
 
 
 def line(row: Row) -> str:
-    """One row of the markdown table."""
+    """Return one row of the Markdown table."""
     baseline = "" if row.baseline is None else f"{row.baseline:,.4g}"
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
     return f"| {row.name} | {row.value:,.4g} {row.unit} | {baseline} | {ratio} | {row.target} |"

@@ -30,15 +30,16 @@ _SHAPE = dict(
 
 
 def both_ways(scene: Scene) -> Iterator[Figure]:
-    """MiB/s of a model of 0.9 GB in float32, checks left out; each side writes a new folder every time."""
+    """Yield MiB/s of converting a model of 0.9 GB in float32, without checks; each side writes a new folder every
+    time."""
     yield from compare(scene.folder, _SHAPE, torch.float32, name="convert")
 
 
 def compare(
     folder: Path, shape: Mapping[str, Any], dtype: torch.dtype, *, name: str, rounds: int = ROUNDS
 ) -> Iterator[Figure]:
-    """Random weights of config.json `shape` into a checkpoint, and that one into a Hugging Face folder; leaves the
-    weights in `folder`/convert-hf and the checkpoint in `folder`/convert-megatron."""
+    """Convert random weights of config.json `shape` into a checkpoint, and that one into a Hugging Face folder; leave
+    the weights in `folder`/convert-hf and the checkpoint in `folder`/convert-megatron."""
     source, checkpoint, target = (folder / f"convert-{part}" for part in ("hf", "megatron", "target"))
     num_bytes = write_random(source, shape, dtype)
     run("--checkpoint_path", source, "--output_path", checkpoint, "--to-megatron")

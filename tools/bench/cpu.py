@@ -70,7 +70,7 @@ class Scene:
 
 
 def alternate(first: Callable[[], float], second: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
-    """Medians of two rates measured in turn, after one round of warm-up."""
+    """Return the medians of two rates measured in turn, after one round of warm-up."""
     pairs = [(first(), second()) for _ in range(rounds + 1)][1:]
     return float(np.median([a for a, _ in pairs])), float(np.median([b for _, b in pairs]))
 
@@ -92,7 +92,7 @@ def allocation(scene: Scene) -> Iterator[Figure]:
 
 
 def dry_run(scene: Scene) -> Iterator[Figure]:
-    """From the command to the end of every check."""
+    """Yield the time from the command to the end of every check."""
     config = ppo_config(scene, scene.model("0.8M", hidden_size=128, num_layers=4), new_tokens=16)
     start = time.perf_counter()
     run_ppo(scene, "dry", config, "--dry-run")
@@ -137,7 +137,8 @@ def train_step(scene: Scene) -> Iterator[Figure]:
 
 
 def plain_step(path: Path, tokens: torch.Tensor) -> Callable[[], float]:
-    """Forward, cross entropy, backward, clip, AdamW, with transformers and torch alone: tokens/s."""
+    """Return a function that runs forward, cross entropy, backward, clip and AdamW with transformers and torch alone:
+    tokens/s."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -157,7 +158,8 @@ def plain_step(path: Path, tokens: torch.Tensor) -> Callable[[], float]:
 
 
 def generator(scene: Scene) -> Iterator[Figure]:
-    """64 prompts with mixed output lengths, against transformers' generate(), which runs until the longest is done."""
+    """Yield the tokens/s for 64 prompts with mixed output lengths, against transformers' generate(), which runs until
+    the longest is done."""
     for name, hidden, layers in (("0.8M", 128, 4), ("8M", 384, 5)):
         path = scene.model(name, hidden_size=hidden, num_layers=layers)
         value, baseline = asyncio.run(compare_generators(path))
@@ -167,7 +169,7 @@ def generator(scene: Scene) -> Iterator[Figure]:
 
 
 async def compare_generators(path: Path) -> tuple[float, float]:
-    """Medians of the tokens/s of both, measured in turn; only tokens that were asked for count."""
+    """Return the medians of the tokens/s of both, measured in turn; only requested tokens count."""
     from transformers import AutoModelForCausalLM
 
     rng = np.random.default_rng(0)
@@ -203,7 +205,7 @@ async def compare_generators(path: Path) -> tuple[float, float]:
 
 
 def producer(scene: Scene) -> Iterator[Figure]:
-    """Producer, buffer, packed batch, with a generator that answers at once: trajectories/s."""
+    """Yield the trajectories/s of producer, buffer and packed batch, with a generator that answers at once."""
     from transformers import AutoTokenizer
 
     path = scene.model("0.8M", hidden_size=128, num_layers=4)
@@ -234,7 +236,7 @@ def producer(scene: Scene) -> Iterator[Figure]:
 
 
 def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object) -> dict[str, object]:
-    """32 prompts x 8 answers a step, as dotted keys."""
+    """Return a configuration with 32 prompts x 8 answers a step, as dotted keys."""
     return {
         "experiment_name": "bench",
         "allocation_mode": "embedded.d1m1p1+d1m1p1",
@@ -262,8 +264,7 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
 def run_ppo(
     scene: Scene, trial: str, config: dict[str, object], *flags: str, sample_memory: bool = False
 ) -> list[float]:
-    """Return the real command; returns samples of the memory of all its processes in MiB, one a second, if asked
-    for."""
+    """Run the real command; return samples of the memory of all its processes in MiB, one a second, if requested."""
     base = scene.folder / "empty.yaml"
     base.write_text("{}\n")
     words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
@@ -285,7 +286,7 @@ def run_ppo(
 
 
 def family_mib(pid: int) -> float:
-    """Proportional memory of a process and all below it, MiB."""
+    """Return the proportional memory of a process and all below it, MiB."""
     total = 0
     for process in (family := [psutil.Process(pid)]) + family[0].children(recursive=True):
         try:
@@ -296,7 +297,7 @@ def family_mib(pid: int) -> float:
 
 
 def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, steps: int, warm_up: int = 5) -> float:
-    """Of the whole loop: all samples of the steps after the warm-up over their time."""
+    """Return the rate of the whole loop: all samples of the steps after the warm-up over their time."""
     run_ppo(scene, trial, {**config, "exp_ctrl.benchmark_steps": steps})
     path = next((scene.folder / "runs" / "logs").glob(f"*/bench/{trial}/metrics.jsonl"))
     rows = read_rows(path)[warm_up:]
@@ -304,7 +305,7 @@ def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, s
 
 
 def sync_and_async(scene: Scene) -> Iterator[Figure]:
-    """Yield the same run with max_staleness 0 (both sides use all cores in turn) and 2."""
+    """Yield runs with max_staleness 0 (both sides use all cores in turn) and 2."""
     model = scene.model("0.8M", hidden_size=128, num_layers=4)
     config = ppo_config(scene, model, new_tokens=64)
     rates = {0: [], 2: []}  # type: dict[int, list[float]]
@@ -322,7 +323,7 @@ def sync_and_async(scene: Scene) -> Iterator[Figure]:
 
 
 def loop(scene: Scene) -> Iterator[Figure]:
-    """Samples/s of the whole loop, against TRL's GRPOTrainer on the same model, prompts and lengths.
+    """Yield samples/s of the whole loop, against TRL's GRPOTrainer on the same model, prompts and lengths.
 
     Both sides run in both precisions, in turn; the row with the target sets the faster of ours against the faster of
     theirs.
@@ -354,7 +355,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
 
 
 def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
-    """TRL's loop, in its own environment."""
+    """Run TRL's loop, in its own environment."""
     command = [
         str(scene.trl_python), "tools/bench/trl_baseline.py", "--model", str(model), "--prompts", str(scene.prompts()),
         "--new-tokens", str(new_tokens), "--steps", str(steps), "--precision", precision,
@@ -364,8 +365,8 @@ def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: in
 
 
 def memory(scene: Scene) -> Iterator[Figure]:
-    """10,000 steps of a null run (tiny model, tokens made up at once), a checkpoint every 100: memory at the
-    end over memory at a third."""
+    """Yield the memory at the end over the memory at a third of 10,000 steps of a null run (tiny model, tokens made up
+    at once), with a checkpoint every 100."""
     model = scene.model("tiny", hidden_size=64, num_layers=1)
     config = ppo_config(scene, model, new_tokens=4, **{"allocation_mode": "mock.d1m1p1+d1m1p1"})
     config |= {"dataset.train_bs_n_seqs": 4, "group_size": 2, "exp_ctrl.total_train_epochs": 10}

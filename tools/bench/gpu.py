@@ -109,7 +109,8 @@ class Scene:
         return s["num_hidden_layers"] * layer + (1 + (not s["tie_word_embeddings"])) * s["vocab_size"] * hidden + hidden
 
     def flops_per_token(self, length: int) -> float:
-        """Forward and backward of a causal sequence of `length` tokens, the embedding look-up not counted."""
+        """Return the FLOPs of forward and backward of a causal sequence of `length` tokens, without the embedding
+        look-up."""
         s = SHAPES[self.shape]
         lookup = 0 if s["tie_word_embeddings"] else s["vocab_size"] * s["hidden_size"]
         attention = 6 * s["num_hidden_layers"] * s["hidden_size"] * length
@@ -170,7 +171,7 @@ def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
 
 
 def seconds_of(device: Any, step: Callable[[], object]) -> float:
-    """From an idle device to an idle device."""
+    """Return the seconds from an idle device to an idle device."""
     device.synchronize()
     start = time.perf_counter()
     step()
@@ -183,7 +184,7 @@ def median_seconds(device: Any, step: Callable[[], object]) -> float:
 
 
 def update(scene: Scene) -> Iterator[Figure]:
-    """One PPO update against Megatron's own training step on the same packed tokens."""
+    """Yield one PPO update against Megatron's own training step on the same packed tokens."""
     for length, count, tokens_per_mb, bare_recompute in ((2048, 32, 16384, "none"), (16384, 8, 32768, "full")):
         with trainer_world() as (parallel, device):
             batch = random_batch(scene, [length] * count)
@@ -205,7 +206,7 @@ def update(scene: Scene) -> Iterator[Figure]:
 def _bare(
     scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, recompute: Any
 ) -> tuple[float, float]:
-    """(tokens/s, peak GB)"""
+    """Return (tokens/s, peak GB) of Megatron's own training step."""
     from mcore_adapter.bare_loop import BareLoop
     from mcore_adapter.data.packing import PackingLayout, pack_microbatch
 
@@ -236,7 +237,7 @@ def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
 
 
 def options(scene: Scene) -> Iterator[Figure]:
-    """Yield the same update with what can be switched on, beside the update without."""
+    """Yield updates with each option, beside the update without."""
     choices: dict[str, dict[str, Any]] = {
         "plain": {},
         "fp8": {"fp8": True},
@@ -258,7 +259,7 @@ def options(scene: Scene) -> Iterator[Figure]:
 
 
 def lengths(scene: Scene) -> Iterator[Figure]:
-    """Updates of as many answers as a step of `async` has, with its long tail, every batch another: hardly any
+    """Yield updates of as many answers as a step of `async` has, with its long tail, every batch another: hardly any
     microbatch has the shape of one before. Against as many tokens in equal sequences. One GPU."""
     num_sequences, longest, tokens_per_mb = (480, 4096, 16384) if query_gpus() else (16, 64, 256)
     updates = WARM_UP + ROUNDS

@@ -62,7 +62,8 @@ class ExpertScene(Scene):
         return path
 
     def flops_per_token(self, length: int) -> float:
-        """Forward and backward of a causal sequence, the embedding look-up not counted; of experts, the chosen ones."""
+        """Return the FLOPs of forward and backward of a causal sequence, without the embedding look-up; of experts, the
+        chosen ones."""
         config = parse_config(self.raw)
         moe = config.moe
         assert moe is not None, "a model with experts"
@@ -74,7 +75,7 @@ class ExpertScene(Scene):
 
 
 def experts(scene: Scene) -> Iterator[Figure]:
-    """PPO updates of 131,072 tokens in microbatches of 32,768 and 16,384. One GPU."""
+    """Yield PPO updates of 131,072 tokens in microbatches of 32,768 and 16,384. One GPU."""
     small = not query_gpus()
     ours = ExpertScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else SLICE)
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
@@ -92,7 +93,7 @@ def experts(scene: Scene) -> Iterator[Figure]:
 def _measure(
     scene: ExpertScene, length: int, count: int, sizes: tuple[int, ...], *, stacked: bool
 ) -> dict[int, tuple[float, float]]:
-    """Tokens of a microbatch -> (tokens/s, peak GB)"""
+    """Return tokens of a microbatch -> (tokens/s, peak GB)."""
     with trainer_world() as (parallel, device):
         device.has_grouped_products = stacked
         batch = random_batch(scene, [length] * count)

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 def mismatch(scene: Scene) -> Iterator[Figure]:
-    """What the server says of its tokens against what the trainer says: at the start, and after each of 20 updates."""
+    """Yield the difference between the server's and the trainer's log-probabilities: at the start, and after each of 20
+    updates."""
     with trainer_world() as (parallel, device):
         optimizer = {"lr": 3e-4, "min_lr_ratio": 1 / 300, "lr_scheduler_type": "cosine", "eps": 1e-8}
         optimizer |= {"warmup_steps_proportion": 0.1, "total_steps": num_lessons()}
@@ -136,7 +137,7 @@ def _in_device(device: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _figures(name: str, engine: Any, device: Any, scene: Scene, batch: Any) -> Iterator[Figure]:
-    """Yield the difference over `batch`, how sure the server was of its tokens, and each side against float32."""
+    """Yield the difference over `batch`, the server's mean surprisal of its tokens, and each side against float32."""
 
     def figure(what: str, value: float, unit: str = "nats", target: str = "") -> Figure:
         return Figure(name=f"{name}_{what}", value=value, unit=unit, baseline=None, target=target)
@@ -173,12 +174,12 @@ async def _sampled(served: SGLangGenerator, version: int, given: list[np.ndarray
 
 
 def _difference(engine: Any, batch: Any) -> float:
-    """Mean absolute difference over the sampled tokens, nats."""
+    """Return the mean absolute difference over the sampled tokens, nats."""
     return float((_trainers(engine, batch) - batch.fields["rollout_logprobs"]).abs()[batch.loss_mask].mean())
 
 
 def _trainers(engine: Any, batch: Any) -> torch.Tensor:
-    """[T] log-probabilities by the trainer."""
+    """Return the log-probabilities by the trainer: [T]."""
     shard = engine.logprobs(batch, max_tokens_per_mb=32768)
     ours = torch.zeros(batch.num_tokens)
     ours[batch.token_index(shard.sequences)] = shard.values.cpu()
@@ -187,7 +188,7 @@ def _trainers(engine: Any, batch: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _against_fp32(scene: Scene, engine: Any, device: Any, batch: Any, count: int) -> tuple[float, float]:
-    """How far the trainer and the server each are from the same weights computed in float32 by transformers."""
+    """Return how far the trainer and the server each are from the same weights computed in float32 by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     part = batch.select(range(count))

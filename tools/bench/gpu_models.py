@@ -41,8 +41,8 @@ MAX_RUNNING = 256
 
 
 def checkpoint(scene: Scene) -> Iterator[Figure]:
-    """How long the trainer stops for a checkpoint of weights, masters and moments, and how long an update takes while
-    threads write it. One GPU."""
+    """Yield how long the trainer stops for a checkpoint of weights, masters and moments, and how long an update takes
+    while threads write it. One GPU."""
     small = not query_gpus()
     with trainer_world() as (parallel, device), ThreadPoolExecutor(1) as pool:
         batch = random_batch(scene, [64] * 2 if small else [2048] * 16)
@@ -85,16 +85,17 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
 
 
 def convert(scene: Scene) -> Iterator[Figure]:
-    """Yield a model of the shape into a checkpoint and back, against a plain copy. No GPU takes part."""
+    """Yield the rate of converting a model of the shape into a checkpoint and back, against a plain copy. Uses no
+    GPU."""
     yield from bench_convert.compare(
         scene.folder, config_of(scene.shape), torch.bfloat16, name=f"convert.{scene.shape}", rounds=2
     )
 
 
 def evaluation(scene: Scene) -> Iterator[Figure]:
-    """`tools.eval` of a checkpoint (random weights, converted both ways) on four real sets, against the same requests
-    to a server with the same settings: on both sides one pool for all sets, from the first request to the last answer.
-    Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
+    """Yield the rate of `tools.eval` of a checkpoint (random weights, converted both ways) on four real sets, against
+    the same requests to a server with the same settings: on both sides one pool for all sets, from the first request to
+    the last answer. Needs SLIPSTREAM_DATA. One GPU, the only one that it may see."""
     model, checkpoint = scene.folder / "evaluated", scene.folder / "evaluated-megatron"
     bench_convert.write_random(model, config_of(scene.shape), torch.bfloat16)
     _add_tokenizer(model, scene.vocab_size)
@@ -103,7 +104,7 @@ def evaluation(scene: Scene) -> Iterator[Figure]:
 
 
 def _num_questions() -> int:
-    """Of each set, at most."""
+    """Return the maximum number of questions of each set."""
     return 500 if query_gpus() else 4
 
 
@@ -141,7 +142,7 @@ def _evaluate(scene: Scene, model: Path, checkpoint: Path, length: int) -> Itera
 
 
 def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
-    """What the evaluation asks of one benchmark."""
+    """Return the requests of the evaluation for one benchmark."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -156,8 +157,8 @@ def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
 
 
 async def _ask_server(scene: Scene, model: Path, length: int) -> float:
-    """tokens/s of the evaluation's requests, asked plainly of a server with its settings. One as SGLang starts it, with
-    FlashInfer's sampling, stops answering where greedy requests meet sampled ones."""
+    """Return tokens/s of the evaluation's requests, sent directly to a server with its settings. A server as SGLang
+    starts it, with FlashInfer's sampling, stops responding where greedy and sampled requests meet."""
     server = server_settings(scene, scene.first_gpu if query_gpus() else None)
     flags = {name: value for name, value in server.flags.items() if name != "load_format"}
     at_once = requests_at_once(max_running=MAX_RUNNING, num_generators=1)  # as an evaluation makes them

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def push(scene: Scene) -> Iterator[Figure]:
-    """Yield a push while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
+    """Yield pushes while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device)
         engine.offload()
@@ -45,7 +45,7 @@ def push(scene: Scene) -> Iterator[Figure]:
 
 
 def drive(figures: AsyncIterator[Figure]) -> Iterator[Figure]:
-    """Yield each as soon as it is measured: what comes later may fail."""
+    """Yield each figure as soon as it is measured: a later one may fail."""
     with asyncio.Runner() as runner:
         while (figure := runner.run(_next(figures))) is not None:
             yield figure
@@ -83,7 +83,7 @@ class Pushed:
 async def push_once(
     served: Sequence[SGLangGenerator], sending: Any, buckets: Callable[[], Any], version: int, *, verify: bool
 ) -> Pushed:
-    """`sending` as core.weight_sync.buckets.Sender; `buckets` makes what it prepares."""
+    """Push once with `sending`, a core.weight_sync.buckets.Sender; `buckets` makes what it prepares."""
     times = [time.perf_counter()]
     await asyncio.to_thread(lambda: sending.prepare(buckets(), verify=verify))
     times.append(time.perf_counter())
@@ -98,7 +98,7 @@ async def push_once(
 
 
 async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int | None]) -> AsyncIterator[Figure]:
-    """For bucket sizes, into one server and into two at once, as many times slower."""
+    """Yield pushes by bucket size, into one server and into two at once, as many times slower."""
     into_one: dict[int, float] = {}
     async with AsyncExitStack() as stack:
         started = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
@@ -128,8 +128,8 @@ async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int
 async def pushes_into_streams(
     scene: Scene, served: Sequence[SGLangGenerator], sending: Any, buckets: Callable[[], Any], version: int
 ) -> tuple[list[Pushed], list[float]]:
-    """Pushes while every server streams, and the longest gap that a stream saw around each of them; `version` is the
-    last one pushed."""
+    """Push while every server streams; return the pushes and the longest gap that a stream saw around each of them;
+    `version` is the last one pushed."""
     for _ in range(2):  # the first ones compile kernels and fill pools
         version += 1
         await push_once(served, sending, buckets, version, verify=version == 1)
@@ -150,7 +150,7 @@ async def pushes_into_streams(
 
 
 async def _push_beside(scene: Scene, engine: Any, device: Any) -> list[Figure]:
-    """Into a server on the same GPU, its memory released and resumed around it as in a colocated run."""
+    """Push into a server on the same GPU, its memory released and resumed around it as in a colocated run."""
     figures: list[Figure] = []
     settings = server_settings(scene, scene.first_gpu, colocated=True)
     async with generator(settings, "abort") as served:
@@ -166,7 +166,7 @@ async def _push_beside(scene: Scene, engine: Any, device: Any) -> list[Figure]:
 
 
 async def _turns(scene: Scene, served: SGLangGenerator, sending: Any, engine: Any, device: Any) -> list[Figure]:
-    """Seconds of each half of a turn, and what each side leaves on the GPU."""
+    """Return the seconds of each half of a turn, and what each side leaves on the GPU."""
     seconds: dict[str, list[float]] = {"release": [], "reload": [], "offload": [], "resume": []}
     used: dict[str, float] = {}
     for turn in range(4):
@@ -210,7 +210,8 @@ async def _turns(scene: Scene, served: SGLangGenerator, sending: Any, engine: An
 
 
 def push_figures(name: str, pushes: list[Pushed], gaps: list[float] | None, target: str) -> list[Figure]:
-    """Medians over the pushes; of `gaps` the median and the worst. `target` is that of the gap, or of the pause."""
+    """Return the medians over the pushes; of `gaps` the median and the worst. `target` is that of the gap, or of the
+    pause."""
     floor = 1e3 * pushes[0].gigabytes * 1e9 / NVLINK_BYTES_PER_SECOND
 
     def figure(what: str, values: Sequence[float], baseline: float | None, target: str = "") -> Figure:
@@ -231,7 +232,7 @@ def push_figures(name: str, pushes: list[Pushed], gaps: list[float] | None, targ
 
 @asynccontextmanager
 async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
-    """64 requests that stream for as long as this lasts; when it ends, the arrival times of each one's chunks."""
+    """Run 64 requests that stream inside the block; at its end, yield the arrival times of each one's chunks."""
     arrivals: list[list[float]] = []
     many = load()
 
@@ -263,6 +264,6 @@ async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
 
 
 def longest_gap(arrivals: list[list[float]], begin: float, end: float) -> float:
-    """Seconds between two chunks of one stream, at most, among gaps that ended between two moments."""
+    """Return the most seconds between two chunks of one stream, among gaps that ended between two moments."""
     gaps = [after - before for times in arrivals for before, after in pairwise(times) if begin <= after <= end]
     return max(gaps)

@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 240.0
 
 
 def push(scene: Scene) -> Iterator[Figure]:
-    """Two trainer ranks (TP2) into two servers. Four GPUs; give --shape 7B."""
+    """Yield pushes of two trainer ranks (TP2) into two servers. Four GPUs; give --shape 7B."""
     yield from drive(_push(scene))
 
 
@@ -48,7 +48,7 @@ async def _push(scene: Scene) -> AsyncIterator[Figure]:
 
 
 def overlap(scene: Scene) -> Iterator[Figure]:
-    """Yield an update of two data-parallel ranks whose communication runs beside the computation, and after it. Two
+    """Yield updates of two data-parallel ranks whose communication runs beside the computation, and after it. Two
     GPUs."""
     rates: dict[bool, float] = {}
     for overlapped in (True, False):
@@ -85,7 +85,7 @@ class TrainerRanks:
         self._call("connect", servers)
 
     def prepare(self, _: None, *, verify: bool) -> None:
-        """The ranks make the buckets themselves."""
+        """Do nothing: the ranks make the buckets themselves."""
         self._call("prepare", verify)
 
     def send(self) -> Any:
@@ -106,13 +106,13 @@ class TrainerRanks:
         return self.results()
 
     def results(self) -> dict[int, Any]:
-        """One of each rank."""
+        """Return one result of each rank."""
         return dict(self._results.get(timeout=_PATIENCE_SECONDS) for _ in range(RANKS))
 
 
 @contextmanager
 def _joined(rank: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]:
-    """(parallel, device) of this rank."""
+    """Yield (parallel, device) of this rank."""
     os.environ |= {"LOCAL_RANK": str(scene.first_gpu + rank), "NCCL_CUMEM_ENABLE": "0"}
     from mcore_adapter.parallel import initialize_parallel
 

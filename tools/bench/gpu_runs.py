@@ -24,7 +24,8 @@ _RUNNING_PER_TRAINER = 192
 
 
 def asynchronous(scene: Scene) -> Iterator[Figure]:
-    """Staleness 4 against 0 on the same GPUs, output lengths with a long tail. Half of the GPUs are generators."""
+    """Yield runs with staleness 4 against 0 on the same GPUs, output lengths with a long tail. Half of the GPUs are
+    generators."""
     rates: dict[int, float] = {}
     base = _config(scene)
     for staleness, steps in ((4, 13), (0, 6)):
@@ -52,7 +53,7 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
 
 
 def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, float, str]]:
-    """(name, value, unit): medians of the pushes, and means of a step's parts, so that these add up to it."""
+    """Yield (name, value, unit): medians of the pushes, and means of a step's parts, so that these add up to it."""
     for name in ("push/seconds", "push/pause_seconds", "push/gather_seconds", "push/send_seconds"):
         label = name.partition("/")[2].removesuffix("_seconds").replace("seconds", "whole")
         median = float(np.median([row[name] for row in rows]))
@@ -72,7 +73,8 @@ def _num_generators() -> int:
 
 
 def _config(scene: Scene) -> dict[str, Any]:
-    """60 prompts x 8 answers a step; generators on the first half of the GPUs, the trainer on the others."""
+    """Return a configuration with 60 prompts x 8 answers a step; generators on the first half of the GPUs, the trainer
+    on the others."""
     num_gpus, num_generators = max(2, len(query_gpus())), _num_generators()
     num_trainers, small = num_gpus - num_generators, not query_gpus()
     path = scene.folder / "prompts.jsonl"
@@ -111,13 +113,13 @@ def _config(scene: Scene) -> dict[str, Any]:
 
 
 def _tokens_per_second(rows: list[dict[str, float]]) -> float:
-    """Trained tokens over the steps after the warm-up."""
+    """Return the trained tokens/s over the steps after the warm-up."""
     measured = rows[WARM_UP_STEPS:]
     return sum(r["n_valid_tokens"] for r in measured) / sum(r["time/step"] for r in measured)
 
 
 def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str, float]]:
-    """Return the real command; the metrics of its steps. Raises RuntimeError with the end of its output."""
+    """Run the real command; return the metrics of its steps. Raises RuntimeError with the end of its output."""
     base = scene.folder / "empty.yaml"
     base.write_text("{}\n")
     words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
@@ -133,7 +135,7 @@ def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str
 
 @contextmanager
 def busy_share() -> Iterator[dict[int, list[float]]]:
-    """GPU -> per cent of the time in which a kernel ran, five samples a second, of the second half of what is inside:
+    """Yield GPU -> per cent of the time in which a kernel ran, five samples a second, of the second half of the block:
     by then the run has started."""
     samples: dict[int, list[float]] = {gpu.index: [] for gpu in query_gpus()}
     stop = threading.Event()

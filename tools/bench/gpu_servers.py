@@ -95,8 +95,9 @@ def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
 
 
 def rollout(scene: Scene) -> Iterator[Figure]:
-    """Producer, router and SGLangGenerator against SGLang's launch_server, with the same prompts (see bare_server for
-    its arguments). And the server of a run asked plainly, with others, as it has those in its cache. One GPU."""
+    """Yield the rate of producer, router and SGLangGenerator against SGLang's launch_server, with the same prompts (see
+    bare_server for its arguments), and that of direct requests to a run's server, with other prompts, as it has those
+    in its cache. One GPU."""
     start = time.perf_counter()
     server = server_settings(scene, scene.first_gpu if query_gpus() else None)
     starting, ours, plainly = asyncio.run(_sample(scene, server, start))
@@ -120,7 +121,8 @@ SEEDS, OTHER_SEEDS = (1, 2), (3, 4)
 
 
 async def _sample(scene: Scene, server: ServerSettings, start: float) -> tuple[float, float, float]:
-    """(seconds from `start` until the server was ready, tokens/s of the stack, tokens/s of its server asked plainly)"""
+    """Return (seconds from `start` until the server was ready, tokens/s of the stack, tokens/s of direct requests to
+    its server)."""
     async with generator(server) as served:
         starting = time.perf_counter() - start
         url = served.endpoint.url
@@ -141,7 +143,7 @@ async def _sample_bare(scene: Scene, server: ServerSettings) -> float:
 
 @asynccontextmanager
 async def bare_server(settings: ServerSettings) -> AsyncIterator[str]:
-    """SGLang's own launch_server with the arguments of a run's server, save those that go with a hook of ours; its
+    """Start SGLang's own launch_server with the arguments of a run's server, except those of our hooks; yield its
     URL."""
     port, nccl_port = free_ports(2)
     flags = server_flags(settings, read_model_config(settings.model_path), port=port, nccl_port=nccl_port)
@@ -176,7 +178,7 @@ async def _is_up(session: aiohttp.ClientSession) -> bool:
 
 
 async def _plainly(scene: Scene, url: str, seed: int, new_tokens: int | None = None) -> float:
-    """tokens/s of plain requests, twice as many as run at once."""
+    """Return tokens/s of direct requests, twice as many as run at once."""
     new_tokens = new_tokens or load().new_tokens
     sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
     bodies = [
@@ -191,7 +193,7 @@ async def _plainly(scene: Scene, url: str, seed: int, new_tokens: int | None = N
 
 
 async def ask_plainly(url: str, bodies: Sequence[dict[str, Any]], *, at_once: int) -> list[int]:
-    """How many tokens a server answers to each request."""
+    """Return how many tokens a server answers to each request."""
     limit = asyncio.Semaphore(at_once)
 
     async def one(session: aiohttp.ClientSession, body: dict[str, Any]) -> int:
@@ -205,7 +207,7 @@ async def ask_plainly(url: str, bodies: Sequence[dict[str, Any]], *, at_once: in
 
 
 async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
-    """Return the same through everything that a run has between the trainer and a server."""
+    """Return the rate through all components between the trainer and a server."""
     from transformers import AutoTokenizer
 
     many = load()

@@ -6,5 +6,5 @@ from rollout.types import Prompt
 
 
 def coin_reward(prompt: Prompt, text: str) -> float:
-    """0 or 1 by the answer's characters: groups with both, so that no gradient is zero."""
+    """Return 0 or 1 by the answer's characters: groups with both, so that no gradient is zero."""
     return float(sum(map(ord, text)) % 2)

@@ -28,5 +28,5 @@ class LognormalLengths(SingleTurnMathWorkflow):
 
 
 def length_of(seed: int, most: int) -> int:
-    """Tokens of the answer with this seed."""
+    """Return the tokens of the answer with this seed."""
     return int(np.clip(np.random.default_rng(seed).lognormal(np.log(MEDIAN_TOKENS), SIGMA), 1, most))

@@ -37,7 +37,7 @@ PLACES: dict[int, tuple[list[str], list[str]]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Without arguments the demo is what examples/configs say."""
+    """Return the parser; without arguments the demo is the configuration in examples/configs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sampling")
     parser.add_argument(
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run the demo; return the exit code."""
     arguments = make_parser().parse_args()
     try:
         return run_demo(arguments.output.absolute(), seed=arguments.seed, gpus=arguments.gpus, steps=arguments.steps)
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
-    """Return all of it; returns the exit code."""
+    """Run all parts of the demo; return the exit code."""
     began = time.monotonic()
     hide_progress_bars()
     empty(output)
@@ -95,7 +95,7 @@ def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
 
 
 def ppo_changes(model: Path, *, seed: int, gpus: int, steps: int | None) -> list[str]:
-    """What this demo changes in examples/configs/demo-ppo.yaml."""
+    """Return the changes of this demo to examples/configs/demo-ppo.yaml."""
     length = [] if steps is None else [f"exp_ctrl.total_train_steps={steps}"]
     return [f"seed={seed}", f"actor.path={model}", *length, *PLACES[gpus][1]]
 
@@ -128,14 +128,14 @@ def hide_progress_bars() -> None:
 
 
 def show_answers(model: Path, files: Ingredients) -> None:
-    """A few held-out problems with the model's answers."""
+    """Print a few held-out problems with the model's answers."""
     rows = [json.loads(line) for line in files.held_out.read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS]]
     for row, text in zip(rows, answers(model, [row["prompt"] for row in rows]), strict=True):
         print(f"  {row['prompt']}{text:<5} {'right' if text == answer_of(row) else f'wrong, {answer_of(row)}'}")
 
 
 def draw(picture: Path, output: Path, *, before: float, after: float) -> None:
-    """The reward curve of the PPO run that wrote to `output`."""
+    """Draw the reward curve of the PPO run that wrote to `output`."""
     (metrics,) = output.glob("logs/*/demo-ppo/*/metrics.jsonl")
     title = f"Two-digit additions, 0.9M parameters: {before:.0%} → {after:.0%} of held-out problems"
     draw_run(picture, metrics, title=title)

@@ -71,7 +71,7 @@ def answer_of(row: dict[str, Any]) -> str:
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -91,7 +91,8 @@ def make_tokenizer() -> Any:
 
 
 def save_model(folder: Path, *, seed: int) -> None:
-    """A Qwen2-shaped model of 0.9M parameters with random weights, and the tokenizer, as a Hugging Face folder."""
+    """Write a Qwen2-shaped model of 0.9M parameters with random weights, and the tokenizer, as a Hugging Face
+    folder."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -31,7 +31,7 @@ class DemoError(RuntimeError):
 
 
 def run_quickstart(experiment: str, *overrides: str, log: Path, environment: Mapping[str, str]) -> None:
-    """`python -m core.quickstart <experiment>` with the demo's configuration; its output goes to `log`, one line in
+    """Run `python -m core.quickstart <experiment>` with the demo's configuration; its output goes to `log`, one line in
     25 steps to the terminal. Raises DemoError if it fails."""
     config = ROOT / "examples" / "configs" / f"demo-{experiment.removesuffix('-math')}.yaml"
     command = [sys.executable, "-m", "core.quickstart", experiment, "--config", str(config), *overrides]
@@ -66,8 +66,8 @@ def show_progress(lines: Sequence[str]) -> None:
 
 
 def accuracy(model: Path, data: Path) -> float:
-    """Share of the rows of `data` that the model answers right, greedily: in the embedded generator, judged by the
-    reward that training uses."""
+    """Return the share of the rows of `data` that the model answers correctly, greedily: in the embedded generator,
+    judged by the reward that training uses."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -109,7 +109,7 @@ def first_at_least(folders: Sequence[Path], target: float, measure: Callable[[Pa
 
 
 def answers(model: Path, questions: Sequence[str]) -> list[str]:
-    """What transformers' own generate() says, with the folder loaded as any other model."""
+    """Return the output of transformers' own generate(), with the folder loaded as any other model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -24,7 +24,8 @@ _BAD_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirecto
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: failed while running; 2: bad input, the reason on stderr both times; 130: interrupted."""
+    """Evaluate or compare; return 0: done; 1: failed while running; 2: bad input, the reason on stderr both times; 130:
+    interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:

@@ -84,7 +84,7 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[
 
 
 def report(differences: Sequence[Difference], flips: Sequence[Flip], left_out: Mapping[str, str]) -> str:
-    """For the terminal."""
+    """Return the report for the terminal."""
     lines = [text_table(_COLUMNS, [d.cells() for d in differences])]
     lines += [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     for now_right, title in ((True, "right in B only"), (False, "right in A only")):
@@ -95,7 +95,7 @@ def report(differences: Sequence[Difference], flips: Sequence[Flip], left_out: M
 
 
 def _differences(dataset: str, a: Sequence[Answer], b: Sequence[Answer], rng: np.random.Generator) -> list[Difference]:
-    """Of every measure that a question has on both sides."""
+    """Return the differences of every measure that a question has on both sides."""
     found = []
     for measure, of_question in _measures(a, b).items():
         values_a, values_b = of_question(a), of_question(b)
@@ -111,7 +111,8 @@ def _differences(dataset: str, a: Sequence[Answer], b: Sequence[Answer], rng: np
 
 
 def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[_RESAMPLES] means of as many values drawn with repetition; the same however many are drawn at once."""
+    """Return the means of as many values drawn with repetition, [_RESAMPLES]; the same however many are drawn at
+    once."""
     rows = max(1, _MOST_DRAWN // len(values))
     sizes = [min(rows, _RESAMPLES - done) for done in range(0, _RESAMPLES, rows)]
     return np.concatenate([values[rng.integers(0, len(values), (n, len(values)))].mean(1) for n in sizes])
@@ -124,7 +125,7 @@ def _other_questions(name: str, a: Path, b: Path) -> bool:
 
 
 def _how(a: Sequence[Answer], b: Sequence[Answer]) -> str:
-    """In what two sets of questions differ, as far as the answers show it."""
+    """Return how two sets of questions differ, as far as the answers show it."""
     left, right = ({answer.query_id: answer.prompt for answer in answers} for answers in (a, b))
     for query_id in sorted(left.keys() & right.keys()):
         if left[query_id] != right[query_id]:

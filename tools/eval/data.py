@@ -37,7 +37,7 @@ class Benchmark:
 
 
 def data_folders(given: Path | None) -> list[Path]:
-    """Where benchmarks are looked for: the given folder, or $SLIPSTREAM_DATA, ./data and ../shared/data."""
+    """Return the folders to search for benchmarks: the given one, or $SLIPSTREAM_DATA, ./data and ../shared/data."""
     if given is not None:
         return [given]
     from_environment = os.environ.get("SLIPSTREAM_DATA")
@@ -80,15 +80,16 @@ def _detected(record: dict[str, object], path: Path) -> Fields:
 
 
 def check_template(given: str) -> str:
-    """Raises EvalError where it has no place for the question."""
+    """Return the template. Raises EvalError where it has no place for the question."""
     if "{prompt}" not in given:
         raise EvalError(f"--prompt_template {given!r} has no {{prompt}}; write it where the question belongs")
     return given
 
 
 def question_template(given: str | None, tokenizer: Any) -> str:
-    """Text around a question, with {prompt} in its place. Without --prompt_template: the tokenizer's chat template
-    with the request for a boxed answer, where there is one, else the question alone, as training has it by default."""
+    """Return the text around a question, with {prompt} in its place. Without --prompt_template: the tokenizer's chat
+    template with the request for a boxed answer, where there is one, else the question alone, as training has it by
+    default."""
     if given is not None:
         return check_template(given)
     if not tokenizer.chat_template:

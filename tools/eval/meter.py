@@ -50,7 +50,7 @@ class Meter:
             logger.info("%s", self._line())
 
     def add(self, name: str, answer: Answer) -> None:
-        """One more of the benchmark `name`."""
+        """Count one more answer of the benchmark `name`."""
         self._last = time.monotonic()
         self._tokens += answer.tokens
         count = self._counts[name]

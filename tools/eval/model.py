@@ -61,8 +61,8 @@ class GeneratorChoice:
 
 
 def find_model(path: Path) -> tuple[Path, bool]:
-    """(folder, whether it is a Hugging Face one): as it was given (a saved step is one), or the checkpoint in it that
-    is to be converted. Raises EvalError for anything else."""
+    """Return (folder, whether it is a Hugging Face one): the given folder (a saved step is one), or the checkpoint in
+    it that is to be converted. Raises EvalError for anything else."""
     if not path.is_dir():
         raise EvalError(f"--model_path {path}: no such folder")
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
@@ -109,7 +109,8 @@ def is_conversion(folder: Path) -> bool:
 
 
 def weights_identity(path: Path) -> str:
-    """Of the model as it was given, not of its conversion: another one after any of its files changed."""
+    """Return an identifier of the model as it was given, not of its conversion; it differs after any of its files
+    changed."""
     folder, is_ready = find_model(path)
     files = [p for p in folder.glob("*.safetensors" if is_ready else "**/*") if p.is_file()]
     stats = sorted((str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files)
@@ -128,7 +129,7 @@ def _convert(path: Path, checkpoint: Path, target: Path) -> None:
 
 
 def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool]:
-    """KEY=VALUE words; a value is a number or true/false where it reads as one. Raises EvalError."""
+    """Parse KEY=VALUE words; a value is a number or true/false where it reads as one. Raises EvalError."""
     arguments: dict[str, str | int | float | bool] = {}
     for word in given:
         name, equals, value = word.partition("=")
@@ -154,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """All of it, or the file stays as it was: what ends this process may come in the middle."""
+    """Write all of a file, or leave it unchanged, even if this process ends in the middle."""
     temporary = path.with_name(path.name + TEMPORARY)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(value, indent=1) + "\n")

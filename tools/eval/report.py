@@ -35,7 +35,7 @@ class Result:
     """k -> percent, for 1 and those of PASS_AT for which there are enough samples."""
 
     def values(self) -> dict[str, str | int | float | None]:
-        """By the names of the columns."""
+        """Return the cells by the names of the columns."""
         cells: tuple[str | int | float | None, ...] = (
             self.dataset, self.num_questions, self.greedy_length, self.sample_length, self.greedy_acc,
             *(self.pass_at.get(k) for k in (1, *PASS_AT)),
@@ -44,8 +44,9 @@ class Result:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Probability that at least one of k of the samples, drawn without putting back, is right: the unbiased estimator
-    1 - C(n - c, k) / C(n, k) of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+    """Return the probability that at least one of k of the samples, drawn without replacement, is correct: the unbiased
+    estimator 1 - C(n - c, k) / C(n, k) of Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
+    equation 1.
 
     Raises ValueError for k > num_samples."""
     if k > num_samples:
@@ -54,7 +55,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def by_question(answers: Sequence[Answer], mode: Mode) -> dict[str, list[Answer]]:
-    """query_id -> its answers of one mode, by number."""
+    """Return query_id -> its answers of one mode, by number."""
     found: dict[str, list[Answer]] = {}
     for answer in sorted((a for a in answers if a.mode == mode), key=lambda a: (a.query_id, a.number)):
         found.setdefault(answer.query_id, []).append(answer)
@@ -100,7 +101,7 @@ def _cell(value: object) -> str:
 
 
 def unjudged_line(answers: Iterable[Answer]) -> str | None:
-    """How many answers count as wrong because judging them failed; None: none does."""
+    """Return how many answers count as wrong because judging them failed; None: none does."""
     counts = Counter(a.unjudged for a in answers if a.unjudged is not None)
     if not counts:
         return None
@@ -120,7 +121,7 @@ def write_report(folder: Path, results: Sequence[Result], settings: Mapping[str,
 
 
 def draw_bars(path: Path, results: Sequence[Result], *, title: str) -> None:
-    """A PNG: for every dataset a group of bars, one a measure."""
+    """Draw a PNG: for every dataset a group of bars, one per measure."""
     import matplotlib
 
     matplotlib.use("Agg")

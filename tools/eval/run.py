@@ -95,7 +95,7 @@ class EvalSettings:
 
 
 def settings_from(given: argparse.Namespace) -> EvalSettings:
-    """Checks what can be checked before anything is started. Raises EvalError and DatasetError."""
+    """Check the arguments before anything is started and return the settings. Raises EvalError and DatasetError."""
     for option, ok, rule in (
         ("n_sampling", given.n_sampling >= 0, "at least 0"),
         ("temperature", given.temperature > 0, "greater than 0; the greedy answer is always given too"),
@@ -137,7 +137,7 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
 
 
 def _check_may_be_emptied(folder: Path, *, needed: Sequence[Path]) -> None:
-    """Raises EvalError unless the folder is an evaluation's, or empty, and holds nothing that this one reads."""
+    """Raise EvalError unless the folder is an evaluation's, or empty, and holds nothing that this one reads."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -153,7 +153,8 @@ def _check_may_be_emptied(folder: Path, *, needed: Sequence[Path]) -> None:
 
 
 def _is_evaluation(folder: Path) -> bool:
-    """By its settings; where these are missing or damaged, by holding what an evaluation writes and nothing else."""
+    """Return whether a folder is an evaluation's, by its settings; where these are missing or damaged, by containing
+    only files of an evaluation."""
     try:
         found = read_json(folder / SETTINGS)
     except EvalError:
@@ -166,7 +167,7 @@ def _is_evaluation(folder: Path) -> bool:
 
 
 def _is_result(path: Path) -> bool:
-    """Answers, or a conversion, whole or not."""
+    """Return whether a file belongs to answers or a conversion, complete or not."""
     if path.is_dir():
         return CONVERTING in path.name or (path.name == CONVERTED and is_conversion(path))
     try:
@@ -267,8 +268,8 @@ async def _answer_all(
 
 
 def _identity(settings: EvalSettings, template: str, ends: Sequence[int]) -> dict[str, Any]:
-    """What settles the answers beside the model, for the file beside them. How many questions and samples may
-    change."""
+    """Return what determines the answers beside the model, for the file beside them. The number of questions and
+    samples may change."""
     questions = {
         b.name: hashlib.blake2b(repr([(r.query_id, r.prompt, r.solutions) for r in b.rows]).encode()).hexdigest()[:16]
         for b in settings.benchmarks

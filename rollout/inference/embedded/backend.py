@@ -22,7 +22,7 @@ class EmbeddedBackend:
     shared_memory_names = ()
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
-        """It has no flags, and ignores all."""
+        """Accept all flags: there are none, and unknown ones are ignored."""
         return iter(())
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ class InferenceConfig:
 
     @classmethod
     def of(cls, model: ModelConfig) -> InferenceConfig:
-        """Raises ValueError for a model with experts or latent attention."""
+        """Select the fields of a dense model. Raises ValueError for a model with experts or latent attention."""
         if model.moe is not None or model.mla is not None:
             raise ValueError(
                 f"model_type={model.model_type!r} has experts or latent attention, and the embedded generator samples "

@@ -38,8 +38,8 @@ LARGE_BYTES, LARGE_TRIM_STEPS = 2**30, 64
 
 
 def padded_length(length: int) -> int:
-    """How far a prompt is filled up. A function of its own length alone, because the length of a batch changes the
-    rounding of attention."""
+    """Return the length to which a prompt is padded. It depends on the prompt alone, because the length of a batch
+    changes the rounding of attention."""
     step = max(16, capacity_for(length) // 16)
     return -(-length // step) * step
 
@@ -118,7 +118,7 @@ class Engine:
         return aborted + [(job.request, job.partial()) for job in waiting]
 
     def partial(self) -> dict[str, Completion]:
-        """What running and waiting requests have so far, by request id."""
+        """Return the tokens so far of running and waiting requests, by request id."""
         running = [self._slots.peek(slot, "abort") for slot, _ in self._slots.running()]
         waiting = [(job.request, job.output) for job in self._waiting if job.output is not None]
         return {request.request_id: completion for request, completion in [*running, *waiting]}

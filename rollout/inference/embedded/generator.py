@@ -141,8 +141,8 @@ class EmbeddedGenerator:
         self._enqueue(requests, [None] * len(requests))
 
     async def drain(self, *, linger_seconds: float = 0.0) -> list[tuple[str, Completion]]:
-        """(request_id, completion) of what submit() brought and what finished since the last call. Waits until there
-        is something, then `linger_seconds` more, which makes fewer and larger answers."""
+        """Return (request_id, completion) of requests from submit() that have finished since the last call. Waits until
+        there is one, then `linger_seconds` more, so that answers are fewer and larger."""
         lingered = not linger_seconds
         while True:
             with self._changed:
@@ -178,7 +178,7 @@ class EmbeddedGenerator:
         await self._call(lambda: self._do_resume(version))
 
     async def health(self) -> Health:
-        """Version and load; raises GeneratorError once the engine is gone."""
+        """Return version and load; raises GeneratorError once the engine is gone."""
         self._raise_if_gone()
         running = self._engine.num_running
         return Health(
@@ -186,7 +186,8 @@ class EmbeddedGenerator:
         )
 
     async def partial(self) -> dict[str, Completion]:
-        """Tokens so far of the requests in flight, by request id, and what drain() did not hand out yet."""
+        """Return the tokens so far of the requests in flight, by request id, and completions that drain() has not
+        returned yet."""
         partial: dict[str, Completion] = await self._call(self._engine.partial)
         with self._changed:
             return partial | dict(self._drained)
@@ -235,7 +236,7 @@ class EmbeddedGenerator:
             self._changed.notify_all()
 
     def _check(self, request: GenerateRequest) -> None:
-        """Raises ValueError if the request cannot be served."""
+        """Raise ValueError if the request cannot be served."""
         sampling, name = request.sampling, f"request {request.request_id!r}"
         length = len(request.prompt_ids) + sampling.max_new_tokens
         done = 0 if request.output is None else len(request.output.token_ids)

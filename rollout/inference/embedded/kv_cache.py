@@ -146,7 +146,8 @@ class KVCache:
         return self._order
 
     def add(self, slots: np.ndarray, capacity: int) -> Tensor:
-        """Slots for `slots` in the pool of this capacity: [layers, 2, n, G, capacity, D], for the caller to fill."""
+        """Return room for `slots` in the pool of this capacity, for the caller to fill: [layers, 2, n, G, capacity,
+        D]."""
         pool = self._pool(capacity)
         first = pool.n
         pool.reserve(len(slots))
@@ -193,7 +194,8 @@ class KVCache:
         return self._pools[capacity]
 
     def begin_step(self, positions: Tensor) -> None:
-        """Each lane, in order(), is about to write its token at `positions` ([n] int64) and to attend up to it."""
+        """Prepare a step in which each slot, in order(), writes its token at `positions` ([n] int64) and attends up to
+        it."""
         first = 0
         self._steps = []
         for pool in self._pools.values():

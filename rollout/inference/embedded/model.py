@@ -76,8 +76,8 @@ class Transformer:
         return self._final_norm(self._layers(tokens, positions, longest, attend)[:n])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, padded_size(vocab_size)] float32, -inf beyond the vocabulary. The next call
-        overwrites it."""
+        """Compute the logits of [n, hidden_size]: [n, padded_size(vocab_size)] float32, -inf beyond the vocabulary. The
+        next call overwrites the result."""
         n, vocab_size = hidden.shape[0], self.config.vocab_size
         hidden, head = _padded(hidden), self._weights.head
         if self._logits.shape[0] < hidden.shape[0]:
@@ -112,7 +112,7 @@ class Transformer:
             x.add_(F.rms_norm(F.linear(y, weight), x.shape[1:], norm, self.config.rms_norm_eps))
 
     def _rotate(self, qkv: Tensor, layer: LayerWeights, rotation: Tensor) -> None:
-        """Norm (Qwen3) and rotate queries and keys [t, (H + G) D] in place."""
+        """Normalize (Qwen3) and rotate queries and keys [t, (H + G) D] in place."""
         c = self.config
         qk = qkv[:, : self._rotary_columns].view(qkv.shape[0], -1, c.head_dim)
         if layer.qk_norm is not None:
@@ -127,7 +127,7 @@ class Transformer:
         return F.rms_norm(x, x.shape[1:], self._weights.norm, self.config.rms_norm_eps)
 
     def _rotation_table(self, length: int) -> Tensor:
-        """[at least length, R / 2] complex64, R: rotary_dim: e^(i * position * frequency)."""
+        """Return e^(i * position * frequency): [at least length, rotary_dim / 2] complex64."""
         if self._rotations.shape[0] < length:
             positions = torch.arange(2 * length, dtype=torch.float32, device=self._device)
             angles = positions[:, None] * self._frequencies
@@ -136,13 +136,13 @@ class Transformer:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """`rows` with zero rows appended up to MIN_ROWS."""
+    """Return `rows` with zero rows appended up to MIN_ROWS."""
     short = MIN_ROWS - rows.shape[0]
     return rows if short <= 0 else torch.cat((rows, rows.new_zeros(short, *rows.shape[1:])))
 
 
 def inverse_frequencies(config: InferenceConfig) -> Tensor:
-    """[rotary_dim / 2] float32: radians a position, of each rotated pair of dimensions."""
+    """Return the radians per position of each rotated pair of dimensions: [rotary_dim / 2] float32."""
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)

@@ -17,15 +17,16 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return the finaliser of SplitMix64: a bijection of 64-bit integers whose output bits look independent of its
-    input."""
+    """Mix bits with the finalizer of SplitMix64: a bijection of 64-bit integers whose output bits look independent of
+    its input."""
     x = (x ^ (x >> np.uint64(30))) * _MULTIPLIERS[0]
     x = (x ^ (x >> np.uint64(27))) * _MULTIPLIERS[1]
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seeds: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
-    """Numbers first[r] .. first[r] + count - 1 of the streams of `seeds` ([n] uint64): [n, count] float64 in [0, 1).
+    """Return the numbers first[r] .. first[r] + count - 1 of the streams of `seeds` ([n] uint64): [n, count] float64 in
+    [0, 1).
 
     SplitMix64 read at any place. Multiples of 2**-52, so that u * total < total also after rounding."""
     places = (first[:, None] + np.arange(1, count + 1)).astype(np.uint64)
@@ -33,12 +34,12 @@ def uniforms(seeds: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
 
 
 def num_blocks(vocab_size: int) -> int:
-    """Over how many blocks `draw` spreads a vocabulary: about its square root, a power of two."""
+    """Return the number of blocks over which `draw` spreads a vocabulary: about its square root, a power of two."""
     return max(16, 2 ** round(math.log2(vocab_size) / 2))
 
 
 def padded_size(vocab_size: int) -> int:
-    """Columns that logits need: the vocabulary filled up to whole blocks. The rest must be -inf."""
+    """Return the number of columns of logits: the vocabulary padded to whole blocks. The padding must be -inf."""
     blocks = num_blocks(vocab_size)
     return -(-vocab_size // blocks) * blocks
 
@@ -49,7 +50,7 @@ def _require_finite(x: Tensor) -> None:
 
 
 def draw(probs: Tensor, u: Tensor, blocks: int) -> Tensor:
-    """Index drawn from each row of `probs` ([n, padded_size] float32) with `u` ([n] float64): [n] int64.
+    """Draw an index from each row of `probs` ([n, padded_size] float32) with `u` ([n] float64): [n] int64.
 
     Column c belongs to block c % blocks. The block is drawn first, then the column in it, so that only
     O(sqrt(vocabulary)) numbers are accumulated, in float64. Raises FloatingPointError if a row is not finite."""
@@ -70,8 +71,8 @@ def draw(probs: Tensor, u: Tensor, blocks: int) -> Tensor:
 
 
 def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`logits` ([n, v]) with -inf outside of the top_k ([n] int64) most likely columns, and among these outside of the
-    smallest set that holds top_p ([n] float32) of their probability. The most likely column always stays."""
+    """Set `logits` ([n, v]) to -inf outside the top_k ([n] int64) most likely columns, and among these outside the
+    smallest set with probability top_p ([n] float32). The most likely column always remains."""
     probs, order = torch.sort(torch.softmax(logits, dim=-1), dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=logits.device)
     probs.masked_fill_(rank >= top_k[:, None], 0.0)
@@ -90,8 +91,8 @@ def sample(
     *,
     vocab_size: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [n] int64 and their log-probabilities [n] float32. Greedy rows report the log-probability under
-    temperature 1, the only informative one."""
+    """Sample tokens [n] int64 and return them with their log-probabilities [n] float32. Greedy rows report the
+    log-probability under temperature 1, the only informative one."""
     device = logits.device
     greedy = temperature == 0
     if greedy.all():

@@ -35,7 +35,7 @@ class Job:
         return cls(request=request, prefix=prefix, output=output, key=prefix.tobytes())
 
     def partial(self) -> Completion:
-        """What an abort hands out while the job waits."""
+        """Return the completion that an abort returns while the job waits."""
         if self.output is not None:
             return replace(self.output, finish_reason="abort")
         empty = np.empty(0, dtype=np.int32)
@@ -70,7 +70,7 @@ class Slots:
         return len(self.requests) - len(self.free)
 
     def running(self) -> Iterator[tuple[int, GenerateRequest]]:
-        """(slot, request) of every running request."""
+        """Yield (slot, request) of every running request."""
         return ((slot, request) for slot, request in enumerate(self.requests) if request is not None)
 
     def start(self, jobs: Sequence[Job]) -> np.ndarray:
@@ -107,7 +107,7 @@ class Slots:
             self.versions[slot, :n] = job.output.versions
 
     def _widen(self, width: int) -> None:
-        """Room for `width` output tokens a slot."""
+        """Make room for `width` output tokens per slot."""
         if width > self.tokens.shape[1]:
             more = ((0, 0), (0, max(64, width, 2 * self.tokens.shape[1]) - self.tokens.shape[1]))
             self.tokens = np.pad(self.tokens, more)
@@ -128,7 +128,7 @@ class Slots:
         return self._uniforms[slots, offset]
 
     def forbidden(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """(rows among `slots`, token ids) of the stop tokens that min_new_tokens still rules out, or None."""
+        """Return (rows among `slots`, token ids) of the stop tokens that min_new_tokens still excludes, or None."""
         early = (self.num_output[slots] < self.min_new_tokens[slots]).nonzero()[0]
         if not len(early):
             return None
@@ -160,7 +160,7 @@ class Slots:
         return finished
 
     def peek(self, slot: int, reason: FinishReason) -> tuple[GenerateRequest, Completion]:
-        """What a running slot holds."""
+        """Return the request of a running slot and its tokens so far."""
         request, n = self.requests[slot], int(self.num_output[slot])
         assert request is not None, "only running slots finish"
         return request, Completion(

@@ -60,7 +60,7 @@ class ModelWeights:
         self.missing = set(self.names)
 
     def _register(self, name: str, view: Tensor, shape: tuple[int, ...] | None = None) -> None:
-        """`view` holds parameter `name`; where their shapes differ, the parameter is reshaped to the view's."""
+        """Make `view` hold parameter `name`; where their shapes differ, the parameter is reshaped to the view's."""
         self.names[name] = (view, torch.Size(shape if shape is not None else view.shape))
 
     def _make_layer(self, prefix: str) -> LayerWeights:
@@ -131,7 +131,7 @@ class ModelWeights:
         self.missing -= known.keys()
 
     def _is_derived(self, name: str) -> bool:
-        """Tensors that some checkpoints carry although other parameters determine them."""
+        """Return whether a tensor that some checkpoints contain is determined by other parameters."""
         return name.endswith("rotary_emb.inv_freq") or (self._config.tied and name == "lm_head.weight")
 
     def load_folder(self, path: str | Path) -> None:
@@ -150,7 +150,7 @@ class ModelWeights:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that the index names: a folder may hold the same weights in another form beside them."""
+    """Return the files that the index names: a folder may contain the same weights in another format."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:

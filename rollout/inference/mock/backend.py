@@ -23,11 +23,11 @@ class MockBackend:
     shared_memory_names = ()
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
-        """It has no flags, and ignores all."""
+        """Accept all flags: there are none, and unknown ones are ignored."""
         return iter(())
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
-        """Return every model has a vocabulary."""
+        """Accept every model: each has a vocabulary."""
         return iter(())
 
     async def start(self, settings: BackendSettings) -> Replica:

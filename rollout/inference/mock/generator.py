@@ -91,7 +91,7 @@ class MockGenerator:
         self._something_done.set()
 
     async def drain(self) -> list[tuple[str, Completion]]:
-        """What finished since the last call; waits if nothing did."""
+        """Return what has finished since the last call; wait if nothing has."""
         await self._something_done.wait()
         self._something_done.clear()
         done = list(self._done)
@@ -99,11 +99,11 @@ class MockGenerator:
         return done
 
     async def pause(self) -> None:
-        """No token appears before resume()."""
+        """Stop sampling until resume()."""
         self._open.clear()
 
     async def update_weights(self, bucket: WeightBucket) -> None:
-        """There are no weights."""
+        """Ignore the weights."""
 
     async def resume(self, version: int) -> None:
         self._version = version
@@ -113,10 +113,10 @@ class MockGenerator:
         return Health(version=self._version, num_running=len(self._running), num_waiting=len(self._done))
 
     async def partial(self) -> dict[str, Completion]:
-        """What requests in flight have so far, and what drain() did not hand out yet."""
+        """Return the tokens so far of requests in flight, and completions that drain() has not returned yet."""
         return {name: self._completion(s, "abort") for name, s in self._running.items()} | dict(self._done)
 
     async def close(self) -> None:
-        """Requests that still run end without a completion."""
+        """End running requests without a completion."""
         for task in self._tasks:
             task.cancel()

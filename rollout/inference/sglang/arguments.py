@@ -25,5 +25,5 @@ FROM_ELSEWHERE = {
 
 
 def decided_elsewhere(key: str) -> str | None:
-    """What decides the server argument `key`; None where its user does."""
+    """Return the key or mechanism that determines the server argument `key`; None where users may set it."""
     return FROM_ELSEWHERE.get(key.replace("-", "_"))

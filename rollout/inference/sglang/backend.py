@@ -34,7 +34,8 @@ class SGLangBackend:
                 yield flag, why
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
-        """What SGLang's own model of the family does not read in config.json, and samples something else for."""
+        """Yield the keys of config.json that SGLang's own model of the family ignores, so that it samples from another
+        model."""
         for key in FAMILIES[model.model_type].ignored_by_servers(model):
             yield (
                 "actor.path",
@@ -43,7 +44,8 @@ class SGLangBackend:
             )
 
     async def start(self, settings: BackendSettings) -> Replica:
-        """Raises ValueError where GPUs are missing or in use, GeneratorStartError with the server's last log lines."""
+        """Start a server. Raises ValueError where GPUs are missing or in use, GeneratorStartError with the server's
+        last log lines."""
         from rollout.inference.sglang.generator import SGLangGenerator
         from rollout.inference.sglang.server import ServerSettings
 

@@ -55,14 +55,14 @@ class ExpectedChecksums:
         self._sums: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """`tensor` as the server will hold it (its format included)."""
+        """Add `tensor` in the format of the server."""
         for rank in range(self._tp):
             for param, part, start in self._parts(name, tensor, rank):
                 self._sums[rank, param].append(position_checksum(part, start))
 
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
-        """Parameters whose checksum differs, is missing, or was not expected: "name (rank r)" each. `received` is
-        what each tensor-parallel rank reports."""
+        """Return the parameters whose checksum differs, is missing, or was not expected, as "name (rank r)". `received`
+        are the reports of the tensor-parallel ranks."""
         keys = list(self._sums)
         sums = [torch.stack(self._sums[key]).sum() for key in keys]
         expected = dict(zip(keys, torch.stack(sums).tolist() if sums else [], strict=True))
@@ -108,7 +108,7 @@ class ExpectedChecksums:
         return f"{found['layer']}.w13_weight", part, (2 * number + (found["kind"] == "up")) * part.numel()
 
     def _heads(self, place: Heads, rank: int) -> tuple[int, int, int]:
-        """(row of the rank's parameter where they start, first row of the tensor, number of rows)."""
+        """Return (first row in the rank's parameter, first row of the tensor, number of rows)."""
         s, tp = self._shape, self._tp
         query_rows = s.num_heads // tp * s.head_dim
         if place.kind == "query":

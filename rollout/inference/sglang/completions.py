@@ -91,7 +91,8 @@ def read_answer(
 
 
 def so_far(output: Completion, told: Sampled | None, sampling: SamplingParams) -> Completion:
-    """What a request has whose server tells of `told`, tokens after `output`. Finished if there is nothing to add."""
+    """Return a request's tokens: `output`, then those that the server reports in `told`. Finished if there is nothing
+    to add."""
     whole = output if told is None else joined(output, _completion(told, sampling, "abort"))
     return replace(whole, finish_reason=end_of(whole, sampling) or "abort")
 
@@ -105,14 +106,14 @@ def _completion(sampled: Sampled, sampling: SamplingParams, reason: FinishReason
 
 
 def end_of(output: Completion, sampling: SamplingParams) -> FinishReason | None:
-    """How `output` ended, if it is complete: an abort may reach a request that had its last token."""
+    """Return how `output` ended, if it is complete: an abort may arrive after the last token."""
     if len(output.token_ids) and output.token_ids[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(output.token_ids) >= sampling.max_new_tokens else None
 
 
 def joined(output: Completion, part: Completion) -> Completion:
-    """`part` after `output`; how it ended is how `part` did."""
+    """Append `part` to `output`, with the finish reason of `part`."""
     if not len(output.token_ids):
         return part
     return Completion(

@@ -31,13 +31,13 @@ class ExpertsOfTokens:
         self._shape = model.num_layers, model.moe.top_k
 
     def question(self, known: np.ndarray | None) -> dict[str, Any]:
-        """What is asked in a request, given the experts of the tokens before."""
+        """Return the fields of a request that ask for experts, given those of the tokens before."""
         return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
 
     def read(self, meta: Mapping[str, Any], known: np.ndarray | None, num_tokens: int, *, server: str) -> np.ndarray:
-        """[num_tokens - 1, layers, k] int16: those of the first tokens of a request, of which it has `num_tokens` now,
-        out of an answer's meta_info. One that was aborted while it waited for memory in the server tells of none: -1.
-        Raises GeneratorCallError where they are missing or too few."""
+        """Return the experts of the first tokens of a request, which has `num_tokens` now, from an answer's meta_info:
+        [num_tokens - 1, layers, k] int16. A request aborted while it waited for memory in the server has none: -1.
+        Raises GeneratorCallError where experts are missing or too few."""
         before = np.empty((0, *self._shape), np.int16) if known is None else known
         wanted = num_tokens - 1 - len(before)
         told = meta.get("routed_experts")

@@ -158,8 +158,8 @@ class SGLangGenerator:
             task.add_done_callback(self._tasks.discard)
 
     async def drain(self, *, linger_seconds: float = 0.0) -> list[tuple[str, Completion | Exception]]:
-        """(request_id, completion, or what generate() would raise) of what submit() brought and what ended since the
-        last call. Waits until there is something, then `linger_seconds` more, which makes fewer and larger answers."""
+        """Return (request_id, completion or error) of requests from submit() that have ended since the last call. Waits
+        until there is one, then `linger_seconds` more, so that answers are fewer and larger."""
         await self._something_done.wait()
         if linger_seconds:
             await asyncio.sleep(linger_seconds)
@@ -202,7 +202,7 @@ class SGLangGenerator:
         await self._post(receive_folder(path))
 
     async def checksums(self) -> list[dict[str, int]]:
-        """position_checksum of every parameter, by the server's own names, per tensor-parallel rank."""
+        """Return position_checksum of every parameter, by the server's own names, per tensor-parallel rank."""
         return checksums_of(await self._post(CHECKSUMS))
 
     async def release_memory(self, tags: Sequence[str]) -> None:
@@ -218,15 +218,15 @@ class SGLangGenerator:
         await self._post(("/resume_memory_occupation", {"tags": list(tags)}))
 
     async def health(self) -> Health:
-        """Version and load. Raises GeneratorGone when the server does not answer."""
+        """Return version and load. Raises GeneratorGone when the server does not answer."""
         # While it is paused its scheduler may be busy with weights for as long as these take.
         await self._check_answers(ALIVE if self._open.is_set() else "/model_info")
         return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
 
     async def partial(self) -> dict[str, Completion]:
-        """What requests in flight have sampled, each token with its version, and what drain() did not hand out yet.
-        A server that does not answer within 5 s, or has several pipeline stages, tells nothing: its requests have what
-        they came with, or were handed back with by the last update under interrupt=abort."""
+        """Return the sampled tokens of requests in flight, each with its version, and completions that drain() has not
+        returned yet. If a server does not respond within 5 s, or has several pipeline stages, its requests have the
+        tokens that they started with, or that the last update under interrupt=abort returned."""
         told = await self._ask_in_flight()
         # From here on nothing is awaited: a request is either still running or done.
         running = {name: so_far(r.output, told.get(r.rid), r.request.sampling) for name, r in self._running.items()}
@@ -234,8 +234,8 @@ class SGLangGenerator:
         return {name: part for name, part in running.items() if len(part.token_ids)} | done
 
     async def _ask_in_flight(self) -> dict[str, Sampled]:
-        """By request id of the server, also of requests that wait there, which have no tokens. Returns when it told of
-        every request, or has answered it, or time is up."""
+        """Return the sampled tokens by request id of the server; waiting requests have none. Returns when every request
+        is reported or answered, or when the time is over."""
         sent = [running for running in self._running.values() if running.rid]
         if not sent or self._server.settings.pp > 1:
             return {}
@@ -285,7 +285,8 @@ class SGLangGenerator:
             await self._answered.wait()
 
     async def _attempt(self, running: _Running) -> Completion:
-        """Tokens after `running.output`, as far as one request to the server brings them; experts of all tokens."""
+        """Return the tokens after `running.output`, as far as one request to the server brings them; experts of all
+        tokens."""
         self._waiting += 1
         try:
             await self._open.wait()
@@ -331,7 +332,7 @@ class SGLangGenerator:
             raise ValueError(f"{what} needs pause() first: requests are being sampled with these weights")
 
     def _check(self, request: GenerateRequest) -> None:
-        """Raises ValueError if the request cannot be served."""
+        """Raise ValueError if the request cannot be served."""
         sampling, name = request.sampling, f"request {request.request_id!r}"
         ids = np.asarray(request.prompt_ids)
         done = 0 if request.output is None else len(request.output.token_ids)

@@ -61,7 +61,7 @@ _CHUNK = 1 << 24
 
 
 def position_checksum(tensor: Tensor, start: int = 0) -> Tensor:
-    """[] int64: sum over elements of bits x weight(position), modulo 2^64; positions count from `start`.
+    """Sum bits x weight(position) over the elements, modulo 2^64: [] int64. Positions count from `start`.
 
     Additive, so the checksum of a fused tensor is the sum over its parts; zeros (padding) add nothing. Exact on any
     device: integers only."""
@@ -93,17 +93,17 @@ class Hooks:
         self.version = 0
 
     def tag_tokens(self, result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """After Scheduler.run_batch: one version for each request's next token."""
+        """Record one version for the next token of each request, after Scheduler.run_batch."""
         output = getattr(result, "logits_output", None)
         if output is not None:
             output.customized_info = {VERSION_KEY: [self.version] * len(batch.reqs)}
 
     def name_prefix(self, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-        """Before Scheduler._add_request_to_queue: prefixes are shared among requests of one version."""
+        """Restrict shared prefixes to requests of one version, before Scheduler._add_request_to_queue."""
         req.extra_key = str(self.version)
 
     def before_continue(self, scheduler: Any, request: Any) -> None:
-        """Before Scheduler.continue_generation: its request id is the version from now on."""
+        """Set the version to the request id, before Scheduler.continue_generation."""
         if request.rid is not None:
             if self.version != int(request.rid):
                 empty_prefix_cache(scheduler)
@@ -112,12 +112,13 @@ class Hooks:
                 req.extra_key = request.rid
 
     def wait_for_device(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """After a pause: in_place leaves a forward pass running. After an update: the sender's memory may be reused."""
+        """Wait for the device. After a pause: in_place leaves a forward pass running. After an update: the sender may
+        reuse its memory."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def checksum(self, original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        """Around WeightChecker.handle: its own hash needs a GPU, and a copy of it on the sender's side would too."""
+        """Compute the checksum in place of WeightChecker.handle, whose hash needs a GPU, on the sender's side too."""
         if action != "checksum":
             return original(checker, action, *args, **kwargs)
         named = dict(checker._get_model().named_parameters())
@@ -137,7 +138,7 @@ class InFlight:
         self._module = beside("in_flight.py")
 
     def add_routes(self) -> None:
-        """In the process that answers HTTP: paths that ask the scheduler."""
+        """Add paths that query the scheduler to the process that answers HTTP."""
         from sglang.srt.entrypoints import http_server
         from sglang.srt.managers.io_struct import GetInternalStateReq
         from sglang.srt.managers.tokenizer_manager import ServerStatus
@@ -163,7 +164,7 @@ class InFlight:
         http_server.app.add_api_route(self._module.ALIVE, tell_nothing, methods=["GET"], response_model=None)
 
     def tell(self, original: Any, scheduler: Any, request: Any) -> Any:
-        """Around Scheduler.get_internal_state, which all ranks run and one answers."""
+        """Answer queries around Scheduler.get_internal_state, which all ranks run and one answers."""
         if request.rid not in (self._module.ASKS, self._module.ASKS_NOTHING):
             return original(scheduler, request)
         from sglang.srt.managers.io_struct import GetInternalStateReqOutput
@@ -182,8 +183,8 @@ def known_requests(scheduler: Any) -> list[Any]:
 
 
 def drop_answer(cache: Any, req: Any, is_insert: bool = True, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before RadixCache.cache_finished_req: prompts stay in the cache, answers do not. A cache full of these looks for
-    the oldest one at every step, among tens of thousands."""
+    """Keep prompts but no answers in the cache, before RadixCache.cache_finished_req. A cache full of answers would
+    search for the oldest of tens of thousands at every step."""
     return (cache, req), {**kwargs, "is_insert": False}
 
 
@@ -210,8 +211,8 @@ class Sampling:
         self._keep_most_likely, self._draw = module.keep_most_likely, module.draw
 
     def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:
-        """Around Sampler._sample_from_probs. What was left of each row's probability goes with the tokens; greedy rows
-        (top_k = 1) keep the log-probability under temperature 1."""
+        """Sample around Sampler._sample_from_probs. The remaining probability of each row is kept with its token;
+        greedy rows (top_k = 1) keep the log-probability under temperature 1."""
         if is_simple:
             return self._drawn(original, sampler, probs, info, positions)
         if info.need_min_p_sampling:
@@ -229,7 +230,7 @@ class Sampling:
         return self._draw(probs)
 
     def renormalise(self, original: Any, processor: Any, logprobs: Tensor, top: Any, asked: Any, tokens: Tensor) -> Any:
-        """Around OutputLogprobProcessor.compute_logprobs."""
+        """Renormalize log-probabilities around OutputLogprobProcessor.compute_logprobs."""
         result = original(processor, logprobs, top, asked, tokens)
         log_kept = getattr(tokens, _LOG_KEPT, None)
         if log_kept is not None:
@@ -237,8 +238,9 @@ class Sampling:
         return result
 
     def forget(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """After ScheduleBatch.filter_batch: whether a batch has a request with top_k or top_p is otherwise remembered
-        until the batch is empty, which it never is in a run, and one evaluation would slow all of the rest down."""
+        """Recompute, after ScheduleBatch.filter_batch, whether a batch has a request with top_k or top_p. SGLang
+        otherwise remembers it until the batch is empty, which does not happen in a run, so one evaluation would slow
+        down all later steps."""
         info = batch.sampling_info
         if batch.reqs and (info.need_top_k_sampling or info.need_top_p_sampling):
             from sglang.srt.sampling.sampling_params import TOP_K_ALL
@@ -249,8 +251,8 @@ class Sampling:
 
 
 def fp32_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, bias: Tensor | None = None) -> Tensor:
-    """Around LogitsProcessor._compute_lm_head, for plain heads on GPUs. The server's own enable_fp32_lm_head converts
-    the whole weight at every step."""
+    """Compute float32 logits around LogitsProcessor._compute_lm_head, for plain heads on GPUs. The server's own
+    enable_fp32_lm_head converts the whole weight at every step."""
     weight = getattr(lm_head, "weight", None)
     if (
         isinstance(weight, Tensor)
@@ -265,20 +267,21 @@ def fp32_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, bia
 
 
 def gather_of_one(original: Any, delayer: Any, **info: int) -> Tensor:
-    """Around PrefillDelayer._gather_info, which every step calls: one rank has nobody to ask."""
+    """Skip the collective of PrefillDelayer._gather_info, called in every step, where there is a single rank."""
     if delayer._global_info_buffer.numel() != len(_DELAYER_INFO):
         return original(delayer, **info)
     return torch.tensor([[int(info[name]) for name in _DELAYER_INFO]])
 
 
 def many_at_once(delayer: Any, *args: Any, **info: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before PrefillDelayer._negotiate_should_allow_prefill: the free places that make a prefill worth it. SGLang's own
-    figure, the most prompts that there lately were at once, decays to one where a place becomes free at a time."""
+    """Set the number of free slots from which a prefill is worthwhile, before
+    PrefillDelayer._negotiate_should_allow_prefill. SGLang's own value, the maximum of recent waiting prompts, decays to
+    one where slots become free one at a time."""
     return (delayer, *args), {**info, "max_prefill_bs": math.ceil(PREFILL_SHARE * info["max_running_requests"])}
 
 
 def kept_experts(original: Any, cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
-    """Around BaseHostCache.__init__, which page-locks what it takes."""
+    """Allocate page-locked memory around BaseHostCache.__init__."""
     if torch.cuda.is_available():
         original(cache, num_tokens, num_layers, topk_size, name)
         return
@@ -287,8 +290,8 @@ def kept_experts(original: Any, cache: Any, num_tokens: int, num_layers: int, to
 
 
 def copy_experts(output: Any, *args: Any, **kwargs: Any) -> None:
-    """After BaseTopkCapturer.on_forward_end: what is on its way to the host is a copy on a GPU. Elsewhere it would be a
-    view of the buffer that the next forward pass writes to, before this one's result is looked at."""
+    """Copy the experts to the host after BaseTopkCapturer.on_forward_end. Without a GPU they would be a view of the
+    buffer that the next forward pass overwrites."""
     if output is not None and output.topk.device.type == "cpu":
         output.topk = output.topk.clone()
 
@@ -327,7 +330,7 @@ def install_hooks() -> None:
 
 
 def hooks_not_applied() -> list[str]:
-    """Targets that this SGLang does not have; without one of them versions or log-probabilities would be wrong."""
+    """Return the targets that this SGLang lacks; without one of them versions or log-probabilities would be wrong."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     mine = {target for target, hooks in HookRegistry._hooks.items() if any(source == SOURCE for *_, source in hooks)}
@@ -341,7 +344,8 @@ def sglang_version() -> str:
 
 
 def command_line(flags: dict[str, Any]) -> list[str]:
-    """Server arguments by name as an argument list. Raises SystemExit(EXIT_USAGE) on a name this SGLang lacks."""
+    """Return server arguments by name as an argument list. Raises SystemExit(EXIT_USAGE) on a name this SGLang
+    lacks."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -366,7 +370,7 @@ def command_line(flags: dict[str, Any]) -> list[str]:
 
 
 def _key(option: str) -> str:
-    """--mem-fraction-static as a key: mem_fraction_static."""
+    """Return --mem-fraction-static as a key: mem_fraction_static."""
     return option.lstrip("-").replace("-", "_")
 
 

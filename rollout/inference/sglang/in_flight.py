@@ -34,9 +34,9 @@ class Sampled(NamedTuple):
 
 
 def pack(requests: Iterable[Any], version_key: str) -> dict[str, Any]:
-    """{request ids, numbers of tokens, and as bytes one after the other: tokens, log-probabilities, versions} of
-    SGLang's own requests; the lists that a final answer is made of. What of a request lacks one of the three is left
-    out. A request without tokens is named: one that is not has ended."""
+    """Pack SGLang's own requests into {request ids, numbers of tokens, and as consecutive bytes: tokens,
+    log-probabilities, versions}, from the lists that a final answer is made of. Tokens that lack one of the three are
+    omitted. A request without tokens is listed; an unlisted one has ended."""
     names: list[str] = []
     lengths: list[int] = []
     parts: list[tuple[bytes, bytes, bytes]] = []
@@ -55,12 +55,12 @@ def pack(requests: Iterable[Any], version_key: str) -> dict[str, Any]:
 
 
 def to_json(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes in base64."""
+    """Encode bytes in base64."""
     return {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in packed.items()}
 
 
 def unpack(answer: Mapping[str, Any]) -> dict[str, Sampled]:
-    """By request id, from what to_json() gave; nothing from an empty answer."""
+    """Return the sampled tokens by request id, from the result of to_json(); nothing from an empty answer."""
     if not answer:
         return {}
     ends = np.cumsum(answer["lengths"])[:-1]

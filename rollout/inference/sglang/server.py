@@ -136,7 +136,7 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
 
 
 def server_environment(settings: ServerSettings) -> dict[str, str]:
-    """Environment of the server's processes."""
+    """Return the environment of the server's processes."""
     env = os.environ | settings.env
     # This project's packages have names (core, tools) that the server's libraries may look for.
     root = Path(__file__).resolve().parents[3]
@@ -149,15 +149,15 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
 
 
 def decode_graph_sizes(max_running: int) -> list[int]:
-    """Batch sizes to capture: powers of two while small, then about ten even steps up to `max_running`; a batch runs in
-    the next larger one."""
+    """Return the batch sizes to capture: small powers of two, then about ten even steps up to `max_running`; a batch
+    runs in the next larger one."""
     step = max(8, -(-max_running // 80) * 8)
     small = [2**i for i in range(step.bit_length()) if 2**i < step]
     return sorted({*(size for size in small if size < max_running), *range(step, max_running, step), max_running})
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now."""
+    """Return free ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for s in sockets:
@@ -220,7 +220,7 @@ class SGLangServer:
             stdin.write(json.dumps({"parent": os.getpid(), "flags": dict(flags)}).encode())
 
     def _check_alive(self) -> None:
-        """Raises GeneratorStartError, or ValueError for wrong arguments, when the process has ended."""
+        """Raise GeneratorStartError, or ValueError for wrong arguments, when the process has ended."""
         assert self._process is not None, "start() launches it"
         code = self._process.poll()
         if code == EXIT_USAGE:
@@ -240,7 +240,7 @@ class SGLangServer:
         return f"no log in {self.settings.log_file}"
 
     def explain(self) -> str:
-        """What became of the process, for the message of a call that failed."""
+        """Return the state of the process, for the message of a call that failed."""
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"the server process ended with code {code}; {self.last_lines()}"
 

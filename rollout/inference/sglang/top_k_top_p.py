@@ -21,9 +21,9 @@ _BLOCK = 4096
 
 
 def draw(probs: Tensor) -> Tensor:
-    """One column of each row, with probabilities proportional to `probs` [n, v] float32, none of them negative, some of
-    each row positive; [n] int32. The first of exponential clocks with these rates to ring, as torch.multinomial() draws
-    it; that one first makes sure in ten more passes over the matrix that these are probabilities."""
+    """Draw one column of each row, with probabilities proportional to `probs` [n, v] float32, none of them negative,
+    some of each row positive: [n] int32. The smallest of exponential variables with these rates wins, as in
+    torch.multinomial(), which first checks the probabilities in ten more passes over the matrix."""
     clocks = torch.empty_like(probs).exponential_()
     return torch.div(probs, clocks, out=clocks).argmax(-1).to(torch.int32)
 

@@ -41,8 +41,8 @@ class ServerAddress:
 
 
 def flattened_metadata(bucket: FlatBucket) -> list[SimpleNamespace]:
-    """Where each tensor of a bucket lies, with the attributes of SGLang's FlattenedTensorMetadata (which only a process
-    that has SGLang could pickle)."""
+    """Return the location of each tensor of a bucket, with the attributes of SGLang's FlattenedTensorMetadata (which
+    only a process that has SGLang could pickle)."""
     return [
         SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
         for name, dtype, shape, start, end in bucket.spans()
@@ -104,7 +104,7 @@ def leave_group(group: str) -> Call:
 
 
 def pause_generation(mode: str) -> Call:
-    """Mode retract or in_place; what comes after this call on the server sees it paused."""
+    """Return the call that pauses in mode retract or in_place; later calls reach a paused server."""
     return "/pause_generation", {"mode": mode}
 
 
@@ -117,7 +117,7 @@ CHECKSUMS: Call = ("/weights_checker", {"action": "checksum"})
 
 
 def checksums_of(answer: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Per tensor-parallel rank, parameter name -> checksum, from the answer to CHECKSUMS."""
+    """Return parameter name -> checksum per tensor-parallel rank, from the answer to CHECKSUMS."""
     ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"]["tp_rank"])
     return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
 
@@ -147,7 +147,8 @@ def is_healthy(server: ServerAddress, *, timeout_seconds: float) -> bool:
 
 
 def post(server: ServerAddress, call: Call, *, timeout_seconds: float) -> dict[str, Any]:
-    """POST and wait for the answer, on a connection of its own. Raises GeneratorCallError, GeneratorGone."""
+    """Send a POST request on a connection of its own and wait for the answer. Raises GeneratorCallError,
+    GeneratorGone."""
     path, body = call
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_seconds)
