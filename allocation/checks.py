@@ -56,7 +56,7 @@ def model_errors(
     num_experts: int = 0,
     key: str = "allocation_mode",
 ) -> list[AllocationError]:
-    """Return every way in which the model at `path` cannot be split as `layout` says.
+    """Return every way in which the model at `path` cannot be split as `layout` specifies.
 
     A generator pads its vocabulary and copies a KV head to several ranks; a role that Megatron runs does not.
     `intermediate_size` 0: not checked; `num_experts` 0: a dense model.

@@ -38,7 +38,8 @@ _MAX_DIGITS = 6
 
 @dataclass(frozen=True)
 class Spec:
-    """What the text says. `generator` is None where no layout was written for it: it then follows from the others."""
+    """Content of an allocation string. `generator` is None where no layout was written for it: it then follows from the
+    others."""
 
     disaggregated: bool = False
     generator: ParallelLayout | None = None

@@ -34,7 +34,7 @@ def parse(
     default_backend: Backend | Callable[[], Backend] = "embedded",
     trainer_only: bool = False,
 ) -> Allocation:
-    """Place every role as `text` says on a cluster of n_nodes x n_gpus_per_node slots.
+    """Place every role of `text` on a cluster of n_nodes x n_gpus_per_node slots.
 
     The grammar is in grammar.py; without '+' every role uses all slots. `default_backend` is the generator's where the
     text names none; a function is called only then, and may raise AllocationError. `trainer_only`: nothing is sampled,

@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 
 class LaunchError(RuntimeError):
-    """The cluster could not be started, or a worker of it died or did not answer. The message says which."""
+    """The cluster could not be started, or a worker of it exited or did not answer. The message names it."""
 
 
 def first_line(error: BaseException) -> str:
@@ -17,8 +17,8 @@ def first_line(error: BaseException) -> str:
 
 
 def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
-    """Return whether files are the reason, which new processes would meet again. What a process says of another one
-    that is gone, or late, is an OSError as well."""
+    """Return whether files are the reason, which new processes would meet again. An error about another process that
+    has exited, or is late, is an OSError as well."""
     return isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
 
 

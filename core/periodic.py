@@ -1,7 +1,7 @@
 """What is due after a step: evaluation, saved model, recover checkpoint.
 
-Invariant: a recover checkpoint is begun when everything that is to be said about its step has been written, so that a
-run that continues from it neither repeats nor misses a row.
+Invariant: a recover checkpoint is begun when all records of its step have been written, so that a run that continues
+from it neither repeats nor misses a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Actions:
     """What can be due, as calls into the run."""
 
     tell_step: Callable[[int], None]
-    """(finished steps); always due: whoever watches over the run hears how far it is"""
+    """(finished steps); always due: reports the progress to the process that supervises the run"""
     evaluate: Callable[[int], None] | None
     """(finished steps); None: there is nothing to evaluate on."""
     save_model: Callable[[str], None]
@@ -52,8 +52,8 @@ def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTime
 
 @dataclass(kw_only=True)
 class PeriodicActions:
-    """Asks after every step what is due, and does it. `recover` None: no recover checkpoints are written. `start`:
-    where the run begins; the count goes on since what was due last before that checkpoint."""
+    """Runs after every step what is due. `recover` None: no recover checkpoints are written. `start`: where the run
+    begins; the count continues from what was due last before that checkpoint."""
 
     schedule: Schedule
     control: ExperimentSaveEvalControl

@@ -33,8 +33,8 @@ class Frequency:
 
 
 class DueTimer:
-    """Says when a `Frequency` is due again. Nothing is due before `first_step`, which is
-    itself due whatever the frequency says (None: no such step)."""
+    """Computes when a `Frequency` is due again. Nothing is due before `first_step`, which is itself due whatever the
+    frequency (None: no such step)."""
 
     def __init__(self, frequency: Frequency, *, now: float, first_step: int | None = None) -> None:
         self._frequency = frequency
@@ -47,11 +47,11 @@ class DueTimer:
         return {"steps": self._steps, "seconds": now - self._last_seconds}
 
     def load_state_dict(self, state: Mapping[str, float], *, now: float) -> None:
-        """Go on counting from there."""
+        """Continue counting from there."""
         self._steps, self._last_seconds = int(state["steps"]), now - state["seconds"]
 
     def due(self, *, step: int, ends_epoch: bool, epoch: int, now: float, is_last: bool = False) -> bool:
-        """Ask once after every step (counting from 1); a true answer starts the count anew. The last step of a run is
+        """Call once after every step (counting from 1); a true answer starts the count anew. The last step of a run is
         due whenever any is."""
         self._steps += 1
         freq = self._frequency

@@ -1,4 +1,5 @@
-"""The device seam: one object says where tensors live, how ranks talk, and which leaf modules a layer is made of.
+"""The device seam: one object determines where tensors are, how ranks communicate, and which leaf modules a layer is
+made of.
 
 Everything else in this package is the same code on every device. Invariant: nothing here touches hardware before
 get_device() is called, and what runs Megatron runs inside `Device.activate()`.
@@ -25,9 +26,9 @@ class Device(Protocol):
     backend: str
     """Backend of torch.distributed."""
     shares_prompts: bool
-    """Whether its core attention understands shared_prompts.SharedPromptParams."""
+    """Whether its core attention supports shared_prompts.SharedPromptParams."""
     overlaps_communication: bool
-    """Whether collectives run beside the computation; where both want the same cores there is nothing to overlap."""
+    """Whether collectives run beside the computation; where both need the same cores there is nothing to overlap."""
     has_fp8: bool
     has_grouped_products: bool
     """Whether one kernel computes the products of many experts: then their weights are stacked."""

@@ -25,7 +25,7 @@ from mcore_adapter.logprobs import linear_logprobs
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOutput:
-    """Per-token results of one microbatch; entry t speaks about token t, and is 0 where loss_mask is False."""
+    """Per-token results of one microbatch; entry t refers to token t, and is 0 where loss_mask is False."""
 
     logprobs: Tensor | None = None  # [t] float32
     entropy: Tensor | None = None  # [t] float32

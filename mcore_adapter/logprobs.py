@@ -2,7 +2,8 @@
 
 The full [tokens, vocabulary] logits never exist: the forward pass keeps two numbers a token, the backward pass
 recomputes the logits chunk by chunk. Only when all tokens fit in one chunk are its probabilities kept instead.
-Invariant: at most a few [chunk_tokens, vocabulary shard] buffers are alive at any time, whatever the number of tokens.
+Invariant: at most a few [chunk_tokens, vocabulary shard] buffers are allocated at any time, whatever the number of
+tokens.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Update:
 
 
 class _Wrapper(DistributedDataParallel):
-    """Megatron's wrapper, which autograd's nodes do not keep alive: the garbage collector does not see into them, and
-    a graph of the last step that a layer still holds would hold model, buffers and process groups for good."""
+    """Megatron's wrapper, which autograd's nodes do not reference: the garbage collector does not see into them, and a
+    graph of the last step that a layer still holds would hold model, buffers and process groups for good."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         held, make_hook = weakref.ref(self), super()._make_backward_post_hook.__func__
@@ -88,8 +88,8 @@ def _finalize_sums(
     num_tokens: torch.Tensor | None,
     **kwargs: Any,
 ) -> None:
-    """Reduce gradients without Megatron's own division by a token count: it would cost two collectives a step to learn
-    what every rank knows beforehand."""
+    """Reduce gradients without Megatron's own division by a token count: it would cost two collectives a step to
+    exchange what every rank has already."""
     before_reduction()
     finalize_model_grads(model, None, **kwargs)
 

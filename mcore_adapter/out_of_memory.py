@@ -54,7 +54,7 @@ class _AnotherRankRanOut(Exception):
 
 
 class MemoryGuard:
-    """Runs the passes of an engine; each raises StepOutOfMemory where memory runs out in it, which alone asks for the
+    """Runs the passes of an engine; each raises StepOutOfMemory where memory runs out in it, which alone computes the
     sizes."""
 
     def __init__(self, parallel: ParallelState, device: Device, *, overlap: bool) -> None:

@@ -49,4 +49,4 @@ class OptimizerSettings:
     eps: float = 1e-5
     gradient_clipping: float = 1.0
     offload: bool = False
-    """Masters and moments live on the host and visit the device for the update."""
+    """Masters and moments are in host memory and are copied to the device for the update."""

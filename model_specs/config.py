@@ -58,7 +58,7 @@ class ModelConfig:
 
     @property
     def dtype(self) -> str | None:
-        """Name of the dtype of the weights beside this file, where it says so: "float32", "bfloat16"."""
+        """Name of the dtype of the weights beside this file, if given: "float32", "bfloat16"."""
         return self.raw.get("dtype") or self.raw.get("torch_dtype")
 
 

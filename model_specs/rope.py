@@ -25,7 +25,7 @@ class Llama3RopeScaling:
 @dataclass(frozen=True, kw_only=True)
 class YarnRopeScaling:
     """Rope frequencies of DeepSeek: interpolated by `factor` below beta_slow rotations within the original context,
-    kept above beta_fast; cosines and scores are scaled by what mscale and mscale_all_dim say."""
+    kept above beta_fast; cosines and scores are scaled by mscale and mscale_all_dim."""
 
     factor: float
     beta_fast: float

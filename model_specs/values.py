@@ -1,7 +1,7 @@
 """Typed reading of single values of a config.json. Bottom of this package.
 
-Invariant: what is returned has the type and range that the name says; everything else is a ModelConfigError with key
-and value.
+Invariant: what is returned has the type and range of the function's name; everything else is a ModelConfigError with
+key and value.
 """
 
 from __future__ import annotations

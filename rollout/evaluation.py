@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """What is asked of every question."""
+    """Settings of every question."""
 
     num_samples: int
     """Sampled answers a question, besides the greedy one."""

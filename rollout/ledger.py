@@ -1,8 +1,8 @@
 """What one prompt's requests have sampled so far: between a workflow and the generators, for recover checkpoints.
 
-A workflow that is run again after a restart asks the same requests again: those that were finished are answered from
-the ledger, those under way go on with their tokens. A request is recognised by its prompt, sampling parameters and
-seed. Invariant: what one saved entry holds is used once.
+A workflow that is run again after a restart sends the same requests again: finished ones are answered from the ledger,
+those in flight continue with their tokens. A request is recognised by its prompt, sampling parameters and seed.
+Invariant: what one saved entry holds is used once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """User code by import path: `my_pkg.my_mod:Name`, checked before the first prompt is sampled.
 
-Invariant: what is wrong with a path is said in one PluginError that names the path and the fix; an exception inside the
-user's module keeps its traceback.
+Invariant: a wrong path raises one PluginError that contains the path and the solution; an exception inside the user's
+module keeps its traceback.
 """
 
 from __future__ import annotations

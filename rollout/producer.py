@@ -46,11 +46,11 @@ class RolloutProducer:
     ) -> None:
         """`experience`: decides which prompts start and which finished groups a step gets (make_experience).
 
-        While the generators have fewer requests than `max_in_flight`, prompts are started, each of which is taken for
-        `group_size` requests until it has asked for more or ended that many; best a little more than what the
-        generators run at once, as what only queues there ages for nothing. A workflow that raises is run again
-        `max_retries` times, with the same seeds; then take() raises its error. `stats_sources` are added to stats(): a
-        reward pool's, a router's.
+        While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
+        `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
+        at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
+        with the same seeds; then take() raises its error. `stats_sources` are added to stats(): a reward pool's, a
+        router's.
         """
         for name, value, least in (
             ("max_in_flight", max_in_flight, 1), ("group_size", group_size, 1), ("max_retries", max_retries, 0),
@@ -135,8 +135,8 @@ class RolloutProducer:
     def load_state_dict(
         self, state: Mapping[str, Any], *, keep_sampled: bool = True, ignore_changes: bool = False
     ) -> None:
-        """Go on where `state` was taken; call before `async with`. What was in flight goes on with its tokens, first;
-        without `keep_sampled`, it and what was finished are sampled once more.
+        """Continue where `state` was taken; call before `async with`. Requests that were in flight continue with their
+        tokens, first; without `keep_sampled`, it and what was finished are sampled once more.
 
         Raises ValueError where settings or data set are others; with `ignore_changes`, begins at the version's step
         with nothing sampled instead."""

@@ -1,7 +1,7 @@
 """What crosses the seams of rollout/: prompts in, trajectories out, and the two protocols between them.
 
-Invariant: every per-token array of a `Completion` or a `Trajectory` has the same length, and entry t always speaks
-about token t itself (the log-probability *of* token t, the version that *sampled* token t), never about its successor.
+Invariant: every per-token array of a `Completion` or a `Trajectory` has the same length, and entry t always refers to
+token t itself (the log-probability *of* token t, the version that *sampled* token t), never about its successor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Completion:
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = None
     """[m, layers, k] int16: the experts of the first m tokens of prompt and completion end to end, all but the last of
-    which no forward pass was made; negative: not known. None: the generator does not tell."""
+    which no forward pass was made; negative: not known. None: the generator does not report experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Generator(Protocol):
 
 
 class Workflow(Protocol):
-    """Turns one prompt into its group of trajectories; users bring their own by import path."""
+    """Turns one prompt into its group of trajectories; custom ones are loaded from an import path."""
 
     async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]: ...
 

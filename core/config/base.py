@@ -1,7 +1,7 @@
 """What every section of the configuration is made of, and how a problem in one is reported.
 
 A section is a frozen pydantic model. Beside its fields it declares the keys that it accepts without using them
-(`IGNORED`) and those that have one meaningful value here (`FIXED`), each with the reason that the user is told.
+(`IGNORED`) and those that have one meaningful value here (`FIXED`), each with the reason that is shown to users.
 Invariant: every field has a description; nothing in a section changes after loading.
 """
 

@@ -37,7 +37,7 @@ from rollout.workflows import check_workflow
 def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Problem]:
     """Return every problem of the machine, the files and the model that this configuration meets.
 
-    `where(key)` says in which line a key was given."""
+    `where(key)` returns the line in which a key was given."""
     checks = (_models, *_CHECKS[config.NAME], _monitors, _fileroot, _ray, _port, _gpus)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))

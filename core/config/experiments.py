@@ -1,4 +1,5 @@
-"""The experiments as configuration trees: `ppo-math` and `sft`. Sections live in the other modules of core/config.
+"""The experiments as configuration trees: `ppo-math` and `sft`. Sections are defined in the other modules of
+core/config.
 
 Code reads a key as an attribute: `config.ppo.eps_clip`. What a null stands for is a property or a method, so that the
 rule is written once. Every experiment has the properties of `SFTConfig`, so that callers never look at the class.

@@ -17,7 +17,7 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 class InterpolationError(ValueError):
-    """An interpolation that has no value. The message says which and why."""
+    """An interpolation that has no value. The message contains the interpolation and the reason."""
 
 
 class Interpolator:

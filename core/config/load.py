@@ -1,8 +1,8 @@
 """From a YAML file and overrides to a typed configuration, or to everything that is wrong with them at once.
 
 The pass over the schema (`_Binder`) finds unknown keys, wrong types and interpolations without value; pydantic then
-checks the bounds of single fields; config_rules.py what several fields say together. A key that failed one stage
-is left out of the next, so that one mistake is one message.
+checks the bounds of single fields; rules.py rules across several fields. A key that failed one stage is left out
+of the next, so that one mistake is one message.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Binder:
         self.ignored: list[Problem] = []
         self.problems: list[Problem] = []
         self.meant: set[str] = set()
-        """Keys that an unknown one stands close to: what they hold by default is not what was asked for."""
+        """Keys that an unknown one stands close to: what they hold by default is not the user's setting."""
 
     def bind(self) -> dict[str, Any]:
         """Return the valid values by key; `problems` lists those that were left out."""

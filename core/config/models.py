@@ -147,7 +147,7 @@ class MicroBatchSpec(Section):
 
 
 class GenerationRoleConfig(Section):
-    """Where the generators run, when allocation_mode does not say."""
+    """Where the generators run, if allocation_mode does not specify it."""
 
     IGNORED = {
         "mb_spec": "generators batch continuously: see generator.max_running",
@@ -164,7 +164,8 @@ class GenerationRoleConfig(Section):
 
 
 class MFCConfig(GenerationRoleConfig):
-    """One use of a model (training or inference): microbatches, and where it runs when allocation_mode does not say."""
+    """One use of a model (training or inference): microbatches, and where it runs if allocation_mode does not specify
+    it."""
 
     IGNORED: ClassVar = {name: why for name, why in GenerationRoleConfig.IGNORED.items() if name != "mb_spec"}
 

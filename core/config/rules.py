@@ -1,4 +1,4 @@
-"""What several keys say together: rules that no single field can hold.
+"""Rules across several keys.
 
 Every rule names the keys that it reads, so that a key that is wrong by itself is not reported twice.
 """

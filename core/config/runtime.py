@@ -187,7 +187,7 @@ class ClusterConfig(Section):
 
 
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
-"""In the name of an environment variable: its value is for nobody else."""
+"""In the name of an environment variable: its value is not shown."""
 
 
 class ExternalConfigs(Section):

@@ -1,6 +1,6 @@
 """The configuration as users read it: the listing at start-up and the list of all keys of --help.
 
-Box, rules and lines are those of the tutorial that our users know, to the letter.
+Box, rules and lines are exactly those of the AReaL tutorial.
 """
 
 from __future__ import annotations

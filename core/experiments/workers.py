@@ -76,7 +76,7 @@ class TrainerGroups:
         self._groups: dict[tuple[ParallelLayout, tuple[Slot, ...]], TrainerGroup] = {}
 
     def group(self, placed: RoleAllocation) -> TrainerGroup:
-        """Return the group of this role, started if it is the first to ask."""
+        """Return the group of this role, started on the first call."""
         key = (placed.layout, placed.slots)
         if key not in self._groups:
             name = f"trainer{len(self._groups) or ''}"

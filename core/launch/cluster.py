@@ -56,7 +56,7 @@ class Cluster(AbstractContextManager["Cluster"]):
     ):
         self._address = ray_address or os.environ.get("RAY_ADDRESS")
         self.gpus_allowed = "all" if self._address else allowed_gpus()
-        """CUDA_VISIBLE_DEVICES as this program got it; it says nothing of the machines of a cluster that was there."""
+        """CUDA_VISIBLE_DEVICES as this program got it; it does not apply to the machines of an existing cluster."""
         self._num_actors = num_actors
         self.startup_seconds = startup_timeout_seconds
         self.deadlines = deadlines

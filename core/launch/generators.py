@@ -1,6 +1,5 @@
-"""All generator replicas as the driver sees them: where weights go, who is alive, and who is started anew.
-
-A replica that dies, or does not answer for generator.health_timeout_seconds, is killed and started again on its own
+"""All generator replicas as the driver sees them: where weights go, which replicas work, and which are restarted. A
+replica that exits, or does not answer for generator.health_timeout_seconds, is killed and started again on its own
 slots, while the others and the trainer go on. Invariant: a replica takes part in a push only once it has started, and
 gets requests only after a push has reached it.
 """
@@ -56,7 +55,7 @@ class HealthSettings:
 
 @dataclass(eq=False)
 class _Replica:
-    """One generator, through all its lives."""
+    """One generator, through all its restarts."""
 
     index: int
     name: str
@@ -169,7 +168,7 @@ class GeneratorPool:
             logger.warning("a generator was not closed: %s", e)
 
     def look(self) -> None:
-        """Ask who lives, start those anew that do not. Neither waits nor raises."""
+        """Check which replicas respond, restart those that do not. Neither waits nor raises."""
         for replica in () if self._ending else self._replicas:
             if replica.state == "serving":
                 self._check(replica)
@@ -186,8 +185,8 @@ class GeneratorPool:
         return len(self._participants())
 
     def mark_dead_generators(self) -> bool:
-        """Ask everyone who takes part now, after a push has failed. Whether somebody was lost, now or since
-        membership_changed() was asked before the push: look() goes on meanwhile."""
+        """Check every participating replica, after a push has failed. Returns whether one was lost, now or since
+        membership_changed() was called before the push: look() continues meanwhile."""
         if not self._health.restarts:
             return False
         asked = [(replica, replica.stub.health()) for replica in self._participants()]
@@ -213,7 +212,7 @@ class GeneratorPool:
         return [(replica.index, replica.stub.actor) for replica in new if replica.state == "serving"]
 
     def membership_changed(self) -> bool:
-        """Return whether replicas have come or gone since this was last asked."""
+        """Return whether replicas have come or gone since the last call."""
         changed, self._membership_changed = self._membership_changed, False
         return changed
 

@@ -1,7 +1,8 @@
-"""Every wait of the driver for its workers: it ends with an answer, or in time with an error that says who, in which
-phase, and where the stacks are.
+"""Every wait of the driver for its workers: it ends with an answer, or in time with an error that contains the
+processes, their phase, and where the stacks are.
 
-Invariant: what one worker raises because another one died or hangs is told as what became of that other one.
+Invariant: an error that one worker raises because another one has exited or hangs is reported as the state of the other
+one.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Waiter:
         configuration key of the timeout; `meanwhile` is called about once a second. `tells`: log the workers that are
         waited for when that takes long.
 
-        Raises LaunchError when a worker, or a server of its, died or did not answer in time; otherwise the worker's
+        Raises LaunchError when a worker, or a server of its, exited or did not answer in time; otherwise the worker's
         own exception, with a note that names the worker and holds its traceback."""
         by_ref = dict(zip(refs, names, strict=True))
         pending = list(refs)

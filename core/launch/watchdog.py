@@ -1,15 +1,15 @@
 """A small process beside the driver: when the driver is gone, however it went, nothing that it started stays.
 
 Started with the read end of a pipe as standard input, whose other end the driver holds: end of file means that the
-driver is gone. Until then it remembers the driver's descendants, by process id and start time; then it kills those that
+driver is gone. Until then it records the driver's descendants, by process id and start time; then it kills those that
 are left, and theirs. Nothing else is ever killed.
 
 Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The watchdog removes what came
-there during the run, is this user's, bears a name as the run's libraries give it, and is used by no living process.
+there during the run, is this user's, bears a name as the run's libraries give it, and is used by no running process.
 
-A driver that did not say goodbye cannot say what happened either: Ray ends the process that it runs in without a word
-when its own processes die. The watchdog then reports it. It also ends a driver that Ray does not end: one that waits
-for an actor to be placed by a raylet that died waits for ever.
+A driver that did not announce its end cannot report the reason: Ray ends the process that it runs in without a message
+when its own processes exit. The watchdog then reports it. It also ends a driver that Ray does not end: one that waits
+for an actor to be placed by a raylet that has exited waits forever.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _holds_something(process: psutil.Process) -> bool:
 def unused_shared_memory() -> set[Path]:
     """Return this user's files in /dev/shm that no running process has open or mapped, as far as this process may see.
 
-    Files are known by their inode: whoever makes a semaphore maps it under another name than it has in the end."""
+    Files are known by their inode: a semaphore is mapped under another name than its final one."""
     mine: dict[int, Path] = {}
     for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Log lines as users of the tutorial know them: `20250222-10:26:34.877 quickstart INFO: message`."""
+"""Log lines in the format of the AReaL tutorial: `20250222-10:26:34.877 quickstart INFO: message`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.processes.stacks import register_process
 
 
 class LineFormatter(logging.Formatter):
-    """`{date}-{time}.{milliseconds} {speaker} {level}: {message}`. The command line speaks as quickstart, every other
+    """`{date}-{time}.{milliseconds} {speaker} {level}: {message}`. The command line logs as quickstart, every other
     module of a process as `name`. Tracebacks follow their line, unless `tracebacks` is false."""
 
     def __init__(self, name: str, *, tracebacks: bool = True) -> None:

@@ -1,8 +1,8 @@
 """The one place that reports: components return dict[str, float], only the monitor writes.
 
-Log lines and metric names are those of the tutorial our users know; the same figures go to TensorBoard, and to Weights
-& Biases or MLflow when configured (core/monitoring/tracked_runs.py). `StepTimer` measures each phase once, for log line
-and metrics alike.
+Log lines and metric names are those of the AReaL tutorial; the same figures go to TensorBoard, and to Weights & Biases
+or MLflow when configured (core/monitoring/tracked_runs.py). `StepTimer` measures each phase once, for log line and
+metrics alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Seconds of each phase of the current step. `tell_phase` hears the name of each that begins."""
+    """Seconds of each phase of the current step. `tell_phase` is called with the name of each that begins."""
 
     def __init__(self, tell_phase: Callable[[str], None]) -> None:
         self._tell_phase = tell_phase

@@ -1,7 +1,7 @@
 """Runs of Weights & Biases and MLflow as metric sinks. A trial has one of each: the next attempt, and the same command
 started again with recover_mode=auto, go on in it.
 
-What they were told of steps after the recovered checkpoint stays there: both only take more (docs/reliability.md).
+Their values of steps after the recovered checkpoint remain: both only take more (docs/reliability.md).
 """
 
 from __future__ import annotations

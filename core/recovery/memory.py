@@ -1,8 +1,8 @@
-"""What a run has learnt about memory: limits that were lowered when it ran out, for the rest of the run.
+"""Memory limits of a run: limits that were lowered when it ran out, for the rest of the run.
 
 A pass that does not fit is cut into more microbatches: the same sequences, the same sums. Invariant: a limit never
-grows, and what is here is what a recover checkpoint and the next attempt get. Where a sequence is longer than a limit
-that was learnt, its batch gets as much as the sequence needs, up to what is configured (mcore_adapter/engine.py).
+grows, and what is here is what a recover checkpoint and the next attempt get. Where a sequence is longer than a lowered
+limit, its batch gets as much as the sequence needs, up to what is configured (mcore_adapter/engine.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LESS_MEM_FRACTION, _LEAST_MEM_FRACTION = 0.1, 0.3
 
 
 def says_out_of_memory(message: str) -> bool:
-    """Return whether this is how a process, or its log, says that memory ran out."""
+    """Return whether an error or log line reports that memory ran out."""
     return any(word in message.lower() for word in _WORDS)
 
 
@@ -34,7 +34,7 @@ class MemoryLimits:
     """Limits by name: the roles of the trainer in tokens (`actor_train`), and the generators' settings."""
 
     def __init__(self, learnt: Mapping[str, float] = {}, *, tell: Callable[[dict[str, float]], None] = lambda _: None):
-        """`learnt`: by an earlier attempt. `tell` gets everything whenever a limit was lowered."""
+        """`learnt`: limits of an earlier attempt. `tell` is called with all limits whenever a limit was lowered."""
         self._learnt = dict(learnt)
         self._tell = tell
 

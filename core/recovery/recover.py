@@ -43,7 +43,7 @@ _END_SECONDS = 30.0
 
 WaitWritten = Callable[[threading.Event], None]
 """Returns when what was begun is on disk, or when the event is set. Raises OSError when it could not be written,
-LaunchError when whoever writes it is gone, another RuntimeError when something else went wrong there."""
+LaunchError when its writer has exited, another RuntimeError when something else went wrong there."""
 
 
 class RecoverError(ValueError):
@@ -71,7 +71,7 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """A checkpoint's content beside the engines'. `changes` says what differs from the configuration."""
+    """A checkpoint's content beside the engines'. `changes` lists what differs from the configuration."""
 
     state: RunState
     rollout_state: object
@@ -97,7 +97,8 @@ class RecoverStore:
         self._stop = threading.Event()
 
     def newest(self) -> Path | None:
-        """Return the newest valid checkpoint; those that are not are passed over with a line that says why."""
+        """Return the newest valid checkpoint; those that are not are skipped with a log line that contains the
+        reason."""
         for path in reversed(self._checkpoints()):
             try:
                 verify(path)
@@ -149,7 +150,7 @@ class RecoverStore:
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises OSError, with the space left on the disk, when the last write
-        found no room, LaunchError when its writers died or took too long, else what went wrong there: nothing
+        found no room, LaunchError when its writers exited or took too long, else what went wrong there: nothing
         half-written stays, older checkpoints are as they were."""
         while self._writer is not None:
             raise_if_interrupted()
@@ -252,7 +253,7 @@ class RecoverStore:
 
     def load(self, checkpoint: Path, *, ignore_changes: bool = False) -> Recovered:
         """Return the driver's and the rollout's state. Raises RecoverError if the configuration changed in a way that
-        the checkpoint cannot follow, unless told to ignore that."""
+        the checkpoint cannot follow, unless recover_ignore_changes is set."""
         with open(checkpoint / "run.json") as f:
             saved = json.load(f)
         identity = RunIdentity(**saved["identity"])

@@ -1,4 +1,4 @@
-"""Weight push: version n + 1 from the trainer's shards to every generator, while they go on sampling.
+"""Weight push: version n + 1 from the trainer's shards to every generator, while they continue sampling.
 
 A transport moves buckets of full tensors under Hugging Face names; what a generator does with its running requests
 when they arrive is its own `interrupt` setting. `LocalPush` goes through the object store, for trainers and generators
@@ -36,7 +36,7 @@ class PushReport:
 
 
 class WeightPush(Protocol):
-    """How weights travel, and who has the devices meanwhile."""
+    """How weights are transferred, and which side uses the devices meanwhile."""
 
     def offload_generators(self) -> None:
         """Free the devices that generators share with the trainer, after the loop has its batch and before it

@@ -1,8 +1,8 @@
 """What the senders of the weight push have in common: buckets made ahead, calls to many servers at once, one deadline.
 
-A sender lives in every rank of the trainer. `prepare` runs while the generators go on sampling: it gathers, converts
-and lays out as many buckets as fit. `send` runs while they are paused. Both are called on all ranks.
-Invariant: a sender either finishes in time or raises, and it names who did not answer.
+Every rank of the trainer has a sender. `prepare` runs while the generators continue sampling: it gathers, converts and
+lays out as many buckets as fit. `send` runs while they are paused. Both are called on all ranks. Invariant: a sender
+either finishes in time or raises, and names the servers that did not answer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _POLL_SECONDS = 0.0003
 
 
 class PushError(RuntimeError):
-    """A weight push failed; the generators hold old and new weights mixed and must not go on. Says who and what."""
+    """A weight push failed; the generators hold old and new weights mixed and must not continue. The message names the
+    server and the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SenderSettings:
-    """What every transport needs to know."""
+    """Settings of every transport."""
 
     rank: int
-    """Of the trainer; rank 0 has the full tensors and speaks to the servers."""
+    """Of the trainer; rank 0 has the full tensors and sends requests to the servers."""
     world_size: int
     dtype: torch.dtype
     """Format that the servers hold weights in."""
@@ -54,7 +55,7 @@ class SendReport:
     num_bytes: int
     num_buckets: int
     compared: str = ""
-    """What compare_checksums found, where it was asked."""
+    """Result of compare_checksums, where it was requested."""
 
 
 class Sender(Protocol):
@@ -155,8 +156,8 @@ class BucketSender:
 
 
 def compare_checksums(servers: Sequence[WeightEndpoint], buckets: Buckets, deadline: Deadline) -> str:
-    """Compare every parameter of every server with what was sent, where that was asked; what came of it, in words. A
-    server of several pipeline stages tells the checksums of its first one alone and is left out. Raises PushError."""
+    """Compare every parameter of every server with what was sent, where requested; return the result as text. A server
+    of several pipeline stages returns the checksums of its first one alone and is left out. Raises PushError."""
     if not buckets.expected:
         return ""
     left_out = [server.name for server in servers if server.pp > 1]
@@ -204,7 +205,7 @@ def _is_done(future: Future[Any]) -> bool:
 
 
 def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Run in a thread that does not keep the process alive: it may hang on a server that is gone."""
+    """Run in a thread that does not prevent the process from exiting: it may hang on a server that is gone."""
     future: Future[Any] = Future()
 
     def run() -> None:

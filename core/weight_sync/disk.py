@@ -1,6 +1,6 @@
 """Weight push through a folder: safetensors written by the trainer, read by servers anywhere that see the folder.
 
-The folder is written while generation goes on; the pause is as long as the servers take to read it. Each server rank
+The folder is written while generation continues; the pause is as long as the servers take to read it. Each server rank
 reads what it needs, so this is also the way into servers with pipeline stages.
 """
 

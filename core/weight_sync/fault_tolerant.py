@@ -1,7 +1,8 @@
-"""`WeightPush` that outlives generators: those that die in it are left out, those that have come back are brought in.
+"""`WeightPush` that outlives generators: those that fail during a push are left out, those that have rejoined are
+brought in.
 
 Invariant: when push() returns, every generator that takes part samples with the pushed version, and the rollout side
-knows of all that take part.
+uses all participating replicas.
 """
 
 from __future__ import annotations

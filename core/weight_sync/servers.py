@@ -1,8 +1,8 @@
 """`WeightPush` into generators that serve: gather while they sample, pause, send, compare, resume.
 
-The senders live in the trainer's ranks and post to the servers themselves, so a refusal is seen by the process that
-waits in the broadcast. Pausing and resuming belong to whoever holds the requests: the generators.
-Invariant: generation resumes only on complete weights. After a failure nothing resumes; the run ends with the error.
+The senders are in the trainer's ranks and post to the servers themselves, so a refusal is seen by the process that
+waits in the broadcast. The generators, which hold the requests, pause and resume. Invariant: generation resumes only on
+complete weights. After a failure nothing resumes; the run ends with the error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 SENDER_GRACE_SECONDS = 60.0
-"""The sender's own deadline is push.timeout_seconds, and it knows who did not answer: it gets to say so, and to abort
-its communicator, before the driver gives up."""
+"""The sender's own deadline is push.timeout_seconds, and it can name the servers that did not answer and abort its
+communicator before the driver gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class GeneratorSide(Protocol):
         ...
 
     def resume(self, version: int, timeout_seconds: float) -> list[float]:
-        """Let every one go on; how long each one did not sample, in seconds."""
+        """Resume every generator; return how long each one did not sample, in seconds."""
         ...
 
 

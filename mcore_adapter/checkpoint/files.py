@@ -1,9 +1,9 @@
 """One rank's copied part of a checkpoint on its way to files: at once, or in a thread beside the training.
 
 Which rank writes what is agreed on when the part is copied, by collectives of the calling thread. Writing needs none,
-it touches host memory and files only. In a thread, ranks tell the first one by files beside the folder what they wrote,
-and so does the first rank with the outcome (mcore_adapter/checkpoint/outcome.py).
-Invariant: metadata.json is written last, and an outcome without error appears after it.
+it touches host memory and files only. In a thread, ranks report to the first one, in files beside the folder, what they
+wrote, and so does the first rank with the outcome (mcore_adapter/checkpoint/outcome.py). Invariant: metadata.json is
+written last, and an outcome without error appears after it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mcore_adapter.hf.safetensors_folder import copy_tokenizer
 from mcore_adapter.out_of_memory import is_out_of_memory
 
 Written = list[Any] | Exception
-"""What torch's writer says about the shards of one rank, or why there are none: an OSError where files could not be
+"""The report of torch's writer about the shards of one rank, or why there are none: an OSError where files could not be
 written."""
 
 
@@ -121,8 +121,8 @@ class CopiedCheckpoint:
         tell_outcome(self._path, error)
 
     def _make_room(self) -> None:
-        """Remove this rank's shards of a checkpoint that failed: where a full disk is the reason, what is said about
-        it needs a little of it."""
+        """Remove this rank's shards of a checkpoint that failed: where a full disk is the reason, the message needs a
+        little of it."""
         for shard in self._path.glob(f"__{self._rank}_*"):
             shard.unlink(missing_ok=True)
 

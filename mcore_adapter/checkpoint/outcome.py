@@ -1,4 +1,4 @@
-"""How whoever asked for a checkpoint in the background learns what came of it: a file beside its folder.
+"""The outcome of a checkpoint that is written in the background: a file beside its folder.
 
 No torch here: the driver waits, the ranks write.
 """
@@ -24,8 +24,8 @@ def tell_outcome(path: Path, error: Exception | None) -> None:
 
 def wait_for_outcome(path: Path, stop: threading.Event, raise_if_dead: Callable[[], None] = lambda: None) -> None:
     """Return when the checkpoint in the folder `path` is complete, or when `stop` is set. Raises OSError when it could
-    not be written, RuntimeError when it failed for another reason, and what `raise_if_dead`, called once a second, says
-    of those who write it."""
+    not be written, RuntimeError when it failed for another reason, and the error of `raise_if_dead`, called once a
+    second, if a writer has exited."""
     outcome = _outcome_file(path)
     asked = time.monotonic()
     while not outcome.exists():

@@ -1,8 +1,8 @@
 """A checkpoint's model tensor by tensor, without building the model: where each part of each parameter lies in a
 distributed checkpoint, reading such parts and writing them. What tools/convert.py streams through.
 
-Megatron itself says where (a model without memory is asked for its sharded state), so every family is covered.
-Invariant: nothing here holds more than the part asked for and the stored chunk that it comes from.
+Megatron itself determines where (by the sharded state of a model without memory), so every family is covered.
+Invariant: nothing here holds more than the requested part and the stored chunk that it comes from.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoint <-> Hugging Face folder, tensor by tensor: no model is built, no tensor is kept.
 
-What is copied where follows the same tables as loading and exporting (conversions.py); stored_tensors.py knows where
-parameters lie in a checkpoint. Invariant: a source of which anything is missing or of another shape is refused before
-the first byte is written.
+What is copied where follows the same tables as loading and exporting (conversions.py); stored_tensors.py finds
+parameters in a checkpoint. Invariant: a source of which anything is missing or of another shape is refused before the
+first byte is written.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from model_specs.hf_config import ModelConfig
 
 _CHECKPOINT_FILES = (METADATA_FILE, "common.pt", "metadata.json")
 Progress = Callable[[int], None]
-"""Told the bytes written by each step."""
+"""Called with the bytes written by each step."""
 
 
 @dataclass(frozen=True)

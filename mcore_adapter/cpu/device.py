@@ -1,6 +1,6 @@
 """Megatron-core on a machine without a GPU: gloo, torch kernels, and every place where Megatron means CUDA redirected.
 
-Invariant: nothing outside this file knows of the redirections. They are process-wide, made once by setup(); literal
+Invariant: nothing outside this file depends on the redirections. They are process-wide, made once by setup(); literal
 device="cuda" arguments are caught only inside activate(), on the thread that entered it.
 """
 

@@ -2,9 +2,9 @@
 
 The matrix products are cuBLAS's. Between them a Triton kernel reads logits once (forward: log-sum-exp, target logit,
 entropy) or turns them into their own gradient in place (backward), everything summed in fp32. In the forward pass
-logits are fp32 too: bfloat16 would round a logit of 20 by up to 0.06.
-Invariant: at most one [chunk_tokens, vocabulary shard] buffer in the model's format is alive, and FP32_ROWS rows in
-fp32; where all tokens fit in one chunk the buffer lives from forward to backward, which then recomputes nothing.
+logits are fp32 too: bfloat16 would round a logit of 20 by up to 0.06. Invariant: at most one [chunk_tokens, vocabulary
+shard] buffer in the model's format is allocated, and FP32_ROWS rows in fp32; where all tokens fit in one chunk the
+buffer is kept from forward to backward, which then recomputes nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading a folder of safetensors slice by slice, and writing one; every error names its file.
 
-Invariant: reading touches only the bytes of the slices asked for; a folder written inside replacing_folder() is
+Invariant: reading touches only the bytes of the requested slices; a folder written inside replacing_folder() is
 complete or not there.
 """
 
@@ -204,7 +204,7 @@ class TensorSpec:
 class ShardWriter:
     """Writes tensors, in any order and each at once, into files of at most max_shard_bytes; several get an index.
 
-    It keeps none of them: a header says where each will lie before the first one comes.
+    It keeps none of them: a header contains the location of each before the first one comes.
     """
 
     def __init__(

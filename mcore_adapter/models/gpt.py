@@ -2,7 +2,7 @@
 
 Invariant: a chunk returns hidden states (language model) or values (critic), never logits: the engine turns hidden
 states into log-probabilities in chunks, so full logits exist nowhere. Weights are uninitialised until weights.py fills
-them; every parameter knows the dimension that tensor parallelism splits, as gradient norms need it.
+them; every parameter has the dimension that tensor parallelism splits as an attribute, as gradient norms need it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from model_specs.rope import Llama3RopeScaling
 from model_specs.values import ModelConfigError
 
 FP8_ROWS = 16
-"""8-bit matrix products want every dimension, the number of tokens included, to be a multiple of this."""
+"""8-bit matrix products require every dimension, the number of tokens included, to be a multiple of this."""
 
 
 class LMHead(tensor_parallel.ColumnParallelLinear):
@@ -91,7 +91,7 @@ class ValueHead(nn.Module):
 
 
 class ModelChunk(GPTModel):
-    """GPTModel of one virtual pipeline stage of this rank, which knows the model that it is a part of."""
+    """GPTModel of one virtual pipeline stage of this rank, with a reference to the model that it is a part of."""
 
     output_layer: LMHead | ValueHead
     """On the last stage."""

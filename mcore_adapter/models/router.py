@@ -134,7 +134,7 @@ def _mask(scores: Tensor, experts: Tensor) -> Tensor:
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer whose router is told about the microbatch: its packing carries a `routing` beside it."""
+    """A layer whose router receives the microbatch: its packing carries a `routing` beside it."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

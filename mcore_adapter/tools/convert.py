@@ -1,4 +1,4 @@
-"""`python mcore_adapter/tools/convert.py ...`: the path under which some know the converter.
+"""`python mcore_adapter/tools/convert.py ...`: an alternative path of the converter.
 
 It is tools/convert.py, run as it stands: nothing is imported from there.
 """

@@ -106,11 +106,11 @@ class PromptDataset:
         return prompt
 
     def seek(self, position: int) -> None:
-        """Let next() go on at `position`."""
+        """Let next() continue at `position`."""
         self._cursor = position
 
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor, and what tells this stream from another."""
+        """Return the cursor, and what identifies this stream."""
         return {
             "position": self._cursor,
             "seed": self._seed,
@@ -120,7 +120,7 @@ class PromptDataset:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken. Raises DatasetError when rows or seed are not the ones of that run."""
+        """Continue where `state` was taken. Raises DatasetError when rows or seed are not the ones of that run."""
         settings = {
             "num_prompts": "dataset.path or max_prompt_len",
             "checksum": "dataset.path",
@@ -157,7 +157,7 @@ class PromptDataset:
 
 def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], settings: Mapping[str, str]) -> None:
     """Raise DatasetError where a key of `settings` differs between a checkpoint's state and this run's; the values of
-    `settings` say what to restore."""
+    `settings` are the ones to restore."""
     for key, setting in settings.items():
         if before[key] != now[key]:
             raise DatasetError(

@@ -50,7 +50,7 @@ class Capabilities:
     colocates: bool = False
     """Whether a replica can leave the memory of its GPUs to a trainer and take it back."""
     restarts: bool = True
-    """Whether one replica can be started again while the others go on."""
+    """Whether one replica can be started again while the others continue."""
 
 
 @dataclass(frozen=True, kw_only=True)

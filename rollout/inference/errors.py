@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class GeneratorStartError(RuntimeError):
-    """A generator died at start or was not ready in time. The message ends with the last lines of its log."""
+    """A generator failed at start or was not ready in time. The message ends with the last lines of its log."""
 
 
 class GeneratorCallError(RuntimeError):

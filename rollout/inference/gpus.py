@@ -1,7 +1,8 @@
-"""Which GPUs this machine has for a run, and who is on them already: asked of nvidia-smi before anything is started.
+"""Which GPUs this machine has for a run, and the processes that use them: read from nvidia-smi before anything is
+started.
 
-CUDA_VISIBLE_DEVICES says which GPUs there are, in which order (numbers as nvidia-smi gives them, or UUIDs). The
-processes of a run, in which that variable means their own share, read it from ALLOWED instead.
+CUDA_VISIBLE_DEVICES selects the GPUs and their order (numbers as nvidia-smi gives them, or UUIDs). The processes of a
+run, in which that variable means their own share, read it from ALLOWED instead.
 """
 
 from __future__ import annotations

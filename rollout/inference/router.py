@@ -1,8 +1,8 @@
 """Several generators behind one: a request goes where the least work is outstanding and stays with its group.
 
 Invariant: a request that was accepted ends as a completion or an error, whatever its generator does. One that is
-interrupted goes on with the tokens it has; one whose generator dies goes on at another, from the tokens that the
-router knows of; when no generator is left it waits for one to be replaced, then raises NoGeneratorError.
+interrupted continues with its tokens; one whose generator fails continues at another, from the tokens that the router
+has received; when no generator is left it waits for one to be replaced, then raises NoGeneratorError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLOW_SHARE = 0.5
 """A generator with less than this share of the fastest one's tokens a second is called slow."""
 _LEAST_SECONDS_TO_JUDGE = 5.0
 _TELL_SECONDS = 10.0
-"""For a generator to tell what its requests have: a checkpoint waits for that, and can do without."""
+"""For a generator to report the tokens of its requests: a checkpoint waits for that, and can do without."""
 
 
 def requests_at_once(*, max_running: int, num_generators: int, group_size: int = 1) -> int:
@@ -41,7 +41,7 @@ class NoGeneratorError(RuntimeError):
 
 
 class _AttemptFailed(Exception):
-    """A generator did not complete a request; __cause__ says why."""
+    """A generator did not complete a request; __cause__ is the reason."""
 
     def __init__(self, *, generator_died: bool) -> None:
         super().__init__(generator_died)
@@ -73,8 +73,8 @@ class Router:
     """Implements `Generator` over `generators`. Use it in one event loop.
 
     Every `health_interval_seconds`, and whenever a request fails, a generator with work is asked for its health; one
-    that does not answer within `health_timeout_seconds` is dead until replace() brings another in its place, as is one
-    that fails an update. With none alive requests wait for `patience_seconds`.
+    that does not answer within `health_timeout_seconds` is marked dead until replace() adds another in its place, as is
+    one that fails an update. With no working generator, requests wait for `patience_seconds`.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class Router:
         await self._everywhere(lambda generator: generator.update_weights(bucket))
 
     async def resume(self, version: int) -> None:
-        """Let every generator go on."""
+        """Resume every generator."""
         await self._everywhere(lambda generator: generator.resume(version))
         self._sampling.set()
 
     async def health(self) -> Health:
-        """Return the oldest version and the summed load of the generators that live."""
+        """Return the oldest version and the summed load of the working generators."""
         answers = await self._everywhere(lambda generator: asyncio.wait_for(generator.health(), self._timeout))
         return Health(
             version=min(h.version for h in answers),
@@ -184,7 +184,7 @@ class Router:
         return dict(known)
 
     async def close(self) -> None:
-        """Close every generator that lives."""
+        """Close every working generator."""
         if self._watcher is not None:
             self._watcher.cancel()
         await asyncio.gather(*(m.generator.close() for m in self._alive()))
@@ -318,8 +318,8 @@ class Router:
             await asyncio.gather(*(self._check(member) for member in self._alive() if member.attempts))
 
     async def _everywhere(self, call: Callable[[Generator], Awaitable[T]]) -> list[T]:
-        """Return the same call at every generator that lives; one that fails it is dead. Raises ValueError as the call
-        does, and NoGeneratorError when none is left."""
+        """Return the results of a call at every working generator; one that fails is marked dead. Raises ValueError as
+        the call does, and NoGeneratorError when none is left."""
 
         async def one(member: _Member) -> T | None:
             try:

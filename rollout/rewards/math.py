@@ -1,10 +1,10 @@
 """The shipped reward: is the final answer of a completion equal to one of the prompt's solutions? Runs in a worker.
 
 Which part of the text is the answer, and how it is written for math-verify, is decided in math_answers.py. Here the
-solution's own form (multiple choice, words, percent, units, anything else) decides how math-verify is asked; what is
-equal is decided by math-verify. Its rule for decimals: equal when the same after rounding to six places.
-Invariant: the short cut for integers says "right" only where math-verify, given the same answer and solution, says so
-too; a test compares them.
+solution's own form (multiple choice, words, percent, units, anything else) decides what math-verify receives; what is
+equal is decided by math-verify. Its rule for decimals: equal when the same after rounding to six places. Invariant: the
+short cut for integers returns RIGHT only where math-verify, given the same answer and solution, does so too; a test
+compares them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")
 
 
 class UnparsableAnswerError(ValueError):
-    """A reward function's way to say that a completion holds nothing to score: wrong, and counted apart."""
+    """Raised by a reward function if a completion contains nothing to score: wrong, and counted apart."""
 
 
 def math_reward(prompt: Prompt, text: str) -> float:

@@ -1,7 +1,7 @@
 """From a completion to the answer in it, and from there to what math-verify reads: strings only, no mathematics.
 
 Used by math_reward.py on answers and solutions alike. Finding the answer is linear in the text, safe in any process.
-Invariant: a rewriting changes how an answer is written, never what it says; where math-verify reads a form well
+Invariant: a rewriting changes how an answer is written, never its meaning; where math-verify reads a form well
 (fractions, roots, sets, thousands separators), the form is left alone.
 """
 
@@ -295,8 +295,8 @@ def paired_forms(solution: str, answer: str) -> tuple[str, str]:
     """Return both with what math-verify takes for something else put in its terms: a base, a time, i, and "x < 1 or x >
     6".
 
-    It drops a base and divides 3:30, so these become tuples. A base or "p.m." that the answer leaves out is not asked
-    for; a base that only the answer has is no plain number.
+    It drops a base and divides 3:30, so these become tuples. A base or "p.m." that the answer leaves out is not
+    required; a base that only the answer has is no plain number.
     """
     based_solution, based_answer = _BASE.fullmatch(solution), _BASE.fullmatch(answer)
     if based_answer:

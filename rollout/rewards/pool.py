@@ -38,7 +38,7 @@ _MAX_LOGGED_ERRORS = 3
 
 
 class RewardWorkerError(RuntimeError):
-    """A worker could not be started; the message carries what it said."""
+    """A worker could not be started; the message contains its output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class _Answer:
 class RewardPool:
     """Worker processes around one reward function. Use as `async with`, or start() and close().
 
-    start() must be called from a thread that lives as long as the pool: Linux ends the workers with that thread.
+    start() must be called from a thread that runs as long as the pool: Linux ends the workers with that thread.
     """
 
     def __init__(

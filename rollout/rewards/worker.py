@@ -1,9 +1,8 @@
 """One reward worker: a process of its own that scores answers until its pool closes the socket. Started by reward.py.
 
 Over the socket come pickled lists of (prompt, text); back goes one `_RESULT` per answer, in order and as soon as it is
-known, so the pool always knows which answer is being scored when a worker hangs or dies.
-Invariant: whatever an answer does to this process, the pool gets a result or sees the process end; it never lives on
-without its parent.
+known, so the pool always has the answer that is being scored when a worker hangs or exits. Invariant: whatever an
+answer does to this process, the pool gets a result or sees the process end; it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Outcome(IntEnum):
     MEMORY = 3
     TIMEOUT = 4
     CRASH = 5
-    """Given by the pool: the worker died."""
+    """Set by the pool: the worker has exited."""
 
     @property
     def is_verdict(self) -> bool:
@@ -124,7 +123,7 @@ def _send(channel: socket.socket, score: float, outcome: Outcome, message: str) 
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Cap the address space at what is mapped now plus `extra_bytes`, where the system tells what is mapped now."""
+    """Cap the address space at what is mapped now plus `extra_bytes`, where the system reports what is mapped now."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as statm:
             mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()

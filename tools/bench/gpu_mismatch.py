@@ -1,7 +1,7 @@
 """Do trainer and server agree on log-probabilities? The last measurement of `python -m tools.bench gpu` with a server.
 
 First with random weights, then with the shape trained for a minute on the worked solutions of GSM8K, if SLIPSTREAM_DATA
-says where they are: mostly sure of its next token, as models that are trained further are.
+is set: mostly sure of its next token, as models that are trained further are.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 NUM_CHECKPOINTS = 2
 BENCHMARKS = ("math_500", "aime24", "amc23", "gsm8k")
 MAX_RUNNING = 256
-"""What tools.eval runs at once when it is told nothing."""
+"""What tools.eval runs at once by default."""
 
 
 def checkpoint(scene: Scene) -> Iterator[Figure]:

@@ -27,7 +27,7 @@ WARM_UP_TARGET = 0.4
 LEAST_GAIN = 0.30
 NUM_QUESTIONS = 5
 MARKER = ".slipstream-demo"
-"""File that says whose a folder is."""
+"""File that identifies the run of a folder."""
 PLACES: dict[int, tuple[list[str], list[str]]] = {
     0: ([], []),
     1: (["allocation_mode=sglang.d1m1p1"], ["allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1"]),

@@ -27,7 +27,7 @@ _LAST_LINES = 25
 
 
 class DemoError(RuntimeError):
-    """A part of the demo failed; the message says which and shows the end of its output."""
+    """A part of the demo failed; the message names it and contains the end of its output."""
 
 
 def run_quickstart(experiment: str, *overrides: str, log: Path, environment: Mapping[str, str]) -> None:

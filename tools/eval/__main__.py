@@ -3,8 +3,8 @@
     python -m tools.eval --model_path M --output_path O --data_names math_500,aime24,amc23 --max_gen_tokens 32768
     python -m tools.eval compare A B
 
-M is a Hugging Face folder, a saved step of a run, or a recover checkpoint. O gets one jsonl row an answer while it
-goes on; started again it goes on where it stopped, and writes the table as text, JSON, markdown and a bar chart.
+M is a Hugging Face folder, a saved step of a run, or a recover checkpoint. O gets one jsonl row per answer while it
+runs; started again it continues where it stopped, and writes the table as text, JSON, markdown and a bar chart.
 """
 
 from __future__ import annotations

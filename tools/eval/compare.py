@@ -24,7 +24,7 @@ _COLUMNS = ("dataset", "measure", "A", "B", "B - A", "95 % interval", "questions
 
 
 class CompareError(ValueError):
-    """The folders cannot be compared; the message says why."""
+    """The folders cannot be compared; the message contains the reason."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Flip:
 
 def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[Flip], dict[str, str]]:
     """Return every dataset that both folders answered, and dataset -> why it is left out for the others. Raises
-    CompareError where nothing is left, or where two files of one name were asked."""
+    CompareError where nothing is left, or where two files have one name."""
     differences: list[Difference] = []
     flips: list[Flip] = []
     left_out: dict[str, str] = {}
@@ -119,7 +119,7 @@ def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray
 
 
 def _other_questions(name: str, a: Path, b: Path) -> bool:
-    """Return whether both folders wrote down which questions they were asked, and these differ."""
+    """Return whether both folders wrote down their questions, and these differ."""
     left, right = (read_json(folder / SETTINGS).get("questions", {}).get(name) for folder in (a, b))
     return left is not None and right is not None and left != right
 

@@ -19,11 +19,11 @@ FORMAT = 'one json object per line with a question and its answer, as {"problem"
 
 
 class EvalError(ValueError):
-    """Something the user can mend; the message says what."""
+    """Something the user can mend; the message contains the reason."""
 
 
 class EvalFailure(RuntimeError):
-    """Something failed while running; the message says what."""
+    """Something failed while running; the message contains the reason."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Meter:
     first request to the last answer. Use as a context manager around the sampling."""
 
     def __init__(self, sets: Mapping[str, tuple[int, int]]) -> None:
-        """sets: (answers that are there, answers wanted) of each benchmark."""
+        """sets: (existing answers, requested answers) of each benchmark."""
         self._counts = {name: _Count(done, wanted) for name, (done, wanted) in sets.items()}
         self._all = _Count(sum(done for done, _ in sets.values()), sum(wanted for _, wanted in sets.values()))
         self._tokens = 0

@@ -290,8 +290,8 @@ def _identity(settings: EvalSettings, template: str, ends: Sequence[int]) -> dic
 
 
 def _check_same(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Hold settings against those of the answers that are there, which are returned; questions of sets that are not
-    asked now are taken over. Raises EvalError where they differ."""
+    """Hold settings against those of the answers that are there, which are returned; questions of other sets are kept.
+    Raises EvalError where they differ."""
     try:
         before = read_json(path)
     except EvalError as error:

@@ -53,7 +53,7 @@ class _Prompt:
 
 
 class Engine:
-    """Not thread-safe. Every method wants torch.inference_mode()."""
+    """Not thread-safe. Every method requires torch.inference_mode()."""
 
     def __init__(self, config: InferenceConfig, weights: ModelWeights, *, max_running: int) -> None:
         self._weights = weights

@@ -1,8 +1,8 @@
-"""The embedded generator: the engine in a thread of its own, and an asyncio front that speaks `Generator`.
+"""The embedded generator: the engine in a thread of its own, and an asyncio front that implements `Generator`.
 
 The thread alone touches the engine. The front leaves commands in a list that the thread empties between two steps, and
-the thread hands results back in one call per step and event loop, so neither waits for the other.
-Invariant: whoever waits gets an answer. If the thread dies, every pending and every later call raises GeneratorError.
+the thread hands results back in one call per step and event loop, so neither waits for the other. Invariant: every
+request gets an answer. If the thread fails, every pending and every later call raises GeneratorError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class GeneratorError(RuntimeError):
-    """The generator is closed or its engine failed (then __cause__ says why)."""
+    """The generator is closed or its engine failed (then __cause__ is the reason)."""
 
 
 class _Waiter:
@@ -40,7 +40,7 @@ class _Waiter:
 
 
 def _resolve(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
-    """Call in the waiters' own event loop. An exception is raised at whoever waits."""
+    """Call in the waiters' own event loop. An exception is raised in every waiting call."""
     for waiter, outcome in outcomes:
         if waiter.future.done():
             continue
@@ -71,13 +71,12 @@ class EmbeddedGenerator:
     """Samples in this process, with continuous batching. Implements `Generator`.
 
     `model` is a Hugging Face folder, or the parsed config.json alone: then the generator starts paused and has no
-    weights until update_weights() brought all of them and resume() was called.
-    `interrupt` says what pause() does to running requests: "abort" ends them with what they have, "retract" keeps them
-    and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.
-    `threads` are the CPU threads of the engine (default: torch's own number, or one where all products of a step have
-    fewer than SMALL_PRODUCT terms); more of them than idle cores makes it slower by far, and so does Python that keeps
-    other threads of this process busy: give it a process of its own.
-    Raises ValueError for a model that cannot be loaded.
+    weights until update_weights() brought all of them and resume() was called. `interrupt` selects what pause() does to
+    running requests: "abort" ends them with what they have, "retract" keeps them and computes their keys and values
+    anew under the new weights, "in_place" keeps their keys and values. `threads` are the CPU threads of the engine
+    (default: torch's own number, or one where all products of a step have fewer than SMALL_PRODUCT terms); more of them
+    than idle cores makes it slower by far, and so does Python that keeps other threads of this process busy: give it a
+    process of its own. Raises ValueError for a model that cannot be loaded.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class EmbeddedGenerator:
         await self._call(lambda: self._do_update(bucket))
 
     async def resume(self, version: int) -> None:
-        """Go on sampling; tokens from now on carry `version`. Raises ValueError while parameters are missing."""
+        """Continue sampling; tokens from now on carry `version`. Raises ValueError while parameters are missing."""
         await self._call(lambda: self._do_resume(version))
 
     async def health(self) -> Health:
@@ -204,8 +203,7 @@ class EmbeddedGenerator:
             raise self._gone()
 
     def _gone(self) -> GeneratorError:
-        """Return the reason, as an error of its own for each who hears it: tracebacks grow on the one that is
-        raised."""
+        """Return the reason, as a separate error for each waiting call: tracebacks grow on the one that is raised."""
         error = GeneratorError(str(self._error))
         error.__cause__ = self._error and self._error.__cause__
         return error

@@ -28,7 +28,7 @@ Store = Callable[[int, Tensor, Tensor], None]
 
 
 class Transformer:
-    """Forward passes over `weights`. Every method wants torch.inference_mode()."""
+    """Forward passes over `weights`. Every method requires torch.inference_mode()."""
 
     def __init__(self, config: InferenceConfig, weights: ModelWeights) -> None:
         self.config = config

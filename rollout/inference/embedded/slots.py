@@ -1,6 +1,6 @@
 """What is known about each running request, as arrays over slots, so that a step costs no Python per request.
 
-Invariant: entries [:num_output] of a slot's row in `tokens`, `logprobs` and `versions` speak about the same tokens.
+Invariant: entries [:num_output] of a slot's row in `tokens`, `logprobs` and `versions` refer to the same tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters in the layout that decoding wants, addressable by their Hugging Face names.
+"""Parameters in the layout of the decoding kernels, addressable by their Hugging Face names.
 
 Query, key and value projections lie in one matrix, gate and up projections in another, so that each is one product.
 Dimensions that are rotated together stand side by side, so that a rotation is one multiplication of complex numbers.
@@ -41,7 +41,7 @@ class LayerWeights:
 
 
 class ModelWeights:
-    """All parameters of a model. `update` copies tensors in; `missing` tells what no update has set yet."""
+    """All parameters of a model. `update` copies tensors in; `missing` contains the names that no update has set."""
 
     def __init__(self, config: InferenceConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config

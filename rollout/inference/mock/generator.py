@@ -27,7 +27,7 @@ class MockGenerator:
     """Random tokens, lengths uniform in [max(1, min_new_tokens), max_new_tokens]; both functions of the seed alone, so
     token i of a completion is the same however often it was interrupted.
 
-    Tokens come at once, or one every `seconds_per_token`; pause() stops them, and requests go on after resume().
+    Tokens come at once, or one every `seconds_per_token`; pause() stops them, and requests continue after resume().
     """
 
     def __init__(self, model_path: str, *, seconds_per_token: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""One completion as a SGLang server's HTTP interface asks for it and answers: what its fields mean for ours."""
+"""One completion as a SGLang server's HTTP interface requests and returns it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMPTY = Completion(
 def generate_call(
     request: GenerateRequest, output: Completion, *, rid: str, vocab_size: int, seeded: bool = False
 ) -> Call:
-    """Ask for what comes after `output`, under the request id `rid`. `seeded`: the server draws by the seed."""
+    """Request the tokens after `output`, under the request id `rid`. `seeded`: the server draws by the seed."""
     sampling, done = request.sampling, len(output.token_ids)
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens - done,
@@ -57,9 +57,9 @@ def generate_call(
 def read_answer(
     answer: Mapping[str, Any], sampling: SamplingParams, *, server: str, log_file: object, one_version: int | None
 ) -> Completion:
-    """Return the tokens of one answer. `one_version`: what all of them have where the server does not tell and it
-    cannot be another. Raises GeneratorCallError when the answer lacks versions or log-probabilities, or has some that
-    are no numbers."""
+    """Return the tokens of one answer. `one_version`: the version of all of them where the server does not report it
+    and only one is possible. Raises GeneratorCallError when the answer lacks versions or log-probabilities, or has some
+    that are no numbers."""
     meta = answer["meta_info"]
     token_ids = answer["output_ids"]
     reason: FinishReason = meta["finish_reason"]["type"]
@@ -91,8 +91,8 @@ def read_answer(
 
 
 def so_far(output: Completion, told: Sampled | None, sampling: SamplingParams) -> Completion:
-    """Return a request's tokens: `output`, then those that the server reports in `told`. Finished if there is nothing
-    to add."""
+    """Return a request's tokens: `output`, then those that the server reports (`told`). Finished if there is nothing to
+    add."""
     whole = output if told is None else joined(output, _completion(told, sampling, "abort"))
     return replace(whole, finish_reason=end_of(whole, sampling) or "abort")
 

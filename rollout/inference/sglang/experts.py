@@ -1,9 +1,9 @@
-"""The experts that tokens went through, as a SGLang server with enable_return_routed_experts tells them.
+"""The experts that tokens went through, as a SGLang server with enable_return_routed_experts returns them.
 
 An answer covers a request's tokens from `routed_experts_start_len` to its last but one: the last was sampled, but no
-forward pass was made of it. A request that continues another's output asks from where that one's experts end, so each
-token has those of the pass that first took it in. Under interrupt=retract a server computes running requests anew, and
-tells what that came to.
+forward pass was made of it. A request that continues another's output requests them from where that one's experts end,
+so each token has those of the pass that first took it in. Under interrupt=retract a server recomputes running requests,
+and returns the new experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.inference.sglang.weights import WRITTEN_FOR
 
 
 class ExpertsOfTokens:
-    """Asks for the experts of one model's tokens, and reads them."""
+    """Requests and reads the experts of one model's tokens."""
 
     def __init__(self, model: ModelConfig) -> None:
         """Raises ValueError for a model without experts."""
@@ -31,7 +31,7 @@ class ExpertsOfTokens:
         self._shape = model.num_layers, model.moe.top_k
 
     def question(self, known: np.ndarray | None) -> dict[str, Any]:
-        """Return the fields of a request that ask for experts, given those of the tokens before."""
+        """Return the fields of a request that request experts, given those of the tokens before."""
         return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
 
     def read(self, meta: Mapping[str, Any], known: np.ndarray | None, num_tokens: int, *, server: str) -> np.ndarray:

@@ -1,6 +1,6 @@
 """A SGLang server behind the `Generator` protocol.
 
-Versions are exact because the server tells them per token (hooks.py), not because of when an answer arrives: a
+Versions are exact because the server returns them per token (hooks.py), not because of when an answer arrives: a
 request may run through any number of updates under interrupt modes retract and in_place. Under abort every answer is
 complete before new weights come. Invariant: between pause() and resume() no request is handed to the server.
 """
@@ -44,7 +44,7 @@ from rollout.types import Completion, GenerateRequest, Health, SamplingParams, W
 logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 5.0
-"""For a server to tell what its requests have: the trainer waits for that, and a checkpoint can do without."""
+"""For a server to report the tokens of its requests: the trainer waits for that, and a checkpoint can do without."""
 _ARRIVED_SECONDS = 1.0
 """A request that was sent so long ago is at the server, or has ended there; its answer is here so soon after."""
 
@@ -65,8 +65,8 @@ class SGLangGenerator:
     """Samples on one server, inside the event loop that made it. `SGLangGenerator.start(settings)` starts a server of
     its own, which close() ends; the constructor takes one that runs and is somebody else's.
 
-    `interrupt` says what pause() does to running requests: "abort" ends them with what they have, "retract" keeps them
-    and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.
+    `interrupt` selects what pause() does to running requests: "abort" ends them with what they have, "retract" keeps
+    them and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SGLangGenerator:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Raises ValueError for a request that cannot be served, GeneratorGone when the server
-        died, GeneratorCallError when it refuses. Cancelling it aborts the request."""
+        has exited, GeneratorCallError when it refuses. Cancelling it aborts the request."""
         self._check(request)
         output = request.output or EMPTY
         try:
@@ -185,7 +185,7 @@ class SGLangGenerator:
             await self._post(pause_generation(self._interrupt))
 
     async def resume(self, version: int) -> None:
-        """Go on sampling; tokens of forward passes from now on carry `version`."""
+        """Continue sampling; tokens of forward passes from now on carry `version`."""
         await self._post(continue_generation(version))
         self._version = version
         self._open.set()

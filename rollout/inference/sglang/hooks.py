@@ -10,13 +10,13 @@ HTTP interface lacks:
 - an update begins when no forward pass is running any more, and is answered when its copies are complete;
 - a checksum of every parameter that the sender can compute too, whatever the device;
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
-- the experts of tokens can be told without a GPU too, for tests;
+- the experts of tokens are reported without a GPU too, for tests;
 - log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
 - no step waits for a gathering of one rank's own figures;
 - prompts wait until there are places for many of them at once;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
-- what running and waiting requests have sampled so far is told to whoever asks for it (in_flight.py);
-- whether the scheduler works can be asked without waiting for a second.
+- what running and waiting requests have sampled so far is returned on request (in_flight.py);
+- whether the scheduler works is reported without waiting for a second.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from torch import Tensor
 VERSION_KEY = "slipstream_version"
 """Name of the per-token versions in a response's meta_info."""
 SOURCE = ("slipstream", None)
-"""Of this file's hooks, as SGLang tells those of several plug-ins apart."""
+"""Of this file's hooks, by which SGLang distinguishes several plug-ins."""
 EXIT_USAGE = 64
-"""Exit code of a server that was given wrong arguments; the last line of its log says which."""
+"""Exit code of a server that was given wrong arguments; the last line of its log names them."""
 
 PREFILL_SHARE = 0.1
 """Of a server's places: so many are free before prompts are admitted (BATCHED_PREFILLS in sglang_server.py)."""
@@ -55,7 +55,7 @@ _LOG_KEPT = "slipstream_log_kept"
 _DELAYER_INFO = (
     "local_prefillable", "local_token_watermark_force_allow", "running_batch", "max_prefill_bs", "waiting_queue_len",
 )  # fmt: skip
-"""What a rank tells the others of its prompts, in this order."""
+"""What a rank sends to the others about its prompts, in this order."""
 _MULTIPLIER = -7046029254386353131  # an odd 64-bit constant (the golden ratio's), as a signed number
 _CHUNK = 1 << 24
 
@@ -87,7 +87,7 @@ def beside(name: str) -> ModuleType:
 
 
 class Hooks:
-    """State of one scheduler process: the version of its weights, as continue_generation told it."""
+    """State of one scheduler process: the version of its weights, as received by continue_generation."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -132,7 +132,8 @@ class Hooks:
 
 
 class InFlight:
-    """What requests have sampled, told between two steps of the scheduler; it costs nothing unless somebody asks."""
+    """Tokens that requests have sampled, returned between two steps of the scheduler; without a request it costs
+    nothing."""
 
     def __init__(self) -> None:
         self._module = beside("in_flight.py")
@@ -204,7 +205,7 @@ def empty_prefix_cache(scheduler: Any) -> None:
 
 class Sampling:
     """Drawing in place of SGLang's, which checks the probabilities anew in every step; and top_k and top_p in place of
-    its own, which sort the vocabulary, and twice where log-probabilities of what is left are asked for."""
+    its own, which sort the vocabulary, and twice where log-probabilities of what is left are requested."""
 
     def __init__(self) -> None:
         module = beside("top_k_top_p.py")

@@ -1,8 +1,8 @@
 """What the requests in flight have sampled, on its way out of a SGLang server: packed by its scheduler
 (hooks.py), unpacked by the generator.
 
-A few arrays of bytes hold the tokens of all requests: a scheduler that is asked does not sample meanwhile, and 512
-requests of 2,000 tokens take it some tens of milliseconds. Stands alone: nothing of this project is imported.
+A few arrays of bytes hold the tokens of all requests: the scheduler does not sample while it answers, and 512 requests
+of 2,000 tokens take it some tens of milliseconds. Stands alone: nothing of this project is imported.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PATH = "/slipstream_in_flight"
-"""Where the server tells it."""
+"""Path of the server's answer."""
 ALIVE = "/slipstream_alive"
-"""Answered as soon as the first rank's scheduler has heard of it, which waits for the others at every step. SGLang's
+"""Answered as soon as the first rank's scheduler has received it, which waits for the others at every step. SGLang's
 own /health takes a second at least, and samples where nothing runs."""
 ASKS = "slipstream_in_flight"
-"""Request id of the message that asks the scheduler."""
+"""Request id of the query to the scheduler."""
 ASKS_NOTHING = "slipstream_alive"
 """The same, to be answered with nothing."""
 

@@ -180,7 +180,7 @@ class SGLangServer:
 
     async def start(self) -> None:
         """Return when the server answers. Raises ValueError for arguments that SGLang does not have and for GPUs that
-        are missing or in use, GeneratorStartError when the server dies or is not ready in time."""
+        are missing or in use, GeneratorStartError when the server exits or is not ready in time."""
         settings = self.settings
         if settings.gpus and not settings.colocated:  # else the trainer may be there already
             check_gpus(settings.gpus)

@@ -109,7 +109,7 @@ def pause_generation(mode: str) -> Call:
 
 
 def continue_generation(version: int) -> Call:
-    """Go on. The request id of this call carries the version to the schedulers (hooks.py)."""
+    """Resume. The request id of this call carries the version to the schedulers (hooks.py)."""
     return "/continue_generation", {"rid": str(version), "torch_empty_cache": False}
 
 
