@@ -92,7 +92,7 @@ class RolloutService:
         await self._rewards.start()
 
     def describe(self) -> dict[str, Any]:
-        """num_prompts, mean_prompt_tokens and the number of evaluation prompts."""
+        """Return num_prompts, mean_prompt_tokens and the number of evaluation prompts."""
         prompts = self._dataset.prompts
         return {
             "num_prompts": len(prompts),
@@ -102,7 +102,8 @@ class RolloutService:
 
     async def begin(self, version: int, state: Any, *, ignore_changes: bool) -> None:
         """Start sampling at this version, from the beginning or from a recover checkpoint's state. Raises ValueError
-        where that does not fit the configuration, unless told to ignore changes: then nothing sampled is kept."""
+        where that does not fit the configuration, unless recover_ignore_changes is set: then nothing sampled is
+        kept."""
         if state is not None:
             self._load(version, state, ignore_changes=ignore_changes)
         self._producer.set_version(version)
@@ -127,7 +128,8 @@ class RolloutService:
         self._producer.set_version(version)
 
     async def state_dict(self) -> Any:
-        """What `begin` needs to go on: finished groups, prompts in flight with their tokens, the data set's cursor."""
+        """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
+        cursor."""
         return {"group_size": self._group_size, "producer": await self._producer.state_dict()}
 
     async def evaluate(self) -> dict[str, float]:
@@ -172,8 +174,8 @@ def _figures(judged: Sequence[Judged]) -> dict[str, float]:
 
 
 def named(paths: Sequence[str]) -> dict[str, str]:
-    """Evaluation files under the names of their figures: the file's, or its folder's where the file is called after a
-    split (aime24/test.jsonl); numbered where two are the same."""
+    """Return the evaluation files by the names of their metrics: the file's, or its folder's where the file is called
+    after a split (aime24/test.jsonl); numbered where two are the same."""
     by_name: dict[str, str] = {}
     for path in map(Path, paths):
         name = path.parent.name if path.stem in ("train", "test", "valid", "validation") else path.stem

@@ -173,7 +173,7 @@ class PPOTrainer:
 
     @property
     def state(self) -> dict[str, object]:
-        """What of this object a recover checkpoint must hold."""
+        """State of this object for a recover checkpoint."""
         return {**self._algorithm.state_dict(), "memory": self._memory.state_dict()}
 
     def _request(self, step: int) -> BatchRequest:

@@ -48,7 +48,7 @@ RUNS_AT_ONCE = max(2, (os.cpu_count() or 1) // 2)  # starting a run keeps a core
 STEPS_PER_KILL = 3
 _PATIENCE_SECONDS = 120.0
 _GONE_SECONDS = 15.0
-"""For the guard of a command that was killed to end what that left."""
+"""For the watchdog of a killed command to end the remaining processes."""
 _COMPARED = ("loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens")
 
 
@@ -91,7 +91,7 @@ class Verdict:
 
 
 class RunFailed(Exception):
-    """A run did not come to its end; the message says what it was doing."""
+    """A run did not come to its end; the message contains its phase."""
 
 
 class Report:
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
-    """As many killed runs as it takes, some at once, each compared with an undisturbed one of the same length."""
+    """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length."""
     make_assets(folder)
     rng = random.Random(seed)
     plans = [plan(count, rng) for count in shares(kills)]
@@ -168,13 +168,13 @@ def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
 
 
 def shares(kills: int) -> list[int]:
-    """Kills of each run, at most KILLS_PER_RUN, in as many runs as go at once or more."""
+    """Return the kills of each run, at most KILLS_PER_RUN, in as many runs as go at once or more."""
     runs = max(-(-kills // KILLS_PER_RUN), min(RUNS_AT_ONCE, kills))
     return [kills // runs + (i < kills % runs) for i in range(runs)]
 
 
 def plan(count: int, rng: random.Random) -> list[Kill]:
-    """Kills of one run; every kind of process as often as any other."""
+    """Return the kills of one run; every kind of process as often as any other."""
     targets = ["command", "driver", *TARGETS]
     chosen = [targets[i % len(targets)] for i in range(count)]
     rng.shuffle(chosen)
@@ -212,7 +212,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: threading.Event) -> subprocess.Popen[bytes]:
-    """Wait for the moment, kill, and return the run that goes on."""
+    """Wait for the moment, kill, and return the run that continues."""
     while True:
         process = _running(trial, process)
         _wait_for_moment(trial, process, kill, stop)
@@ -225,7 +225,7 @@ def _kill(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: thre
 
 
 def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: threading.Event) -> None:
-    """Returns early when the run ends meanwhile, with what was killed before."""
+    """Wait for the moment of a kill; return early when the run ends meanwhile, with what was killed before."""
 
     def ended() -> bool:
         return process.poll() is not None
@@ -240,8 +240,8 @@ def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill,
 
 
 def _running(trial: Trial, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-    """The process itself, or the same command once more where it was killed. Raises RunFailed where
-    the run ended otherwise: there is nothing left to kill, or it should have gone on by itself."""
+    """Return the process itself, or the same command once more where it was killed. Raises RunFailed where the run
+    ended otherwise: there is nothing left to kill, or it should have continued by itself."""
     code = process.poll()
     if code is None:
         return process
@@ -252,7 +252,7 @@ def _running(trial: Trial, process: subprocess.Popen[bytes]) -> subprocess.Popen
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of the run stays, whatever happened here."""
+    """End everything that is left of the run."""
     if process.poll() is None:
         below = family(psutil.Process(process.pid))
         process.kill()
@@ -262,7 +262,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
-    """Prompts in their order, losses, and the tensors of the last checkpoint."""
+    """Compare prompts in their order, losses, and the tensors of the last checkpoint."""
     wanted = [(row["step"], row["prompts"]) for row in expected.rows("consumed.jsonl")]
     got = [(row["step"], row["prompts"]) for row in found.rows("consumed.jsonl")]
     wanted_counts = Counter(p for _, prompts in wanted for p in prompts)

@@ -60,7 +60,7 @@ class Trial:
         return _only(self.folder / "runs" / "recover", self.name)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The command that a user starts, and starts again when it ended."""
+        """Start the command of a user, also again after it has ended."""
         path = self.folder / f"{self.name}.yaml"
         path.write_text(yaml.safe_dump(_config(self)))
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
@@ -85,7 +85,7 @@ class Trial:
         return rows[-1]["step"] if rows else 0
 
     def is_writing(self) -> bool:
-        """Is a recover checkpoint being written?"""
+        """Return whether a recover checkpoint is being written."""
         try:
             return any(True for _ in self.recover.glob(".writing-*"))
         except FileNotFoundError:
@@ -96,7 +96,7 @@ class Trial:
 
 
 def make_assets(folder: Path) -> None:
-    """A model of a few thousand parameters and forty prompts."""
+    """Write a model of a few thousand parameters and forty prompts."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -141,8 +141,8 @@ def _config(trial: Trial) -> dict:
 
 
 def find_target(command: subprocess.Popen[bytes], target: str) -> psutil.Process | None:
-    """A living process of the run, by what it is: "command" is what was started, "driver" the process below it that
-    drives this attempt. None: it is not there now."""
+    """Return a running process of the run: "command" is what was started, "driver" the process below it that drives
+    this attempt. None: it does not exist now."""
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(command.pid)
         if target == "command":
@@ -157,7 +157,7 @@ def find_target(command: subprocess.Popen[bytes], target: str) -> psutil.Process
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """Everything below a process now."""
+    """Return all descendants of a process."""
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
@@ -165,7 +165,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that are still there after so long."""
+    """Return the processes that still run after the timeout."""
     return psutil.wait_procs(processes, timeout=seconds)[1]
 
 
@@ -189,7 +189,7 @@ class Leftovers:
         self._thread.join()
 
     def found(self) -> list[str]:
-        """A line for each."""
+        """Return a line for each."""
         lines = [f"process {p.pid} was left running: {' '.join(p.cmdline())[:80]}" for p in self._processes()]
         for path in unused_shared_memory():
             with contextlib.suppress(FileNotFoundError):
@@ -238,7 +238,7 @@ def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, stop: threading.Event) -> bool:
-    """Whether it became true in time. Raises Stopped when `stop` is set meanwhile."""
+    """Return whether it became true in time. Raises Stopped when `stop` is set meanwhile."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -249,11 +249,11 @@ def wait_until(condition: Callable[[], bool], seconds: float, stop: threading.Ev
 
 
 class Stopped(Exception):
-    """Somebody pressed Ctrl-C, or another run failed."""
+    """Ctrl-C was pressed, or another run failed."""
 
 
 def _only(kind: Path, trial: str) -> Path:
-    """`kind`/<user>/chaos/<trial>. Raises FileNotFoundError while it is not there."""
+    """Return `kind`/<user>/chaos/<trial>. Raises FileNotFoundError while it does not exist."""
     for path in kind.glob(f"*/chaos/{trial}"):
         return path
     raise FileNotFoundError(kind)

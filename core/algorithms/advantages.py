@@ -25,13 +25,13 @@ def shape_scores(
     scaling: float,
     mask_no_eos_with_zero: bool,
 ) -> Tensor:
-    """(score - bias) * scaling, 0 for cut-off completions when `mask_no_eos_with_zero`: [N]."""
+    """Compute (score - bias) * scaling, 0 for truncated completions when `mask_no_eos_with_zero`: [N]."""
     shaped = (scores - bias) * scaling
     return torch.where(no_eos, torch.zeros_like(shaped), shaped) if mask_no_eos_with_zero else shaped
 
 
 def sequence_scores(batch: RolloutBatch, settings: AlgorithmSettings) -> Tensor:
-    """The shaped reward of each sequence: [N]."""
+    """Return the shaped reward of each sequence: [N]."""
     return shape_scores(
         torch.tensor(batch.rewards), torch.tensor(batch.no_eos),
         bias=settings.reward_output_bias, scaling=settings.reward_output_scaling,
@@ -40,7 +40,8 @@ def sequence_scores(batch: RolloutBatch, settings: AlgorithmSettings) -> Tensor:
 
 
 def token_kl_penalty(fields: Mapping[str, Tensor], settings: AlgorithmSettings) -> Tensor | None:
-    """kl_ctl * KL of each token, which rewards lose, [T]; None where the KL divergence is not part of the reward."""
+    """Compute kl_ctl * KL of each token, which is subtracted from rewards, [T]; None where the KL divergence is not
+    part of the reward."""
     if not settings.kl_in_reward:
         return None
     return settings.kl_ctl * kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.kl_estimator)
@@ -54,7 +55,7 @@ def reward_metrics(
     num_sequences: int,
     settings: AlgorithmSettings,
 ) -> dict[str, float]:
-    """What every step reports about rewards and advantages."""
+    """Return the metrics of rewards and advantages that every step reports."""
     kl_reward = -(kl_penalty * mask).sum() / num_sequences if kl_penalty is not None else torch.zeros(())
     return {
         "task_reward": float(task_reward),
@@ -74,7 +75,8 @@ def sequence_advantages(
     baseline: Callable[[Tensor, Tensor], Tensor],
     normalize: bool,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Fields and metrics of an algorithm without a critic whose sequences have one advantage, on every trained token.
+    """Compute fields and metrics of an algorithm without a critic whose sequences have one advantage, on every trained
+    token.
 
     `baseline(scores [N], group_ids [N])` gives the advantages [N]. With kl_in=reward a score is the reward minus the
     KL penalties of the sequence's trained tokens. `normalize`: whiten over the trained tokens of the batch."""
@@ -93,7 +95,7 @@ def sequence_advantages(
 
 
 def group_normalize(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """(score - mean of its group) / (standard deviation of its group + eps): [N]. Source: Shao et al. 2024
+    """Compute (score - mean of its group) / (standard deviation of its group + eps): [N]. Source: Shao et al. 2024
     (DeepSeekMath), section 4.1.2, GRPO with outcome supervision."""
     num_groups = int(group_ids.max()) + 1
     count = torch.zeros(num_groups).index_add_(0, group_ids, torch.ones_like(scores)).clamp(min=1)
@@ -104,7 +106,7 @@ def group_normalize(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> 
 
 
 def group_means(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of the group of each sequence, and the number of sequences in it: [N] each."""
+    """Return the mean of the group of each sequence, and the number of sequences in it: [N] each."""
     num_groups = int(group_ids.max()) + 1
     count = torch.zeros(num_groups).index_add_(0, group_ids, torch.ones_like(scores)).clamp(min=1)
     mean = torch.zeros(num_groups).index_add_(0, group_ids, scores) / count
@@ -118,7 +120,7 @@ def token_rewards(
     *,
     kl_penalty: Tensor | None,  # [T], subtracted where trained
 ) -> Tensor:
-    """The score on the last token of each sequence, minus the KL penalty on every trained token: [T]."""
+    """Place the score on the last token of each sequence, minus the KL penalty on every trained token: [T]."""
     rewards = torch.zeros(loss_mask.numel())
     if kl_penalty is not None:
         rewards -= kl_penalty * loss_mask
@@ -143,7 +145,7 @@ def gae(
     discount: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, [T] each, 0 outside loss_mask. Source: Schulman et al. 2016, eq. 16.
+    """Compute advantages and returns, [T] each, 0 outside loss_mask. Source: Schulman et al. 2016, eq. 16.
 
     delta_t = r_t + discount * V_{t+1} - V_t;  A_t = delta_t + discount * lambda * A_{t+1};  R_t = A_t + V_t.
 
@@ -166,7 +168,7 @@ def gae(
 def _scan(
     rewards: Tensor, values: Tensor, lens: Tensor, bootstrap: Tensor, *, discount: float, gae_lambda: float
 ) -> Tensor:
-    """Advantages of sequences of `lens` tokens [N] laid end to end, all of them trained: [sum of lens]."""
+    """Compute the advantages of sequences of `lens` tokens [N] laid end to end, all of them trained: [sum of lens]."""
     num_sequences, longest = lens.numel(), int(lens.max())
     # Right-aligned padding makes one reverse scan over rows of [longest, N] serve all sequences at once.
     real = torch.arange(longest)[None, :] >= (longest - lens)[:, None]
@@ -182,7 +184,7 @@ def _scan(
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-5) -> Tensor:
-    """Zero mean and unit variance over the masked entries, 0 elsewhere: same shape as x."""
+    """Normalize to zero mean and unit variance over the masked entries, 0 elsewhere: same shape as x."""
     count = mask.sum().clamp(min=1)
     mean = (x * mask).sum() / count
     variance = ((x - mean).square() * mask).sum() / count

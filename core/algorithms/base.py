@@ -29,17 +29,18 @@ class Objective(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `loss` reads output.entropy."""
+        """True if `loss` reads output.entropy."""
         return False
 
     def token_weights(self, minibatch: PackedBatch) -> Tensor:
-        """Weight of every token of the minibatch, [T], 0 outside loss_mask; the loss is divided by their sum.
+        """Return the weight of every token of the minibatch, [T], 0 outside loss_mask; the loss is divided by their
+        sum.
 
         mcore_adapter/data/weights.py has token_mean (the default), sequence_mean and token_sum."""
         return token_mean(minibatch)
 
     def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
-        """(loss, metrics) of one microbatch, all of them weighted sums over its trained tokens.
+        """Compute (loss, metrics) of one microbatch, all of them weighted sums over its trained tokens.
 
         `fields` holds "loss_mask", "token_weights" and per-token tensors [t] by name. `sequences` sums over the tokens
         of each sequence, on all context-parallel ranks."""
@@ -57,19 +58,19 @@ class Algorithm(Objective, Protocol):
 
     @property
     def passes(self) -> frozenset[Pass]:
-        """What the loop computes first, as fields of the batch: "old_logprobs" (the policy before the update),
+        """Passes that the loop computes first, as fields of the batch: "old_logprobs" (the policy before the update),
         "ref_logprobs" and "values", whose field is "old_values"."""
         return frozenset()
 
     @property
     def critic(self) -> Objective | None:
-        """What the critic minimises; None: there is no critic."""
+        """Objective of the critic; None: there is no critic."""
         return None
 
     def advantages(
         self, batch: RolloutBatch, fields: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Fields to train on ([T] each, "advantages" among them), and metrics of the whole batch.
+        """Compute the fields to train on ([T] each, "advantages" among them), and metrics of the whole batch.
 
         Runs in the rollout process, on a copy of this object: what it changes and later calls need must be in
         state_dict().
@@ -79,7 +80,7 @@ class Algorithm(Objective, Protocol):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:
-        """What a recover checkpoint must hold of this object."""
+        """Return the state for a recover checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

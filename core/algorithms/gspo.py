@@ -49,7 +49,8 @@ class GSPOConfig:
 
 
 def standardise(scores: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """(score - mean of its group) / (unbiased standard deviation of its group + eps); 0 in a group of one: [N]."""
+    """Compute (score - mean of its group) / (unbiased standard deviation of its group + eps); 0 in a group of one:
+    [N]."""
     means, counts = group_means(scores, group_ids)
     centred = scores - means
     variance = group_means(centred.square(), group_ids)[0] * counts / (counts - 1).clamp(min=1)
@@ -69,7 +70,7 @@ def gspo_policy_loss(
     clip_high: float,
     behave_imp_weight_cap: float | None,
 ) -> tuple[Tensor, Metrics]:
-    """Clipped surrogate of sequence ratios, and its metrics: weighted sums over the trained tokens.
+    """Compute the clipped surrogate of sequence ratios, and its metrics: weighted sums over the trained tokens.
 
     As in ppo_policy_loss, each token is weighted by proximal over behaviour, up to `behave_imp_weight_cap`."""
     log_ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0)

@@ -23,13 +23,13 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def trained_weights(fields: Mapping[str, Tensor]) -> Tensor:
-    """The weight of each trained token, [t] float, 0 elsewhere."""
+    """Return the weight of each trained token, [t] float, 0 elsewhere."""
     mask = fields["loss_mask"]
     return fields[TOKEN_WEIGHTS] * mask if TOKEN_WEIGHTS in fields else mask.float()
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(policy || reference) in nats, [T]. Source: J. Schulman, "Approximating KL divergence"
+    """Estimate KL(policy || reference) per token in nats, [T]. Source: J. Schulman, "Approximating KL divergence"
     (2020): k1 = log p - log q, k2 = (log p - log q)^2 / 2, k3 = q/p - 1 - log(q/p)."""
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -88,8 +88,8 @@ def ppo_policy_loss(
     behave_imp_weight_cap: float | None,
     weights: Tensor | None = None,  # [T], 0 outside loss_mask
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate with the decoupled objective. Source: Schulman et al. 2017, eq. 7; for the behaviour weight
-    pi_prox / pi_behave, Hilton et al. 2022 ("Batch size-invariance for policy optimization"), as in AReaL.
+    """Compute the clipped surrogate with the decoupled objective. Source: Schulman et al. 2017, eq. 7; for the behavior
+    weight pi_prox / pi_behave, Hilton et al. 2022 ("Batch size-invariance for policy optimization"), as in AReaL.
 
     The ratio is clipped around the proximal policy; each token is weighted by proximal over behaviour. Tokens whose
     weight exceeds `behave_imp_weight_cap` do not contribute. With rollout_logprobs == old_logprobs this is plain PPO.
@@ -114,7 +114,7 @@ def ppo_loss(
     kl_estimator: KLEstimator,
     entropy_coeff: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The actor's loss: clipped surrogate, plus kl_coeff * KL to `ref_logprobs`, minus entropy_coeff * entropy.
+    """Compute the actor's loss: clipped surrogate, plus kl_coeff * KL to `ref_logprobs`, minus entropy_coeff * entropy.
 
     Where `fields` has no old_logprobs, the batch is one minibatch, and the proximal policy is the current one.
     """
@@ -168,7 +168,7 @@ def value_loss(
     *,
     value_eps_clip: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped squared error of the critic against `returns`, around the values of the start of the batch
+    """Compute the clipped squared error of the critic against `returns`, around the values of the start of the batch
     (`old_values`). Source: Schulman et al.'s PPO2 code, 0.5 * max((v - R)^2, (clip(v) - R)^2)."""
     assert output.values is not None, "the critic's engine returns values"
     weights, returns, old_values = trained_weights(fields), fields["returns"], fields["old_values"]
@@ -187,7 +187,7 @@ def value_loss(
 def sft_loss(
     output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the answer tokens, in nats."""
+    """Compute the negative log-likelihood of the answer tokens, in nats."""
     assert output.logprobs is not None, "the model's engine returns log-probabilities"
     loss = -(output.logprobs * trained_weights(fields)).sum()
     return loss, {"nll": loss.detach()}

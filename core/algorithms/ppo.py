@@ -129,14 +129,15 @@ class Critic(Objective):
 
 
 def policy_fields(settings: AlgorithmSettings, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The policy that the ratio of a clipped loss is taken to: the generators', unless the objective is decoupled."""
+    """Return the field of the policy in the denominator of the clipped ratio: the generators', unless the objective is
+    decoupled."""
     return {} if settings.decoupled else {"old_logprobs": fields["rollout_logprobs"]}
 
 
 def clipped_loss(
     settings: AlgorithmSettings, output: ModelOutput, fields: Mapping[str, Tensor]
 ) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate with the KL and entropy terms of these settings."""
+    """Compute the clipped surrogate with the KL and entropy terms of these settings."""
     return ppo_loss(
         output,
         fields,

@@ -34,7 +34,8 @@ class RLOOConfig:
 
 
 def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """score - mean of the other scores of its group = n / (n - 1) * (score - mean of the group); 0 if n = 1: [N]."""
+    """Compute score - mean of the other scores of its group = n / (n - 1) * (score - mean of the group); 0 if n = 1:
+    [N]."""
     means, counts = group_means(scores, group_ids)
     return torch.where(counts > 1, counts / (counts - 1).clamp(min=1) * (scores - means), 0.0)
 

@@ -62,7 +62,8 @@ COMMON = frozenset({
 
 
 def read_options(section: type[T], options: Mapping[str, Any]) -> T:
-    """The frozen dataclass `section`, filled with algorithm.options. Raises ValueError for what does not fit."""
+    """Return the frozen dataclass `section`, filled with algorithm.options. Raises ValueError for unknown names or
+    types."""
     known = {field.name: field for field in dataclasses.fields(section)}  # type: ignore[arg-type]
     for name, value in options.items():
         if name not in known:

@@ -91,7 +91,7 @@ class TrainerGroup:
         )[len(announced) :]
 
     def raise_if_dead(self) -> None:
-        """Raises LaunchError when a rank is gone. Does not wait for those that are busy."""
+        """Raise LaunchError when a rank has exited. Does not wait for those that are busy."""
         answered, self._pings = (
             ray.wait(self._pings, num_returns=len(self._pings), timeout=0) if self._pings else ([], [])
         )

@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 
 def _free_port(host: str) -> int:
-    """A free port below those that the system hands out: nobody is given it before the ranks listen there."""
+    """Return a free port below those that the system hands out, so that no other process gets it before the ranks
+    listen."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind((host, port))
@@ -61,7 +62,7 @@ class TrainerRank:
         self._scope = ExitStack()
 
     def rendezvous(self, port: int) -> str:
-        """Where the ranks meet: this node's address and a free port of it (or `port`, when it is not 0)."""
+        """Return where the ranks meet: this node's address and a free port of it (or `port`, when it is not 0)."""
         host = ray.util.get_node_ip_address()
         return f"tcp://{host}:{port or _free_port(host)}"
 
@@ -146,8 +147,8 @@ class TrainerRank:
         )
 
     def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Any], int]:
-        """Rank 0 puts the buckets into the object store and returns their handles and how many bytes they hold; the
-        others return nothing."""
+        """Put the buckets into the object store, on rank 0, and return their handles and how many bytes they hold;
+        other ranks return nothing."""
         handles, num_bytes = [], 0
         for tensors in self._engines[engine].iter_hf_weights(bucket_bytes):
             if tensors:
@@ -180,7 +181,7 @@ class TrainerRank:
         self._device.empty_cache()
 
     def reload(self) -> None:
-        """The inverse of offload()."""
+        """Reverse offload()."""
         for engine in self._engines.values():
             engine.reload()
 
@@ -188,7 +189,7 @@ class TrainerRank:
         self._engines[engine].save_hf(path, tokenizer_from=tokenizer_from)
 
     def ping(self) -> None:
-        """Answers."""
+        """Return, to show that the rank responds."""
 
     def prepare_saves(self, engine: str) -> None:
         self._engines[engine].prepare_saves()

@@ -1,8 +1,7 @@
-"""The processes of a run, by name: each leaves a file in the log folder that says which one it is, and writes all its
-Python stacks there when it is asked to.
-
-Asking is a signal, so it works on a process that hangs in a library, holds the interpreter's lock or was stopped.
-Invariant: a signal goes only to the very process that left its file: the start time is compared beside the number.
+"""The processes of a run, by name: each leaves a file in the log folder that identifies it, and writes all its Python
+stacks there on request. The request is a signal, so it works on a process that hangs in a library, holds the
+interpreter's lock or was stopped. Invariant: a signal goes only to the very process that left its file: the start time
+is compared beside the number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ EARLIER = "earlier"
 _KEPT = 3
 """Of each name."""
 _WRITING_SECONDS = 0.5
-"""Time that a process gets to write its stacks before whoever asked goes on, which may be to kill it."""
+"""Time that a process gets to write its stacks before the requesting process continues, possibly by killing it."""
 _SETTLED_SECONDS = 1.0
 """A younger child may be about to become another program, and lose its handler, while it is asked."""
 ASKING = signal.SIGRTMIN
@@ -52,7 +51,7 @@ def register_process(name: str, log_folder: Path) -> None:
 
 
 def _put_aside(file: Path) -> None:
-    """Keep what an earlier process of the name has written: it says where that one hung."""
+    """Keep what an earlier process of the name has written: it shows where that one hung."""
     try:
         with open(file) as f:
             says_more = len(f.readlines()) > 1  # than which process it was
@@ -71,9 +70,9 @@ def _put_aside(file: Path) -> None:
 
 def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:
     """Let the processes of this machine write their stacks (`names`: only these), with those of their children that
-    have no name; name -> its state: "running", "stopped" or "gone". One that was stopped goes on, else it could not
-    answer. Of one that writes nothing its file says what the kernel knows. Raises OSError where the files cannot be
-    written."""
+    have no name; name -> its state: "running", "stopped" or "gone". One that was stopped is continued, else it could
+    not answer. If a process writes nothing, its file contains what the kernel reports. Raises OSError where the files
+    cannot be written."""
     states = {}
     known = list(_processes(log_folder))
     named = {process.pid for _, _, process in known if process is not None}
@@ -114,8 +113,8 @@ def _ask(process: psutil.Process) -> None:
 
 
 def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psutil.Process]:
-    """Those of all generations that can answer, as the processes of a server, which write into their log. One
-    with a name is asked by it, and answers for its own."""
+    """Yield the descendants that can answer, such as the processes of a server, which write into its log. A named one
+    is asked by name, and answers for its own."""
     others = set()
     for child in process.children(recursive=True):  # each after its parent
         with suppress(psutil.Error):
@@ -126,8 +125,8 @@ def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psut
 
 
 def _why_silent(process: psutil.Process, file: Path) -> str:
-    """What the kernel tells of a process that was asked for its stacks and did not write them; not every kernel tells
-    everything."""
+    """Return the kernel's information about a process that was asked for its stacks and did not write them; not every
+    kernel has all of it."""
     if _same(process.pid, process.create_time()) is None:
         return "it has exited"
     status = _status(process.pid)
@@ -147,25 +146,25 @@ def _why_silent(process: psutil.Process, file: Path) -> str:
 
 
 def _of_kernel(pid: int, name: str) -> str:
-    """What /proc says; "" where it does not."""
+    """Return the content of a file in /proc; "" where it cannot be read."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     return ""
 
 
 def _status(pid: int) -> dict[str, str]:
-    """The fields of /proc/PID/status."""
+    """Return the fields of /proc/PID/status."""
     lines = (line.partition(":") for line in _of_kernel(pid, "status").splitlines())
     return {name: value.strip() for name, _, value in lines}
 
 
 def _marked(status: dict[str, str], mask: str) -> bool:
-    """Whether the signal that asks is in this mask."""
+    """Return whether the signal for stacks is in this mask."""
     return bool(int(status.get(mask, "0"), 16) >> (ASKING - 1) & 1)
 
 
 def _has_closed(pid: int, file: Path) -> bool:
-    """Whether its descriptors can be seen and none leads there. Asks nothing of the files."""
+    """Return whether its descriptors can be seen and none refers to the file. Does not open the files."""
     try:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
@@ -187,7 +186,7 @@ def kill_process(log_folder: Path, name: str) -> None:
 
 
 def _processes(log_folder: Path) -> Iterator[tuple[str, Path, psutil.Process | None]]:
-    """(name, file, the process or None when it has ended) of the others on this machine."""
+    """Yield (name, file, the process or None when it has ended) of the others on this machine."""
     for file in sorted((log_folder / FOLDER).glob("*.txt")):
         with suppress(OSError, ValueError, KeyError):
             with open(file) as f:
@@ -205,7 +204,7 @@ def _same(pid: int, started: float) -> psutil.Process | None:
 
 
 def forget_modules() -> None:
-    """To be called when a process is ready: what there is now is not looked through for garbage any more. Several times
-    a minute that would take half a second."""
+    """Exclude present objects from garbage collection, when a process is ready. Several times a minute that would take
+    half a second."""
     gc.collect()
     gc.freeze()

@@ -1,10 +1,10 @@
 """The attempts of a run: each is a process of its own, and another one follows when one is lost.
 
 The process that the user started forks before it has imported torch or Ray; the child is the driver of one attempt, and
-tells through a pipe how far it got. When it is gone, and everything that it started with it, the next one begins from
-the newest recover checkpoint. A driver that was stopped, or whose interpreter hangs, cannot say so: it is silent,
-and is killed for that.
-Invariant: two attempts never live at the same time, and an attempt never outlives the process that the user started.
+reports its progress through a pipe. When it is gone, and everything that it started with it, the next one begins from
+the newest recover checkpoint. A driver that was stopped, or whose interpreter hangs, sends no heartbeat, and is killed
+for that. Invariant: two attempts never run at the same time, and an attempt never outlives the process that the user
+started.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ EXIT_CODES = {
 """Of `python -m core.quickstart`."""
 
 _END_SECONDS = 30.0
-"""For the processes of a lost attempt to go by themselves (its guard ends them); then they are killed."""
+"""For the processes of a lost attempt to go by themselves (its watchdog ends them); then they are killed."""
 _BEAT_SECONDS = 1.0
-"""Between two signs of life of a driver that has nothing to tell."""
+"""Between two heartbeats of a driver."""
 _LONGEST_LOOK_SECONDS = 1.0
 """What counts of the time between two looks at a driver; where it was more, this process did not run itself."""
 _DRIVER = "driver"
@@ -53,11 +53,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass
 class Attempt:
-    """One life of all processes, and what it tells about itself."""
+    """One execution of all processes, and its reports."""
 
     number: int = 1
     memory: dict[str, Any] = field(default_factory=dict)
-    """What earlier attempts learnt about memory; see core/recovery/memory.py."""
+    """Memory limits of earlier attempts; see core/recovery/memory.py."""
     pipe: int | None = None
     began: int = 0
     """Steps that were finished when it began."""
@@ -91,7 +91,7 @@ def run_attempts(run: Callable[[Attempt], int], *, retries: int, silence_seconds
     An attempt that began no further than the one before counts as one without progress; after `retries` restarts
     without progress the run ends with a summary of all attempts. A process that gave no sign of life for
     `silence_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed. `retries` 0: one
-    call, in this process, and nobody watches over it.
+    call, in this process, without a heartbeat timeout.
     """
     if retries == 0:
         return run(Attempt())
@@ -135,15 +135,15 @@ def _table(attempts: list[Attempt]) -> str:
 
 
 def _beat(attempt: Attempt) -> None:
-    """In a thread of the driver, which needs its interpreter."""
+    """Send heartbeats from a thread of the driver, which needs its interpreter."""
     while True:
         time.sleep(_BEAT_SECONDS)
         attempt.tell()
 
 
 def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int | None:
-    """Fork. In the child: None, and `attempt` tells its parent. In the parent: the child's exit code, once it and all
-    that it started are gone; `attempt` is filled in."""
+    """Fork. In the child: None, and `attempt` reports to its parent. In the parent: the child's exit code, once it and
+    all that it started are gone; `attempt` is filled in."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     reading, attempt.pipe = os.pipe()
@@ -189,7 +189,7 @@ class _Watch:
         """Why it was killed."""
 
     def look(self, attempt: Attempt, *, heard: bool) -> None:
-        """To be called several times a second; `heard`: it has said something since the last call."""
+        """Check the driver, several times a second; `heard`: it has sent a heartbeat since the last call."""
         now = time.monotonic()
         self._silent = 0.0 if heard else self._silent + min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
@@ -209,7 +209,7 @@ class _Watch:
 
 
 def _listen(pipe: int, child: int, attempt: Attempt, watch: _Watch) -> int:
-    """Take in what the attempt tells until it has ended: its status."""
+    """Receive the reports of the attempt until it has ended; return its status."""
     rest = b""
     status: int | None = None
     while True:
@@ -248,12 +248,12 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
 
     @property
     def came(self) -> bool:
-        """Whether there was one."""
+        """True if there was one."""
         return bool(self._numbers)
 
     def fork(self) -> int:
-        """os.fork(): the signals go to the child from now on, those that came already included. Both are blocked until
-        the child has its own handlers: in those that it inherits a signal would be lost."""
+        """Call os.fork(): the signals go to the child from now on, those that came already included. Both are blocked
+        until the child has its own handlers: in those that it inherits a signal would be lost."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
         try:
             child = os.fork()
@@ -275,7 +275,7 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
 
 
 def _adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process (Linux), so that none is lost from sight."""
+    """Make descendants whose parent ends children of this process (Linux), so that all of them are known."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

@@ -1,8 +1,8 @@
 """The data plane of the trainer: a batch is flat, packed tensors.
 
-Invariant: every per-token tensor is aligned with `token_ids`: entry t speaks about token t. `logprobs[t]` is
-log p(token t | tokens before it), 0 for the first token of a sequence; `values[t]` is the critic's estimate of the
-state in which token t was chosen.
+Invariant: every per-token tensor is aligned with `token_ids`: entry t refers to token t. `logprobs[t]` is log p(token t
+| tokens before it), 0 for the first token of a sequence; `values[t]` is the critic's estimate of the state in which
+token t was chosen.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class PackedBatch:
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
-        """Positions in [0, T) of the tokens of `sequences`, in that order: [sum of their lengths] int64."""
+        """Return the positions in [0, T) of the tokens of `sequences`, in that order: [sum of their lengths] int64."""
         chosen = torch.as_tensor(sequences, dtype=torch.int64)
         lens = self.seq_lens[chosen]
         shift = self.cu_seqlens[chosen] - (lens.cumsum(0) - lens)
         return torch.arange(int(lens.sum())) + shift.repeat_interleave(lens)
 
     def select(self, sequences: Sequence[int]) -> PackedBatch:
-        """The batch of these sequences, in this order."""
+        """Return the batch of these sequences, in this order."""
         index = self.token_index(sequences)
         lens = self.seq_lens[list(sequences)]
         return PackedBatch(
@@ -60,7 +60,8 @@ class PackedBatch:
         )
 
     def with_fields(self, **fields: Tensor) -> PackedBatch:
-        """The same sequences with these per-token fields added or replaced. Raises ValueError on a wrong length."""
+        """Return the same sequences with these per-token fields added or replaced. Raises ValueError on a wrong
+        length."""
         for name, value in fields.items():
             if value.shape[0] != self.num_tokens:
                 raise ValueError(f"field {name}: {value.shape[0]} entries for {self.num_tokens} tokens")

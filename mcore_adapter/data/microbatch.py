@@ -59,8 +59,8 @@ def check_longest(seq_lens: Sequence[int], max_tokens_per_mb: int) -> None:
 def _pack(
     order: Sequence[int], seq_lens: Sequence[int], costs: Sequence[float], num_bins: int, capacity: int
 ) -> list[Microbatch] | None:
-    """Longest sequence first, each into the cheapest bin that still has room; if that strands one, the tightest fit
-    instead of the cheapest. None when neither places all sequences."""
+    """Pack the longest sequence first, each into the cheapest bin that still has room; if that fails for one, into the
+    fullest bin instead of the cheapest. Returns None when neither places all sequences."""
     return _pack_cheapest(order, seq_lens, costs, num_bins, capacity) or _pack_tightest(
         order, seq_lens, num_bins, capacity
     )
@@ -90,7 +90,7 @@ def _pack_cheapest(
 def _pack_tightest(
     order: Sequence[int], seq_lens: Sequence[int], num_bins: int, capacity: int
 ) -> list[Microbatch] | None:
-    """Best fit decreasing, then the bins it left empty take the shortest sequences of the fullest ones."""
+    """Pack by best fit decreasing, then move the shortest sequences of the fullest bins to empty ones."""
     bins: list[Microbatch] = [[] for _ in range(num_bins)]
     by_room = [(capacity, b) for b in range(num_bins)]  # sorted
     for i in order:
@@ -108,8 +108,8 @@ def _pack_tightest(
 
 
 def _share_out(bins: list[Microbatch], costs: Sequence[float], dp: int) -> list[list[Microbatch]]:
-    """Bins -> [dp][len(bins) / dp]: the most expensive bin first, to the cheapest rank that still takes one; each rank
-    runs its microbatches from the most expensive (the peak of memory comes first) to the cheapest."""
+    """Distribute bins as [dp][len(bins) / dp]: the most expensive bin first, to the cheapest rank that still takes one;
+    each rank runs its microbatches from the most expensive (the peak of memory comes first) to the cheapest."""
     per_rank = len(bins) // dp
     totals = [sum(costs[i] for i in b) for b in bins]
     ranks: list[list[Microbatch]] = [[] for _ in range(dp)]

@@ -1,4 +1,4 @@
-"""Lays the sequences of one microbatch end to end, as Megatron's attention wants them (thd), for one rank.
+"""Lays the sequences of one microbatch end to end, as Megatron's attention requires (thd), for one rank.
 
 Invariant: every token of the microbatch belongs to exactly one context-parallel rank, the one that holds its
 predecessor and so computes its log-probability. Padding appears only where sequence parallelism (the total, a multiple
@@ -49,7 +49,7 @@ class PackingLayout:
         return self.sequence_multiple * self.sequence_parallel_size * self.row_multiple
 
     def padded_lens(self, lens: Tensor) -> Tensor:
-        """[N] -> [N], tokens that each sequence takes up when packed (over all context-parallel ranks)."""
+        """Return the tokens that each sequence occupies when packed (over all context-parallel ranks): [N] -> [N]."""
         multiple = self.sequence_multiple
         return (lens + multiple - 1) // multiple * multiple if multiple > 1 else lens
 
@@ -125,7 +125,7 @@ class _Rows:
 
 
 def _rows(own: PackedBatch, layout: PackingLayout, device: torch.device) -> _Rows:
-    """One position for each token."""
+    """Assign one position to each token."""
     lens = own.seq_lens
     padded = layout.padded_lens(lens)
     tail = -int(padded.sum()) % layout.total_multiple
@@ -157,7 +157,7 @@ def _rows(own: PackedBatch, layout: PackingLayout, device: torch.device) -> _Row
 
 
 def _shared_rows(own: PackedBatch, layout: PackingLayout, device: torch.device) -> _Rows:
-    """One position for each token that predicts another, the tokens of a prompt once for all its completions."""
+    """Assign one position to each token that predicts another, the tokens of a prompt once for all its completions."""
     shared = share_prompts(own)
     tokens, positions, lens, source, first = shared.tokens, shared.positions, shared.lens, shared.source, shared.first
     tail = -len(tokens) % layout.total_multiple
@@ -192,7 +192,8 @@ def _shared_rows(own: PackedBatch, layout: PackingLayout, device: torch.device) 
 def _routing_inputs(
     own: PackedBatch, rows: _Rows, layout: PackingLayout, forced: Tensor | None, batch_tokens: int, device: torch.device
 ) -> RoutingInputs:
-    """Of the rows that this rank's routers see: with sequence parallelism a share of the packing."""
+    """Return the inputs of the rows that this rank's routers process: with sequence parallelism a share of the
+    packing."""
     share = len(rows.tokens) // layout.sequence_parallel_size
     row = rows.row_of_token - layout.sequence_parallel_rank * share
     here = (row >= 0) & (row < share) & (rows.row_of_token >= 0)
@@ -212,7 +213,7 @@ def _routing_inputs(
 
 
 def _filler(batch: PackedBatch) -> PackedBatch:
-    """One sequence of one token that nobody trains on."""
+    """Return one sequence of one token that is not trained."""
     return PackedBatch(
         token_ids=batch.token_ids.new_zeros(1),
         cu_seqlens=batch.cu_seqlens.new_tensor([0, 1]),
@@ -222,15 +223,15 @@ def _filler(batch: PackedBatch) -> PackedBatch:
 
 
 def _zigzag(positions: Tensor, padded: Tensor, layout: PackingLayout) -> Tensor:
-    """Packed positions that this context-parallel rank holds: chunks r and 2 cp - 1 - r of each sequence, which gives
-    every rank the same share of the causal triangle."""
+    """Return the packed positions of this context-parallel rank: chunks r and 2 cp - 1 - r of each sequence, which
+    gives every rank the same share of the causal triangle."""
     chunk = positions // (padded // (2 * layout.cp_size)).repeat_interleave(padded)
     mine = (chunk == layout.cp_rank) | (chunk == 2 * layout.cp_size - 1 - layout.cp_rank)
     return mine.nonzero().squeeze(1)
 
 
 def _thd(lens: Tensor, device: torch.device) -> dict[str, Any]:
-    """Megatron's description of packed sequences of these lengths."""
+    """Return Megatron's description of packed sequences of these lengths."""
     cu_seqlens = torch.zeros(len(lens) + 1, dtype=torch.int32)
     cu_seqlens[1:] = lens.cumsum(0)
     cu_seqlens = cu_seqlens.to(device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingInputs:
-    """What the routers know of a microbatch beside hidden states: s rows of this rank, m tokens that predict another.
+    """Inputs of the routers beside hidden states: s rows of this rank, m tokens that predict another.
 
     A row may stand for tokens of several sequences (shared prompts), a padding row stands for none.
     """

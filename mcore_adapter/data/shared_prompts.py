@@ -31,11 +31,11 @@ class SharedPromptParams(PackedSeqParams):
     copies: Tensor | None = None  # [e - s] int64: the other ones
 
     def to_sequences(self, x: Tensor) -> Tensor:
-        """[s, ...] -> [e, ...]"""
+        """Expand packed rows to the rows of whole sequences: [s, ...] -> [e, ...]."""
         return _ToSequences.apply(x, self.source, self.first, self.copies)
 
     def to_packed(self, x: Tensor) -> Tensor:
-        """[e, ...] -> [s, ...]; all rows that stand for one packed row are equal."""
+        """Select one of the equal rows of each packed row: [e, ...] -> [s, ...]."""
         return _ToPacked.apply(x, self.first)
 
 
