@@ -100,7 +100,7 @@ def _format(spec: Spec) -> str:
     trainer = _layouts_by_role(spec.trainer)
     if spec.generator is None:
         return str(trainer[TRAINER_ROLE])
-    assert spec.backend, "a heuristic spec says everything"
+    assert spec.backend, "a heuristic spec names the backend"
     return format_layouts(spec.backend, spec.generator, trainer, disaggregated=spec.disaggregated)
 
 

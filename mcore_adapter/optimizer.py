@@ -62,10 +62,10 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:
     """Put the gradients of each chunk into one buffer, reduced over the data-parallel ranks once a step.
 
-    `overlap`: gradients are reduced bucket by bucket while the backward pass of the last microbatch goes on, and
-    updated weights gathered while the next forward pass does; see TrainOptimizer.finish_param_gather(). The buffer is
-    fp32, or without `grad_reduce_in_fp32` in the model's format. `before_reduction` is called when all gradients of
-    this rank are there; without `overlap` that is before the ranks meet.
+    `overlap`: gradients are reduced bucket by bucket while the backward pass of the last microbatch runs, and updated
+    weights gathered while the next forward pass does; see TrainOptimizer.finish_param_gather(). The buffer is fp32, or
+    without `grad_reduce_in_fp32` in the model's format. `before_reduction` is called when all gradients of this rank
+    are there; without `overlap` that is before the ranks meet.
     """
     config = chunks[0].config
     assert config.calculate_per_token_loss, "otherwise DDP would average where the engine counts on sums"

@@ -75,7 +75,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, set[str]]]:
 
 
 def _check_shard(path: Path, expected: set[str]) -> None:
-    """Check that the header is readable, the file as long as the header says, and every expected tensor present."""
+    """Check that the header is readable, the file as long as its header requires, and every expected tensor present."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -46,7 +46,7 @@ class Interpolator:
         return Scalar(self._in_text(text), scalar.where, quoted=True)
 
     def _in_text(self, text: str) -> str:
-        """Replace every interpolation in `text`; `\${` is a literal `${`."""
+        """Replace every interpolation in `text`; `\\${` is a literal `${`."""
         out, at = [], 0
         while (start := text.find("${", at)) >= 0:
             if start > 0 and text[start - 1] == "\\":

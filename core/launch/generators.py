@@ -1,7 +1,7 @@
 """All generator replicas as the driver sees them: where weights go, which replicas work, and which are restarted. A
 replica that exits, or does not answer for generator.health_timeout_seconds, is killed and started again on its own
-slots, while the others and the trainer go on. Invariant: a replica takes part in a push only once it has started, and
-gets requests only after a push has reached it.
+slots, while the others and the trainer continue. Invariant: a replica takes part in a push only once it has started,
+and gets requests only after a push has reached it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _END_SECONDS = 60.0
 """For whatever is closed at the end; then it is killed."""
 _MAX_RESTARTS = 3
-"""Of one replica in a row, without a good health check while it served; then the run goes on without it."""
+"""Of one replica in a row, without a good health check while it served; then the run continues without it."""
 
 T = TypeVar("T")
 State = Literal["starting", "waiting for weights", "serving", "gone"]
@@ -146,7 +146,7 @@ class GeneratorPool:
         self._everywhere("pause", GeneratorStub.pause, timeout_seconds)
 
     def resume(self, version: int, timeout_seconds: float) -> list[float]:
-        """Go on with this version; returns how long each replica stopped sampling, in seconds."""
+        """Resume with this version; return how long each replica stopped sampling, in seconds."""
         return self._everywhere("resume", lambda replica: replica.resume(version), timeout_seconds)
 
     def release_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:

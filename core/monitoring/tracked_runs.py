@@ -1,5 +1,5 @@
 """Runs of Weights & Biases and MLflow as metric sinks. A trial has one of each: the next attempt, and the same command
-started again with recover_mode=auto, go on in it.
+started again with recover_mode=auto, continue it.
 
 Their values of steps after the recovered checkpoint remain: both only take more (docs/reliability.md).
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackedRuns:
-    """The ids of a trial's runs in `file`, beside its logs. Unless it goes on, what is there is of another run."""
+    """The ids of a trial's runs in `file`, beside its logs. Unless the run continues, the file is of another run."""
 
     def __init__(self, file: Path, *, go_on: bool) -> None:
         self.file = file

@@ -29,7 +29,7 @@ _THREADS = min(16, os.cpu_count() or 1)
 
 
 class DamagedError(ValueError):
-    """A folder is not what was sealed; the message says which file and how."""
+    """A folder is not what was sealed; the message contains the file and the reason."""
 
 
 @dataclass(frozen=True)

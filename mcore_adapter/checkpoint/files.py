@@ -131,7 +131,7 @@ class CopiedCheckpoint:
 
     def _await_report(self, rank: int) -> Written:
         """Wait for a rank's report. Raises FileNotFoundError when the folder has been removed and the checkpoint is no
-        longer wanted."""
+        longer needed."""
         report = self._report_of(rank)
         while not report.exists():
             if not self._path.exists():

@@ -1,4 +1,5 @@
-"""Copies of what the next update changes, in host memory: what a checkpoint is written from while the training goes on.
+"""Copies of what the next update changes, in host memory: what a checkpoint is written from while the training
+continues.
 
 The memory is page-locked where the tensors are on a device, so that they leave it at full speed, and is used again by
 the next copy. Invariant: a copy may be written until the next one is taken, and no longer.

@@ -1,7 +1,7 @@
 """Adam for Megatron's distributed optimizer on CPU; installed by device_cpu.
 
-Invariant: the contract of TransformerEngine's FusedAdam holds (the step lives in the param group, the state of a
-parameter is exactly exp_avg and exp_avg_sq), because that is the only one whose checkpoints Megatron can load.
+Invariant: the contract of TransformerEngine's FusedAdam holds (the step is in the param group, the state of a parameter
+is exactly exp_avg and exp_avg_sq), because that is the only one whose checkpoints Megatron can load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad: bool = False,
         **_: Any,
     ) -> None:
-        assert bias_correction and not amsgrad, "Megatron asks for plain Adam"
+        assert bias_correction and not amsgrad, "Megatron requests plain Adam"
         super().__init__(
             params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         )

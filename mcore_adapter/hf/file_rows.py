@@ -20,7 +20,7 @@ _BUFFER_BYTES = 4 << 20  # where the kernel does not copy between two file syste
 _KERNEL_DOES_NOT = {
     errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY,
 }  # fmt: skip
-"""What file systems, older kernels and sandboxes answer who cannot copy; where it is an error all the same, reading and
+"""Errors of file systems, older kernels and sandboxes that cannot copy; where it is an error all the same, reading and
 writing meet it again."""
 
 

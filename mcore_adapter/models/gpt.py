@@ -143,7 +143,7 @@ class ModelChunk(GPTModel):
     def _preprocess(
         self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Preprocess as Megatron does, with an angle for each row where sequences share rows."""
+        """Run Megatron's preprocessing, with an angle for each row where sequences share rows."""
         embedded, angles, *rest = super()._preprocess(
             input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
         )

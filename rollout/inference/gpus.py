@@ -119,7 +119,7 @@ def check_gpus(
     gpus = query_gpus() if gpus is None else gpus
     if not gpus:
         raise ValueError(
-            "allocation_mode asks for GPUs, and nvidia-smi shows none on this machine; to sample on the CPU write "
+            "allocation_mode requires GPUs, and nvidia-smi shows none on this machine; to sample on the CPU write "
             "embedded. instead of sglang., as in allocation_mode=embedded.d1m1p1+d1m1p1; to train on it, "
             "launch.trainer_device=cpu"
         )

@@ -187,7 +187,7 @@ class RewardPool:
                 self._settle(answer, WRONG, Outcome.TIMEOUT)
                 return batch[i + 1 :]
             except (asyncio.IncompleteReadError, ConnectionError):
-                self._settle(answer, WRONG, Outcome.CRASH, f"the worker died: {self._end(worker)}")
+                self._settle(answer, WRONG, Outcome.CRASH, f"the worker exited: {self._end(worker)}")
                 return batch[i + 1 :]
             self._settle(answer, score, outcome, message)
         return None

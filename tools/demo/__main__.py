@@ -106,7 +106,7 @@ def say(text: str) -> None:
 
 def empty(output: Path) -> None:
     """Remove what an earlier demo wrote; anything else in its folder stays. Raises DemoError for a folder that is not
-    empty and that no demo made: what is in there is somebody's."""
+    empty and that no demo made: its files are the user's."""
     made_here = output / MARKER
     if output.exists() and not output.is_dir():
         raise DemoError(f"--output {output} is no folder; name another one")

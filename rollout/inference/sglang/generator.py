@@ -63,7 +63,7 @@ class _Running:
 
 class SGLangGenerator:
     """Samples on one server, inside the event loop that made it. `SGLangGenerator.start(settings)` starts a server of
-    its own, which close() ends; the constructor takes one that runs and is somebody else's.
+    its own, which close() ends; the constructor takes one that runs already, which close() leaves open.
 
     `interrupt` selects what pause() does to running requests: "abort" ends them with what they have, "retract" keeps
     them and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.

@@ -240,7 +240,7 @@ class Sampling:
 
     def forget(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Recompute, after ScheduleBatch.filter_batch, whether a batch has a request with top_k or top_p. SGLang
-        otherwise remembers it until the batch is empty, which does not happen in a run, so one evaluation would slow
+        otherwise keeps the flag until the batch is empty, which does not happen in a run, so one evaluation would slow
         down all later steps."""
         info = batch.sampling_info
         if batch.reqs and (info.need_top_k_sampling or info.need_top_p_sampling):

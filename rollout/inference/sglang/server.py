@@ -227,7 +227,7 @@ class SGLangServer:
             raise ValueError(self.settings.log_file.read_text(errors="replace").strip().rpartition("\n")[2])
         if code is not None:
             raise GeneratorStartError(
-                f"{self.settings.name}: the SGLang server died at start (exit code {code}); {self.last_lines()}"
+                f"{self.settings.name}: the SGLang server exited at start (exit code {code}); {self.last_lines()}"
             )
 
     def last_lines(self) -> str:

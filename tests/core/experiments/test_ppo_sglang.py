@@ -186,7 +186,7 @@ def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
     enough.touch()
     assert command.finish() == 1
     last = command.output()[-1500:]
-    assert "generator-0: the SGLang server died at start (exit code 3)" in last
+    assert "generator-0: the SGLang server exited at start (exit code 3)" in last
     assert "no such kernel on this machine" in last and "Traceback" not in last
 
 

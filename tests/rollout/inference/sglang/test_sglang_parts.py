@@ -188,7 +188,7 @@ def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) ->
         python=sys.executable, env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     with pytest.raises(
-        GeneratorStartError, match=r"(?s)generator-0: .* died at start \(exit code 1\).*ModuleNotFoundError"
+        GeneratorStartError, match=r"(?s)generator-0: .* exited at start \(exit code 1\).*ModuleNotFoundError"
     ):
         asyncio.run(SGLangServer(dying).start())
     dying.log_file.write_text("".join(f"line {i}\n" for i in range(30)))

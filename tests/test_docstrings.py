@@ -1,0 +1,98 @@
+"""The form of docstrings: functions begin with an imperative verb, and programs are not described as persons."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools", "slipstream", "examples")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+FRAGMENTS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        the a an of for as what who whose where when whether how why which that those these this it its one every all
+        each both most half in on by to from into after before around like without while once there nothing another
+        everything none never is only because
+        """,
+    )
+)
+"""First words of noun phrases, clauses and descriptions of states."""
+ENDS_WITH_S = frozenset({"pass", "process", "compress", "express", "address", "focus", "preprocess"})
+"""Verbs in the imperative that end with s; other words that do are plurals or third-person verbs."""
+PERSONS = re.compile(
+    r"\b(nobody|somebody|whoever|himself|tells|told|says|said|knows|wants|hears|heard|speaks|dies|died|alive|goodbye)\b",
+    re.IGNORECASE,
+)
+
+
+def source_files() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def functions(tree: ast.Module) -> Iterator[Function]:
+    """Functions and methods with a docstring; properties (noun phrases) and __init__ (arguments) are left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and node.name != "__init__" and ast.get_docstring(node):
+            decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+            if not any("property" in decorator for decorator in decorators):
+                yield node
+
+
+def is_imperative(docstring: str) -> bool:
+    word = docstring.split()[0].rstrip(".,:;")
+    if not re.fullmatch(r"[A-Z][a-z]+", word) or word.lower() in FRAGMENTS:
+        return False
+    return not word.endswith("s") or word.lower() in ENDS_WITH_S
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [
+        ("Return the mean.", True),
+        ("Process one batch.", True),
+        ("The mean.", False),
+        ("Of every rank.", False),
+        ("Tokens of the batch.", False),
+        ("Returns the mean.", False),
+        ("(name, value) of each.", False),
+        ("[n] -> [t]", False),
+    ],
+)
+def test_an_imperative_is_distinguished_from_a_fragment(docstring: str, expected: bool) -> None:
+    assert is_imperative(docstring) == expected
+
+
+def test_the_docstring_of_a_function_begins_with_an_imperative_verb() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {(ast.get_docstring(node) or '').splitlines()[0]}"
+        for path in source_files()
+        for node in functions(ast.parse(path.read_text(encoding="utf-8")))
+        if not is_imperative(ast.get_docstring(node) or "")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_and_messages_do_not_describe_programs_as_persons() -> None:
+    wrong = []
+    for path in source_files():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                found = [m[0] for m in PERSONS.finditer(node.value) if m[0] not in names]
+                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {word!r}" for word in found]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_pages_do_not_describe_programs_as_persons(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [match[0] for match in PERSONS.finditer(text)] == []
