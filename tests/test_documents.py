@@ -58,3 +58,17 @@ def test_a_link_to_a_heading_leads_to_one(document: str) -> None:
         target = (folder / path if path else ROOT / document).read_text(encoding="utf-8")
         headings = re.findall(r"^#+ (.+)$", target, re.MULTILINE)
         assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}, anchor
+
+
+def test_the_label_of_a_benchmark_has_at_most_ten_words() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    labels = [line.split("|")[1].split() for line in text.splitlines() if line.startswith("| ")]
+    assert len(labels) > 80 and [" ".join(label) for label in labels if len(label) > 10] == []
+
+
+def test_the_figures_of_the_readme_stand_in_the_benchmarks() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Figures\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2:] for line in readme.splitlines() if line.startswith("| [")]
+    figures = {figure for row in rows for figure in re.findall(r"\d[\d,.]*\d", "|".join(row))}
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert len(rows) == 5 and {f for f in figures if not re.search(rf"(?<![\d,.]){re.escape(f)}", benchmarks)} == set()
