@@ -83,7 +83,7 @@ class StepBatch:
         return self._writer.stored
 
     def facts(self, version: int) -> BatchFacts:
-        """What the driver reports of this batch, which is trained at `version`."""
+        """Return what the driver reports of this batch, which is trained at `version`."""
         rollout = self._rollout
         lens = torch.from_numpy(np.diff(rollout.cu_seqlens))
         return BatchFacts(
@@ -115,7 +115,7 @@ class StepBatch:
 
 
 def _token_weights(objective: Objective) -> TokenWeights | None:
-    """None where the objective has the default: its weights and their sum follow from the mask of each token."""
+    """Return None where the objective has the default: its weights and their sum follow from the mask of each token."""
     if type(objective).token_weights is Objective.token_weights:
         return None
     return objective.token_weights

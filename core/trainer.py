@@ -45,7 +45,7 @@ class EngineRef:
     inference_tokens_per_mb: int
 
     def use(self, memory: MemoryLimits, *, trains: bool) -> Use:
-        """How this engine will cut the next batch."""
+        """Set how this engine will cut the next batch."""
         role = self.train_role if trains else self.inference_role
         configured = self.train_tokens_per_mb if trains else self.inference_tokens_per_mb
         return Use(
@@ -57,7 +57,7 @@ class EngineRef:
         self, minibatch: int, objective: Objective, memory: MemoryLimits, *,
         temperature: float = 1.0, replay_routing: bool = False,
     ) -> dict[str, float]:  # fmt: skip
-        """One update on a minibatch of the ranks' batch, in microbatches that fit."""
+        """Run one update on a minibatch of the ranks' batch, in microbatches that fit."""
         return memory.fitting(
             self.train_role, self.train_tokens_per_mb,
             lambda limit: self.group.train_step(
@@ -72,11 +72,11 @@ class EngineRef:
     def logprobs(
         self, memory: MemoryLimits, *, temperature: float = 1.0, replay_routing: bool = False
     ) -> Sequence[Ref]:
-        """References to the log-probabilities of the ranks' batch, in microbatches that fit."""
+        """Return references to the log-probabilities of the ranks' batch, in microbatches that fit."""
         return self._infer(self.group.logprobs, memory, temperature=temperature, replay_routing=replay_routing)
 
     def values(self, memory: MemoryLimits) -> Sequence[Ref]:
-        """As logprobs(), of the critic's values."""
+        """Return the same as logprobs() of the critic's values."""
         return self._infer(self.group.values, memory)
 
     def _infer(
@@ -177,7 +177,7 @@ class PPOTrainer:
         return {**self._algorithm.state_dict(), "memory": self._memory.state_dict()}
 
     def _request(self, step: int) -> BatchRequest:
-        """How the next batch will be used."""
+        """Return how the next batch will be used."""
         uses = [needed.engine.use(self._memory, trains=False) for needed in self._needed]
         uses += [update.engine.use(self._memory, trains=True) for update in self._updates]
         return BatchRequest(unit=self._algorithm.unit, num_minibatches=self._num_minibatches, seed=step, uses=uses)
@@ -235,7 +235,7 @@ class PPOTrainer:
 
 
 def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | None, temperature: float) -> list[_Pass]:
-    """The passes that these models can run, in the order in which they run. Only the policy uses the generators'
+    """Return the passes that these models can run, in the order in which they run. Only the policy uses the generators'
     experts: other models have experts of their own."""
     passes = [
         _Pass(
@@ -256,7 +256,7 @@ def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | N
 
 
 def _updates(actor: EngineRef, critic: EngineRef | None, algorithm: Algorithm, temperature: float) -> list[_Update]:
-    """The models that a step updates, in this order."""
+    """Return the models that a step updates, in this order."""
     run = partial(actor.train_step, temperature=temperature, replay_routing=True)
     updates = [_Update(phase="update", engine=actor, objective=algorithm, prefix="", run=run)]
     if critic is not None and algorithm.critic is not None:

@@ -143,7 +143,7 @@ class MegatronEngine:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> dict[str, float]:
-        """One optimizer update on the whole of `batch`, in microbatches of max_tokens_per_mb; where a sequence is
+        """Run one optimizer update on the whole of `batch`, in microbatches of max_tokens_per_mb; where a sequence is
         longer, but not beyond max_sequence_tokens, of as many as that one has.
 
         `batch` is the same PackedBatch on every rank, or each rank's shard of it, which has its token weights.
@@ -207,7 +207,8 @@ class MegatronEngine:
     def values(
         self, batch: PackedBatch | BatchShard, *, max_tokens_per_mb: int, max_sequence_tokens: int = 0
     ) -> Shard | None:
-        """The critic's values of the states in which the loss_mask tokens were chosen (0 elsewhere); see logprobs()."""
+        """Return the critic's values of the states in which the loss_mask tokens were chosen (0 elsewhere); see
+        logprobs()."""
         if not self._settings.is_critic:
             raise ValueError("this engine holds a language model: it has log-probabilities, no values")
         return self._infer(

@@ -219,7 +219,7 @@ class Leftovers:
 
 
 def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
+    """Return (name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

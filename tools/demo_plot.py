@@ -92,7 +92,7 @@ def draw_reward_curve(
 
 
 def label(axes: Axes, x: float, y: float, text: str, color: str) -> None:
-    """A line's name at its right end, which needs no legend."""
+    """Return a line's name at its right end, which needs no legend."""
     axes.annotate(
         text, (x, y), xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
     )

@@ -69,7 +69,7 @@ class BatchWriter:
         return Divisors(float(trained or 1), float(trained or 1))
 
     def _weigh(self, token_weights: TokenWeights, fields: Arrays) -> tuple[np.ndarray, list[Divisors]]:
-        """Weights [T] float32, computed over whole minibatches."""
+        """Return weights [T] float32, computed over whole minibatches."""
         batch = PackedBatch(
             token_ids=torch.from_numpy(self._token_ids),
             cu_seqlens=torch.from_numpy(self._cu_seqlens),
@@ -89,7 +89,8 @@ class BatchWriter:
 
 
 def assemble(results: Sequence[tuple[np.ndarray, np.ndarray]], cu_seqlens: np.ndarray) -> torch.Tensor:
-    """Per-token results of ranks, (sequences, their values end to end) each -> [T] float32, 0 where none has one."""
+    """Return per-token results of ranks, (sequences, their values end to end) each -> [T] float32, 0 where none has
+    one."""
     out = np.zeros(int(cu_seqlens[-1]), np.float32)
     for sequences, values in results:
         place = 0

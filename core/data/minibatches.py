@@ -10,7 +10,7 @@ Unit = Literal["sequence", "group", "pair"]
 
 
 def units_of(group_ids: np.ndarray, unit: Unit) -> np.ndarray:
-    """The unit of each sequence, [N] int64, from 0 on without gaps; `group_ids` [N] ascend.
+    """Return the unit of each sequence, [N] int64, from 0 on without gaps; `group_ids` [N] ascend.
 
     Raises ValueError where a pair is incomplete."""
     if unit == "sequence":

@@ -41,11 +41,12 @@ class RankBatch:
         self._fields, self._divisors = _Held(self._stored, fields.fields, own, self._fetch), fields.divisors
 
     def whole(self, *, replay_routing: bool) -> BatchShard:
-        """The whole batch, to run without gradients. `replay_routing`: with the generators' experts, if reported."""
+        """Return the whole batch, to run without gradients. `replay_routing`: with the generators' experts, if
+        reported."""
         return BatchShard(shape=self._stored.shape, select=lambda chosen: self._select(chosen, replay_routing))
 
     def minibatch(self, index: int, engine: str, *, replay_routing: bool) -> BatchShard:
-        """A minibatch to train `engine` on, with its token weights."""
+        """Return a minibatch to train `engine` on, with its token weights."""
         members = np.asarray(self.minibatches[index], np.int64)
         weights = weights_field(engine)
 
@@ -86,7 +87,7 @@ class _Held:
         self._num_tokens = 0
 
     def select(self, sequences: np.ndarray) -> dict[str, Tensor]:
-        """Arrays of these sequences, in this order."""
+        """Return arrays of these sequences, in this order."""
         if not self._num_tokens:
             self._add(self._own or [0])  # a rank without sequences needs the names and types
         missing = set(sequences[self._starts[sequences] < 0].tolist())

@@ -1,4 +1,4 @@
-"""A batch in the object store: references to its pieces, and what every reader knows of it.
+"""A batch in the object store: references to its pieces, and the facts that every reader has.
 
 A piece holds sequences that the same ranks need, so that no token is stored twice and no rank fetches a token that it
 does not run. Invariant: every sequence is in exactly one piece. The driver passes these objects on; it holds no tokens.
@@ -76,7 +76,7 @@ class StoredFields:
 
 
 def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[Use]) -> list[Piece]:
-    """The pieces of a batch that will be used so. Sequences that nobody uses are a piece as well."""
+    """Return the pieces of a batch that is used in this way. Sequences without any use form a piece as well."""
     readers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
     trainers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
     for use in uses:

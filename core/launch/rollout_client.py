@@ -73,12 +73,13 @@ class RolloutClient:
     def take(
         self, version: int, request: BatchRequest, meanwhile: Callable[[], None]
     ) -> tuple[ObjectRef[StoredBatch], BatchFacts, dict[str, float]]:
-        """The next batch, oldest first, in the object store, with what the driver reports of it and the producer's
-        figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
+        """Return the next batch, oldest first, in the object store, with what the driver reports of it and the
+        producer's figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
         return self._sampling(RolloutActor.take, meanwhile, version, request)
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[ObjectRef[StoredFields], Scored]:
-        """The fields to train on of the batch of the last take(). `results`: references to those of each pass."""
+        """Return the fields to train on of the batch of the last take(). `results`: references to those of each
+        pass."""
         return self._call(RolloutActor.score, scoring, results)
 
     def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:

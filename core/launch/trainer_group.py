@@ -79,7 +79,8 @@ class TrainerGroup:
     def _gather(
         self, calls: list[ObjectRef[T]], phase: str, *, push_seconds: float | None = None, logs_wait: bool = False
     ) -> list[T]:
-        """Results of a call on every rank, in rank order. `push_seconds`: the deadline of a push, which has its own."""
+        """Return results of a call on every rank, in rank order. `push_seconds`: the deadline of a push, which has its
+        own."""
         announced, self._announced = self._announced, []
         return self._cluster.waiter.gather(
             [*announced, *calls],
@@ -108,7 +109,7 @@ class TrainerGroup:
         self._planners[engine] = self._gather(calls, f"build of {engine}", logs_wait=True)[0]
 
     def planner(self, engine: str) -> Planner:
-        """How an engine that was built cuts batches."""
+        """Return how an engine that was built cuts batches."""
         return self._planners[engine]
 
     def put(self, value: T) -> ObjectRef[T]:
@@ -116,7 +117,7 @@ class TrainerGroup:
         return ray.put(value)
 
     def get(self, results: Sequence[Ref]) -> list[Any]:
-        """What ranks have placed there."""
+        """Return what ranks have placed there."""
         return ray.get(list(results))
 
     def open_batch(self, batch: ObjectRef[StoredBatch]) -> None:
@@ -132,21 +133,22 @@ class TrainerGroup:
         self._announced += [rank.close_batch() for rank in self._ranks]
 
     def train_step(self, update: UpdatePass) -> dict[str, float]:
-        """One optimizer update; metrics as every rank sees them."""
+        """Run one optimizer update; metrics as every rank sees them."""
         return self._gather([rank.train_step(update) for rank in self._ranks], f"train_step of {update.engine}")[0]
 
     def logprobs(self, inference: InferencePass) -> list[Ref]:
-        """References to the log-probabilities of the batch, one of each rank that has some: see TrainerRank."""
+        """Return references to the log-probabilities of the batch, one of each rank that has some: see TrainerRank."""
         calls = [rank.logprobs(inference) for rank in self._ranks]
         return [ref for ref in self._gather(calls, f"logprobs of {inference.engine}") if ref is not None]
 
     def values(self, inference: InferencePass) -> list[Ref]:
-        """As logprobs(), of the critic's values."""
+        """Return the same as logprobs() of the critic's values."""
         calls = [rank.values(inference) for rank in self._ranks]
         return [ref for ref in self._gather(calls, f"values of {inference.engine}") if ref is not None]
 
     def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
-        """The engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and bytes."""
+        """Return the engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and
+        bytes."""
         calls = [rank.export_weights(engine, bucket_bytes) for rank in self._ranks]
         return self._gather(calls, f"export_weights of {engine}", push_seconds=timeout_seconds)[0]
 
@@ -174,7 +176,7 @@ class TrainerGroup:
         self._gather([rank.offload() for rank in self._ranks], "offload")
 
     def reload(self) -> None:
-        """The inverse of offload()."""
+        """Undo offload()."""
         self._gather([rank.reload() for rank in self._ranks], "reload")
 
     def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:

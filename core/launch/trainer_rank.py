@@ -103,7 +103,7 @@ class TrainerRank:
         self._batch = RankBatch(batch, (group, self._parallel.dp_rank), self._fetch)
 
     def _fetch(self, refs: list[Ref]) -> list[Arrays]:
-        """Pieces of a batch, in the store's read-only memory."""
+        """Return pieces of a batch, in the store's read-only memory."""
         return ray.get(refs)
 
     def add_fields(self, fields: StoredFields) -> None:
@@ -115,7 +115,7 @@ class TrainerRank:
         del self._batch
 
     def train_step(self, update: UpdatePass) -> dict[str, float]:
-        """One optimizer update; metrics as every rank sees them."""
+        """Run one optimizer update; metrics as every rank sees them."""
         return self._engines[update.engine].train_step(
             self._batch.minibatch(update.minibatch, update.engine, replay_routing=update.replay_routing),
             update.loss,
@@ -126,7 +126,7 @@ class TrainerRank:
         )
 
     def logprobs(self, inference: InferencePass) -> Ref | None:
-        """A reference to (sequences, their log-probabilities end to end) on ranks that have results."""
+        """Return a reference to (sequences, their log-probabilities end to end) on ranks that have results."""
         return _stored(
             self._engines[inference.engine].logprobs(
                 self._batch.whole(replay_routing=inference.replay_routing),
@@ -137,7 +137,7 @@ class TrainerRank:
         )
 
     def values(self, inference: InferencePass) -> Ref | None:
-        """As logprobs(), of the critic's values."""
+        """Return the same as logprobs() of the critic's values."""
         return _stored(
             self._engines[inference.engine].values(
                 self._batch.whole(replay_routing=inference.replay_routing),
@@ -195,7 +195,7 @@ class TrainerRank:
         self._engines[engine].prepare_saves()
 
     def begin_save(self, engine: str, path: str) -> None:
-        """Raises MemoryError. A single rank first tries again without what it can do without."""
+        """Begin to save. Raises MemoryError. A single rank first tries again without what it can do without."""
         for last in (self._world > 1, True):
             try:
                 self._engines[engine].begin_save(path)

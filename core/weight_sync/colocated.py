@@ -44,7 +44,8 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         )  # fmt: skip
 
     def push(self, version: int) -> PushReport:
-        """Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused then; the run must end."""
+        """Push the weights of `version`. Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused
+        then; the run must end."""
         start = time.perf_counter()
         self._prepare()
         prepared = time.perf_counter()

@@ -84,7 +84,7 @@ class TrainerSide(Protocol):
         ...
 
     def reload(self) -> None:
-        """The inverse of offload()."""
+        """Undo offload()."""
         ...
 
 
@@ -123,7 +123,8 @@ class ServerPush(Generic[G]):
         """Do nothing: the servers have devices of their own."""
 
     def push(self, version: int) -> PushReport:
-        """Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused then; the run must end."""
+        """Push the weights of `version`. Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused
+        then; the run must end."""
         start = time.perf_counter()
         self._prepare()
         prepared = time.perf_counter()

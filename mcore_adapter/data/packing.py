@@ -74,7 +74,8 @@ class PackedMicrobatch:
 def pack_microbatch(
     batch: PackedBatch, sequences: Sequence[int], layout: PackingLayout, *, device: torch.device
 ) -> PackedMicrobatch:
-    """The microbatch of `sequences` of `batch`, in this order; none of them makes a zero-weight filler of one token."""
+    """Return the microbatch of `sequences` of `batch`, in this order; none of them makes a zero-weight filler of one
+    token."""
     batch_tokens = batch.num_tokens - batch.num_sequences
     return pack_sequences(batch.select(sequences), layout, batch_tokens=batch_tokens, device=device)
 
@@ -82,7 +83,7 @@ def pack_microbatch(
 def pack_sequences(
     own: PackedBatch, layout: PackingLayout, *, batch_tokens: int, device: torch.device
 ) -> PackedMicrobatch:
-    """As pack_microbatch(), of all of its sequences. `batch_tokens`: tokens of the whole batch that predict another."""
+    """Pack all sequences as pack_microbatch() does. `batch_tokens`: tokens of the whole batch that predict another."""
     is_filler = not own.num_sequences
     own = _filler(own) if is_filler else own
     rows = _shared_rows(own, layout, device) if layout.share_prompts else _rows(own, layout, device)

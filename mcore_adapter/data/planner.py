@@ -30,16 +30,16 @@ class Planner:
     """Cost of a token pair relative to that of a token."""
 
     def padded_lens(self, shape: BatchShape) -> np.ndarray:
-        """[N] int64, padding included."""
+        """Return [N] int64, padding included."""
         return -(-shape.seq_lens // self.sequence_multiple) * self.sequence_multiple
 
     def limit(self, shape: BatchShape, max_tokens_per_mb: int, max_sequence_tokens: int) -> int:
-        """Tokens of a microbatch of this batch: a limit that was learnt from shorter sequences makes way for a longer
-        one, up to max_sequence_tokens."""
+        """Return tokens of a microbatch of this batch: a limit that was learnt from shorter sequences makes way for a
+        longer one, up to max_sequence_tokens."""
         return max(max_tokens_per_mb, min(int(self.padded_lens(shape).max()), max_sequence_tokens))
 
     def plan(self, shape: BatchShape, limit: int) -> list[list[Microbatch]]:
-        """Sequences of every microbatch of every data-parallel rank: [dp][num_microbatches].
+        """Return sequences of every microbatch of every data-parallel rank: [dp][num_microbatches].
 
         Raises ValueError for an empty sequence, or one that is longer than `limit`."""
         if int(shape.seq_lens.min()) < 1:

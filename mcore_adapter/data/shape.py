@@ -27,7 +27,7 @@ class BatchShape:
         return int(self.seq_lens.sum())
 
     def select(self, sequences: Sequence[int] | np.ndarray) -> BatchShape:
-        """The shape of the batch of these sequences, in this order."""
+        """Return the shape of the batch of these sequences, in this order."""
         chosen = np.asarray(sequences, np.int64)
         return BatchShape(
             seq_lens=self.seq_lens[chosen], prompt_lens=self.prompt_lens[chosen], prompt_ids=self.prompt_ids[chosen]
@@ -35,12 +35,12 @@ class BatchShape:
 
 
 def shape_of(batch: PackedBatch) -> BatchShape:
-    """The shape of a batch whose tokens are all here."""
+    """Return the shape of a batch whose tokens are all here."""
     return read_shape(batch.token_ids.numpy(), batch.cu_seqlens.numpy(), batch.loss_mask.numpy())
 
 
 def read_shape(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndarray) -> BatchShape:
-    """The shape of N sequences laid end to end: token_ids and loss_mask [T], cu_seqlens [N + 1]."""
+    """Return the shape of N sequences laid end to end: token_ids and loss_mask [T], cu_seqlens [N + 1]."""
     prompt_lens = leading_prompt_lens(cu_seqlens, loss_mask)
     number_of: dict[bytes, int] = {}
     prompts = prompts_of(token_ids, cu_seqlens, prompt_lens)
@@ -52,7 +52,7 @@ def read_shape(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndar
 
 
 def leading_prompt_lens(cu_seqlens: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
-    """[N] int64: tokens of each sequence before its first trained one; all of them where none is trained."""
+    """Return [N] int64: tokens of each sequence before its first trained one; all of them where none is trained."""
     lens = np.diff(cu_seqlens)
     for i, start in enumerate(cu_seqlens[:-1].tolist()):
         mask = loss_mask[start : start + lens[i]]
@@ -62,7 +62,7 @@ def leading_prompt_lens(cu_seqlens: np.ndarray, loss_mask: np.ndarray) -> np.nda
 
 
 def prompts_of(token_ids: np.ndarray, cu_seqlens: np.ndarray, prompt_lens: np.ndarray) -> list[bytes]:
-    """The first prompt_lens [N] tokens of each sequence."""
+    """Return the first prompt_lens [N] tokens of each sequence."""
     return [
         token_ids[start : start + n].tobytes()
         for start, n in zip(cu_seqlens[:-1].tolist(), prompt_lens.tolist(), strict=True)
@@ -70,7 +70,7 @@ def prompts_of(token_ids: np.ndarray, cu_seqlens: np.ndarray, prompt_lens: np.nd
 
 
 def prompt_units(shape: BatchShape, *, max_tokens: int, at_least: int = 1) -> tuple[list[list[int]], list[int]]:
-    """Sequences that should stay together because they share a prompt: (units, tokens of each unit).
+    """Return sequences that should stay together because they share a prompt: (units, tokens of each unit).
 
     A unit of several sequences has at most `max_tokens` tokens, the shared prompt counted once. There are `at_least` so
     many units, or as many as sequences.

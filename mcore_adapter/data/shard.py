@@ -22,12 +22,12 @@ class BatchShard:
 
 
 def whole(batch: PackedBatch | BatchShard) -> BatchShard:
-    """The shard of a rank that has all tokens; a shard as it is."""
+    """Return the shard of a rank that has all tokens; a shard as it is."""
     return batch if isinstance(batch, BatchShard) else BatchShard(shape=shape_of(batch), select=batch.select)
 
 
 def weighed(batch: PackedBatch | BatchShard, token_weights: TokenWeights) -> BatchShard:
-    """As whole(), with the token weights and their sums; a shard has them. Raises as weigh_tokens()."""
+    """Return the same as whole(), with the token weights and their sums; a shard has them. Raises as weigh_tokens()."""
     if isinstance(batch, BatchShard):
         return batch
     weighed_batch, divisors = weigh_tokens(batch, token_weights)

@@ -56,7 +56,7 @@ class Divisors:
 
 
 def weigh_tokens(minibatch: PackedBatch, token_weights: TokenWeights) -> tuple[PackedBatch, Divisors]:
-    """The minibatch with the field TOKEN_WEIGHTS, and the sums of the weights; 1 where a sum is 0.
+    """Return the minibatch with the field TOKEN_WEIGHTS, and the sums of the weights; 1 where a sum is 0.
 
     Raises ValueError where the weights are not one finite number a token, or their sum is negative."""
     weights = token_weights(minibatch).detach().double()

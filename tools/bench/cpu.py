@@ -100,7 +100,7 @@ def dry_run(scene: Scene) -> Iterator[Figure]:
 
 
 def train_step(scene: Scene) -> Iterator[Figure]:
-    """One optimizer update against the plain Hugging Face step on the same padded-free batch."""
+    """Run one optimizer update against the plain Hugging Face step on the same padded-free batch."""
     from mcore_adapter.engine import MegatronEngine
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 

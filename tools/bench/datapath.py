@@ -252,14 +252,14 @@ def settings(*, decoupled: bool) -> AlgorithmSettings:
 
 
 def measure(size: Size) -> Usage:
-    """As run(), in a process of its own, whose memory is then that of a driver."""
+    """Return what run() returns, measured in a process of its own, whose memory is then that of a driver."""
     command = [sys.executable, "-m", "tools.bench.datapath", json.dumps(asdict(size))]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Usage(**json.loads(output.splitlines()[-1]))
 
 
 def datapath(scene: Scene, size: Size = Size()) -> Iterator[Figure]:
-    """512 prompts with 16 answers of 8192 tokens each, on 8 ranks of this host."""
+    """Measure a step of 512 prompts with 16 answers of 8192 tokens each, on 8 ranks of this host."""
     found = measure(size)
     passes = measure(Size(**{**asdict(size), "passes": True}))
     targets: Mapping[str, tuple[float, str, str]] = {

@@ -119,7 +119,7 @@ class Scene:
 
 @contextmanager
 def trainer_world() -> Iterator[tuple[Any, Any]]:
-    """(parallel, device) of a world of one rank, on the first GPU where there is one."""
+    """Yield (parallel, device) of a world of one rank, on the first GPU where there is one."""
     from core.experiments.workers import GPU_THREADS
     from core.launch.trainer_group import PAGE_LOCKING
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
@@ -153,7 +153,7 @@ def make_engine(
 
 
 def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
-    """Sequences of these lengths as a PPO update gets them, every token but the first trained."""
+    """Return sequences of these lengths as a PPO update gets them, every token but the first trained."""
     generator = torch.Generator().manual_seed(seed)
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0)
     total = int(cu_seqlens[-1])
@@ -229,7 +229,7 @@ def _ours(
 
 
 def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
-    """One minibatch as a run does it."""
+    """Update on one minibatch as a run does."""
     loss = partial(
         ppo_loss, eps_clip=0.2, behave_imp_weight_cap=5.0, kl_coeff=0.0, kl_estimator="k3", entropy_coeff=1e-3
     )

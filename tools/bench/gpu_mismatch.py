@@ -51,7 +51,7 @@ def num_lessons() -> int:
 
 
 def corpus(scene: Scene) -> np.ndarray | None:
-    """Questions with their answers end to end, tokenised; None without the data."""
+    """Return questions with their answers end to end, tokenised; None without the data."""
     path = Path(os.environ.get("SLIPSTREAM_DATA", "/nonexistent")) / "gsm8k" / "train.jsonl"
     if not path.exists():
         return None

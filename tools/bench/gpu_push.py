@@ -56,7 +56,7 @@ async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
 
 
 def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
-    """What a run on one GPU (`beside`) or on two would send with."""
+    """Return what a run on one GPU (`beside`) or on two would send with."""
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderPlan(
         type=choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)),

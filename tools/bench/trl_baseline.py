@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def step_seconds(arguments: argparse.Namespace) -> list[float]:
-    """Seconds of each measured step: generation, reward, update."""
+    """Return seconds of each measured step: generation, reward, update."""
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -88,7 +88,7 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what was measured."""
+    """Return versions of what was measured."""
     return {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 

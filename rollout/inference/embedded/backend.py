@@ -31,7 +31,8 @@ class EmbeddedBackend:
             yield "allocation_mode", f"{message}; use sglang"
 
     async def start(self, settings: BackendSettings) -> Replica:
-        """Without `load_weights` the generator starts paused. Raises ValueError for a model that cannot be loaded."""
+        """Start a generator; without `load_weights` it starts paused. Raises ValueError for a model that cannot be
+        loaded."""
         from rollout.inference.embedded.generator import EmbeddedGenerator
 
         folder = Path(settings.model_path)
