@@ -1,0 +1,1 @@
+"""Put one bug at a time into a copy of the source and check that the tests notice it."""
