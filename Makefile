@@ -17,11 +17,13 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint setup clean
+.PHONY: help demo test mutants nightly lint setup clean
 
 help:
 	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (about 6 minutes)"
 	@echo "make test   run the test suite (PYTEST_ARGS='tests/rollout' for a part)"
+	@echo "make mutants  put bugs into copies of the source and check that the tests notice (docs/testing.md)"
+	@echo "make nightly  what continuous integration leaves out; writes its results into docs/testing.md"
 	@echo "make lint   ruff and mypy"
 	@echo "make setup  only create $(VENV)"
 	@echo "make clean  remove $(VENV) and the demo's output"
@@ -31,6 +33,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+mutants: $(STAMP)
+	$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
+
+nightly: $(STAMP)
+	$(BIN)/python -m tools.nightly --write
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

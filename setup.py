@@ -44,6 +44,8 @@ EXTRAS = {
         "mypy==2.4.1",
         "types-PyYAML>=6,<7",
         "types-psutil>=6,<8",
+        "wandb>=0.19,<1",
+        "mlflow-skinny>=3,<4",
     ],
     "wandb": ["wandb>=0.19,<1"],
     "mlflow": ["mlflow-skinny>=3,<4"],

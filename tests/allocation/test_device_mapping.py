@@ -121,6 +121,8 @@ def test_slots_beyond_the_cluster_are_named_instead_of_a_key_error_of_a_node() -
     assert error.key == "actor_infer.device_mapping"
     assert "slot 15 does not exist: n_nodes=1 x n_gpus_per_node=8 = 8 slots" in str(error)
     assert error.nearest == "list(range(0,8)), or n_nodes=2"
+    just_beyond = error_of({"actor_train": ("list(range(1,9))", None)})
+    assert "slot 8 does not exist" in str(just_beyond)
 
 
 def test_slots_that_no_role_uses_are_named_instead_of_a_key_error_of_a_node() -> None:

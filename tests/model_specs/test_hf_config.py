@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from model_specs.hf_config import Llama3RopeScaling, ModelConfigError, parse_config, read_config
+from model_specs.rope import YarnRopeScaling
 
 QWEN2 = dict(
     model_type="qwen2",
@@ -95,6 +96,44 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
     )
 
 
+def test_rope_parameters_of_newer_files_win_over_rope_scaling() -> None:
+    both = {
+        "rope_scaling": {**LLAMA3, "factor": 4.0, "original_max_position_embeddings": 32},
+        "rope_parameters": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 64},
+    }
+    scaling = parse_config({**QWEN2, "model_type": "llama", **both}).rope_scaling
+    assert isinstance(scaling, Llama3RopeScaling)
+    assert (scaling.factor, scaling.original_max_position_embeddings) == (8.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "mscale", "all_dim"),
+    [({"mscale": 0.7, "mscale_all_dim": 0.5}, 0.7, 0.5), ({"mscale": 0.7}, 1.0, 0.0), ({}, 1.0, 0.0)],
+)
+def test_yarn_scales_cosines_by_mscale_only_beside_mscale_all_dim(
+    given: dict[str, float], mscale: float, all_dim: float
+) -> None:
+    rope = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, **given}
+    assert parse_config({**QWEN2, **DEEPSEEK_V2, "rope_scaling": rope}).rope_scaling == YarnRopeScaling(
+        factor=40.0, beta_fast=32.0, beta_slow=1.0, mscale=mscale, mscale_all_dim=all_dim,
+        original_max_position_embeddings=64,
+    )  # fmt: skip
+
+
+def test_what_a_file_leaves_out_has_the_default_of_transformers() -> None:
+    untied = {key: value for key, value in QWEN2.items() if key != "tie_word_embeddings"}
+    assert not parse_config(untied).tied
+    v3 = parse_config({**QWEN2, **DEEPSEEK_V3}).moe
+    assert v3 is not None and v3.normalize
+    assert parse_config({**QWEN2, "dtype": "bfloat16"}).dtype == "bfloat16"
+    assert parse_config({**QWEN2, "torch_dtype": "float16"}).dtype == "float16"
+    assert parse_config(QWEN2).dtype is None
+
+
+def test_a_sliding_window_as_long_as_the_context_is_full_attention() -> None:
+    assert parse_config({**QWEN2, "model_type": "mistral", "sliding_window": 128}).max_position_embeddings == 128
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -116,6 +155,7 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
         ({**DEEPSEEK_V2, "topk_method": "best"}, ("topk_method='best'", "greedy")),
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, ("scoring_func='softmax'", "sigmoid")),
         ({**DEEPSEEK_V3, "n_group": 3}, ("n_group=3", "4 experts")),
+        ({**DEEPSEEK_V3, "num_experts_per_tok": 3}, ("topk_group=1", "num_experts_per_tok=3")),
         ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, ("rms_norm_eps=1e-05",)),
         ({**DEEPSEEK_V3, "kv_lora_rank": None}, ("kv_lora_rank=None",)),
         ({"use_sliding_window": True}, ("use_sliding_window",)),

@@ -137,11 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     selections = 0 if options.no_baseline else len({mutant.tests for mutant in mutants})
     workers = max(1, min(options.workers, len(mutants)))
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        with Copies(Path(folder), workers) as copies, Display(selections + len(mutants)) as display:
-            display.line(f"{len(mutants)} bugs, {selections} selections of tests, {workers} copies")
-            baselines = None if options.no_baseline else run_baselines(mutants, copies, display, options.timeout)
-            verdicts = run_mutants(mutants, baselines, copies, display, options.timeout)
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        Copies(Path(folder), workers) as copies,
+        Display(selections + len(mutants)) as display,
+    ):
+        display.line(f"{len(mutants)} bugs, {selections} selections of tests, {workers} copies")
+        baselines = None if options.no_baseline else run_baselines(mutants, copies, display, options.timeout)
+        verdicts = run_mutants(mutants, baselines, copies, display, options.timeout)
     show(verdicts, display.console)
     if options.out is not None:
         write_json(verdicts, options.out)

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 CATALOGUE = "tests/mutants.toml"
@@ -61,10 +61,11 @@ class Mutant:
 
     def _check_python(self, source: str, changed: str) -> None:
         try:
-            compile(changed, self.file, "exec", dont_inherit=True)
+            tree = ast.parse(changed, self.file)
+            compile(tree, self.file, "exec", dont_inherit=True)
         except SyntaxError as error:
             raise CatalogueError(f"{self.id}: {self.file} does not compile with the bug: {error}") from error
-        if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
+        if ast.dump(tree) == _meaning(source):
             raise CatalogueError(f"{self.id}: only comments or layout of {self.file} change")
 
     def mutated(self, root: Path) -> str:
@@ -78,6 +79,12 @@ class Mutant:
     def test_files(self) -> list[str]:
         """The files in `tests`."""
         return [argument.partition("::")[0] for argument in self.tests if argument.startswith("tests/")]
+
+
+@lru_cache(maxsize=8)
+def _meaning(source: str) -> str:
+    """The syntax tree of a source, without comments and layout."""
+    return ast.dump(ast.parse(source))
 
 
 def load(root: Path) -> list[Mutant]:

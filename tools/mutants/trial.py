@@ -88,7 +88,7 @@ class Tree:
 
 
 def judge(mutant: Mutant, run: TestRun, *, baseline_seconds: float, limit_seconds: float) -> Verdict:
-    """Say what the run of the tests with the bug shows: a failed test kills, everything else that is not 0 is an error."""
+    """Return what a run of the tests with the bug shows: a failed test kills; other exit codes but 0 are errors."""
 
     def verdict(outcome: Outcome, detail: str = "") -> Verdict:
         return Verdict(mutant=mutant, outcome=outcome, seconds=run.seconds, detail=detail)

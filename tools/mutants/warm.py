@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -72,9 +73,11 @@ def _run_here(tests: list[str], tree: str, output: str) -> None:
         # The tree must come before an editable installation of the package, in processes that tests start too.
         os.environ["PYTHONPATH"] = tree
         os.environ.pop("PYTEST_ADDOPTS", None)
-        import pytest
-
-        code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
+        sys.argv = ["pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+        try:
+            runpy.run_module("pytest", run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code or 0)
     except BaseException:  # noqa: BLE001 (the fork must end here, whatever it is)
         traceback.print_exc()
     finally:

@@ -62,6 +62,7 @@ def test_only_answers_are_trained_and_an_epoch_is_a_function_of_its_number(asset
         assert sum(map(int, prompt[:-1].split("+"))) == int(text.removesuffix("<eos>"))
     again = AnswerDataset(assets.pairs, tokenizer, max_seqlen=16, seed=3, shuffle=True)
     assert torch.equal(again.batch(2, 1, 8).token_ids, batch.token_ids)
+    assert not torch.equal(data.batch(1, 1, len(data)).token_ids, data.batch(2, 1, len(data)).token_ids)
     seen = sorted(
         tuple(b.select([i]).token_ids.tolist())
         for b in (data.batch(1, s, 16) for s in (1, 2, 3))

@@ -192,6 +192,41 @@ def test_a_generator_that_never_gets_ready_again_is_given_up_in_time(tmp_path: P
         pool.raise_if_all_gone()
 
 
+def test_a_generator_that_does_not_answer_a_health_check_in_time_is_restarted(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    pool = make_pool(Cluster(tmp_path, [Actor(health=PENDING), Actor()]), 1)
+    clock.seconds += 6.0
+    pool.look()  # a health check is sent
+    clock.seconds += 20.0
+    pool.look()
+    assert pool.failures() == ""
+    clock.seconds += 1.0
+    pool.look()
+    assert "no answer to a health check within generator.health_timeout_seconds=20" in pool.failures()
+    pool.look()
+    assert pool.waiting
+
+
+def test_a_generator_that_ran_out_of_memory_restarts_with_half_as_many_requests(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, running = Cluster(tmp_path, [Actor() for _ in range(3)]), []
+    start_actor = cluster.start_actor
+
+    def start(*args: Any, **options: Any) -> Any:
+        running.extend(given.max_running for given in args if isinstance(given, BackendSettings))
+        return start_actor()
+
+    monkeypatch.setattr(cluster, "start_actor", start)
+    pool = make_pool(cluster, 1)
+    pool.lose(0, "torch.OutOfMemoryError: CUDA out of memory")
+    pool.look()
+    pool.admit()
+    pool.lose(0, "killed")
+    assert running == [8, 4, 4]
+
+
 def test_only_a_good_health_check_while_it_serves_makes_a_generator_start_anew_in_the_count(
     tmp_path: Path, clock: SimpleNamespace
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, MemoryFlag
@@ -34,6 +35,19 @@ def test_the_last_halving_stops_at_the_longest_sequence() -> None:
 
     assert memory.fitting("actor_train", 100, call) == 31
     assert tried == [100, 50, 31]
+
+
+def test_an_update_that_failed_half_way_is_not_applied_again_and_the_next_attempt_gets_its_limit() -> None:
+    told: list[dict[str, float]] = []
+    memory, tried = MemoryLimits(tell=told.append), []
+
+    def update(limit: int) -> None:
+        tried.append(limit)
+        raise StepOutOfMemory("out of memory in the update", limit, 31, False)
+
+    with pytest.raises(LaunchError, match="actor_train continues with 50 tokens per microbatch"):
+        memory.fitting("actor_train", 100, update)
+    assert tried == [100] and told == [{"actor_train": 50}]
 
 
 def test_a_generator_keeps_its_settings_until_it_runs_out_of_memory() -> None:

@@ -1,0 +1,60 @@
+"""The nightly command: what it reports of its parts, and where it writes that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools import nightly
+from tools.nightly import BEGIN, END, PAGE, PARTS, Outcome, Part, markdown, run_part, with_results
+
+QUIET = Console(quiet=True)
+
+
+def test_the_last_line_and_the_exit_code_of_a_part_are_its_result() -> None:
+    good = run_part(Part(name="good", arguments=("-c", "print('working'); print('== 3 passed ==\\n')")), QUIET)
+    assert (good.result, good.failed) == ("3 passed", False) and good.seconds is not None
+    bad = run_part(Part(name="bad", arguments=("-c", "import sys; print('1 failed'); sys.exit(3)")), QUIET)
+    assert (bad.result, bad.failed) == ("failed with exit code 3: 1 failed", True)
+
+
+def test_a_part_without_its_environment_is_left_out_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_SGLANG_ENV", raising=False)
+    (live,) = (part for part in PARTS if part.needs)
+    outcome = run_part(live, QUIET)
+    assert outcome == Outcome(
+        name="sglang", result="left out: SLIPSTREAM_SGLANG_ENV is not set", failed=False, seconds=None
+    )
+
+
+def test_one_failed_part_fails_the_run_and_all_parts_are_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = Part(name="bad", arguments=("-c", "raise SystemExit(1)"))
+    good = Part(name="good", arguments=("-c", "print('fine')"))
+    monkeypatch.setattr(nightly, "PARTS", (bad, good))
+    assert nightly.main([]) == 1
+    assert "fine" in capsys.readouterr().out
+    assert nightly.main(["--parts", "good"]) == 0
+
+
+def test_results_replace_those_of_the_last_run_and_nothing_else(tmp_path: Path) -> None:
+    outcomes = [
+        Outcome(name="chaos", result="50 kills: 0 lost", failed=False, seconds=90.0),
+        Outcome(name="sglang", result="left out", failed=False, seconds=None),
+    ]
+    results = markdown(outcomes, when="2026-11-22", where="2 cores")
+    assert "| chaos | 50 kills: 0 lost | 1.5 |\n| sglang | left out | - |\n" in results
+    page = f"before\n{BEGIN}\nolder\n\n{END}after\n"
+    assert with_results(page, results) == f"before\n{BEGIN}\n{results}\n{END}after\n"
+    with pytest.raises(ValueError, match="must have the lines"):
+        with_results("no marks", results)
+
+
+def test_the_page_has_the_place_for_results_and_every_part_names_tests_that_exist() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_results(text, "x") != text
+    files = [word for part in PARTS for word in part.arguments if word.startswith("tests/")]
+    assert files and all((nightly.ROOT / file).exists() for file in files)

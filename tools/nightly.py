@@ -1,0 +1,127 @@
+"""Run what continuous integration leaves out, one part after the other, and print a table of results and durations.
+
+    python -m tools.nightly                          # all parts
+    python -m tools.nightly --parts chaos mutants
+    python -m tools.nightly --write                  # also into docs/testing.md
+
+Every layout of every model family, the live SGLang suites where SLIPSTREAM_SGLANG_ENV is set, 50 kills of a run, and
+the catalogue of bugs. Exit code 1: a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- last nightly: written by tools/nightly.py -->\n", "<!-- end of last nightly -->\n"
+SGLANG_ENV = "SLIPSTREAM_SGLANG_ENV"
+LIVE_SUITES = (
+    "tests/rollout/inference/sglang", "tests/core/experiments/test_ppo_sglang.py", "tests/tools/test_eval_sglang.py",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One command of the nightly run."""
+
+    name: str
+    arguments: tuple[str, ...]
+    """Of Python."""
+    needs: str | None = None
+    """Environment variable without which the part is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one part."""
+
+    name: str
+    result: str
+    failed: bool
+    seconds: float | None
+
+
+PARTS = (
+    Part(name="layouts", arguments=("-m", "pytest", "-m", "nightly")),
+    Part(name="sglang", arguments=("-m", "pytest", "-n", "0", *LIVE_SUITES), needs=SGLANG_ENV),
+    Part(name="chaos", arguments=("-m", "tools.chaos", "--kills", "50", "--seed", "7")),
+    Part(name="mutants", arguments=("-m", "tools.mutants")),
+)
+
+
+def run_part(part: Part, console: Console) -> Outcome:
+    """Run the command of a part; its output goes to this process's terminal."""
+    if part.needs is not None and not os.environ.get(part.needs):
+        console.print(f"{part.name}: left out, {part.needs} is not set", soft_wrap=True)
+        return Outcome(name=part.name, result=f"left out: {part.needs} is not set", failed=False, seconds=None)
+    console.rule(part.name)
+    start, last = time.monotonic(), ""
+    command = [sys.executable, *part.arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None, "stdout is a pipe"
+        for line in process.stdout:
+            sys.stdout.write(line)
+            last = line.strip() or last
+    code, seconds = process.returncode, time.monotonic() - start
+    result = last.strip("= ") if code == 0 else f"failed with exit code {code}: {last.strip('= ')}"
+    return Outcome(name=part.name, result=result, failed=code != 0, seconds=seconds)
+
+
+def markdown(outcomes: Sequence[Outcome], *, when: str, where: str) -> str:
+    """The results as the documentation shows them."""
+    rows = [f"| {o.name} | {o.result.replace('|', ' ')} | {_minutes(o.seconds)} |" for o in outcomes]
+    return "\n".join([f"{when}, {where}:", "", "| part | result | minutes |", "|---|---|---|", *rows]) + "\n"
+
+
+def with_results(page: str, results: str) -> str:
+    """Return the page with these results between its marks. Raises ValueError where it has no marks."""
+    if BEGIN not in page or END not in page:
+        raise ValueError(f"{PAGE} must have the lines {BEGIN.strip()!r} and {END.strip()!r}")
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{results}\n{END}", page, flags=re.DOTALL)
+
+
+def _minutes(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds / 60:.1f}"
+
+
+def _where() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    commit = f"commit {found.stdout.strip()}, " if found.returncode == 0 else ""
+    return f"{commit}{os.cpu_count()} cores ({platform.machine()})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tools.nightly", description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these (default: all)")
+    parser.add_argument("--write", action="store_true", help="write the results into docs/testing.md")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, markup=False)
+    outcomes = [run_part(part, console) for part in PARTS if not options.parts or part.name in options.parts]
+    table = Table("part", "result", title="Nightly", title_justify="left")
+    table.add_column("minutes", justify="right")
+    for outcome in outcomes:
+        table.add_row(outcome.name, outcome.result, _minutes(outcome.seconds))
+    console.print(table)
+    if options.write:
+        results = markdown(outcomes, when=time.strftime("%Y-%m-%d"), where=_where())
+        PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
