@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -130,6 +131,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the tests that run are ended
     try:
         mutants = chosen(options)
     except CatalogueError as error:

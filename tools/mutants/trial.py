@@ -70,9 +70,8 @@ class Tree:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        assert self._process.stdin is not None, "stdin is a pipe"
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.terminate()  # it ends the tests that run
+        self._process.communicate()
 
     def run(self, tests: tuple[str, ...], limit_seconds: float) -> TestRun:
         """Run the tests one after the other, up to the first failure."""

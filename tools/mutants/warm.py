@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 import warnings
+from types import FrameType
 
 _LIBRARIES = (
     "pytest", "numpy", "psutil", "rich.progress", "yaml", "pydantic", "hypothesis.strategies", "xdist.plugin",
@@ -26,7 +27,7 @@ _LIBRARIES = (
     "ray",
 )  # fmt: skip
 _POLL_SECONDS = 0.02
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
@@ -34,8 +35,10 @@ def main() -> None:
         with contextlib.suppress(ImportError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(library)
-    if sys.platform == "linux":  # what a job leaves behind becomes a child of this process
+    signal.signal(signal.SIGTERM, _end)
+    if sys.platform == "linux":  # what a job leaves behind becomes a child of this process, which ends with its parent
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for line in sys.stdin:
         sys.stdout.write(json.dumps(run(**json.loads(line))) + "\n")
         sys.stdout.flush()
@@ -63,6 +66,7 @@ def _run_here(tests: list[str], tree: str, output: str) -> None:
     """In the fork: never returns."""
     code = 70
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -98,6 +102,11 @@ def _end_children() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(_POLL_SECONDS)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    _end_children()
+    os._exit(1)
 
 
 if __name__ == "__main__":

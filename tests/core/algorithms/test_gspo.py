@@ -15,6 +15,7 @@ from allocation import ParallelLayout
 from core.algorithms.gspo import GSPO, gspo_policy_loss, standardise
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import sequence_mean, weigh_tokens
+from mcore_adapter.forward import ModelOutput
 
 CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 
@@ -91,6 +92,20 @@ def test_the_gradient_is_that_of_the_ratio_of_whole_sequences_by_finite_differen
         moved[1][t] -= 1e-6
         up, down = (by_formula(x.tolist(), old.tolist(), clip_low=0.5, clip_high=0.5)[0] for x in moved)
         assert logprobs.grad[t].item() == pytest.approx((up - down) / 2e-6, abs=1e-8)
+
+
+def test_without_old_logprobs_the_proximal_policy_is_the_current_one_and_has_no_gradient() -> None:
+    gspo, (logprobs, rollout) = GSPO(settings(decoupled=True), {}), inputs(0.1)
+    fields = {
+        "loss_mask": MASK, "rollout_logprobs": rollout, "token_weights": torch.tensor(weights(), dtype=torch.float64),
+        "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64)[OF_TOKEN],
+    }  # fmt: skip
+    gradients = []
+    for old in ({}, {"old_logprobs": logprobs.clone()}):
+        current = logprobs.clone().requires_grad_()
+        gspo.loss(ModelOutput(logprobs=current), {**fields, **old}, SEQUENCES)[0].backward()
+        gradients.append(current.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_ratio_is_clipped_where_that_is_pessimistic_and_cut_off_at_exp_10() -> None:

@@ -51,11 +51,12 @@ def test_the_decoupled_loss_weighs_each_token_by_proximal_over_behaviour_and_dro
     assert metrics["behave_approx_kl"].item() == pytest.approx(math.log(2.0) + math.log(0.5) + math.log(8.0))
 
 
-def test_masked_tokens_change_nothing_even_when_their_inputs_are_not_finite() -> None:
+@pytest.mark.parametrize("value", [-900.0, -math.inf, math.nan])
+def test_masked_tokens_change_nothing_even_when_their_inputs_are_not_finite(value: float) -> None:
     mask = torch.tensor([True, False, True])
     advantages = tokens(1.0, 5.0, 1.0)
     clean = tokens(-1.0, 0.0, -1.0)
-    dirty = tokens(-1.0, -900.0, -1.0).requires_grad_()
+    dirty = tokens(-1.0, value, -1.0).requires_grad_()
     expected, _ = ppo_policy_loss(clean, clean, clean, advantages, mask, eps_clip=0.2, behave_imp_weight_cap=None)
     loss, _ = ppo_policy_loss(dirty, clean, clean, advantages, mask, eps_clip=0.2, behave_imp_weight_cap=None)
     loss.backward()

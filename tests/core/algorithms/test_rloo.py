@@ -51,6 +51,14 @@ def test_the_kl_penalty_of_all_tokens_is_part_of_the_reward_before_the_baseline(
     assert metrics["final_reward"] == pytest.approx(0.5 - 0.05)
 
 
+def test_tokens_that_are_not_trained_pay_no_kl_penalty() -> None:
+    batch, fields = batch_of([1.0, 0.0], lens=[2, 1])
+    fields["ref_logprobs"] = torch.tensor([7.0, -1.0, -1.0, -3.0, -1.0])  # 7 and 3 away on the prompts
+    trained_on, metrics = RLOO(settings(kl_ctl=0.1), {}).advantages(batch, fields)
+    assert by_answer(batch, trained_on["advantages"]) == [pytest.approx([1.0, 1.0]), pytest.approx([-1.0])]
+    assert metrics["kl_reward"] == 0.0
+
+
 def test_normalize_whitens_over_the_trained_tokens() -> None:
     batch, fields = batch_of([3.0, 0.0], lens=[1, 1])
     trained_on, _ = RLOO(settings(), {"normalize": True}).advantages(batch, fields)
