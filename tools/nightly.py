@@ -32,6 +32,9 @@ LIVE_SUITES = (
     "tests/rollout/inference/sglang", "tests/core/experiments/test_ppo_sglang.py", "tests/tools/test_eval_sglang.py",
 )  # fmt: skip
 
+_SIDE_BY_SIDE = max(1, (os.cpu_count() or 1) // 8)
+"""Test processes: a layout has up to eight ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -55,7 +58,7 @@ class Outcome:
 
 
 PARTS = (
-    Part(name="layouts", arguments=("-m", "pytest", "-m", "nightly")),
+    Part(name="layouts", arguments=("-m", "pytest", "-m", "nightly", "-n", str(_SIDE_BY_SIDE), "--dist", "loadfile")),
     Part(name="sglang", arguments=("-m", "pytest", "-n", "0", *LIVE_SUITES), needs=SGLANG_ENV),
     Part(name="chaos", arguments=("-m", "tools.chaos", "--kills", "50", "--seed", "7")),
     Part(name="mutants", arguments=("-m", "tools.mutants")),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from core.data.rollout_batch import RolloutBatch
 from core.rollout_service import RolloutService, named
@@ -19,14 +20,17 @@ from rollout.types import Completion, GenerateRequest, Generator, Prompt, Sampli
 from rollout.workflows import SingleTurnMathWorkflow
 
 
-def service(assets, generator: Generator, eval_paths: list[str], workflow: str = "math") -> RolloutService:
+def service(
+    assets, generator: Generator, eval_paths: list[str], workflow: str = "math", reward: str = "math"
+) -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
     settings = RolloutSettings(
         tokenizer_path=str(assets.model), dataset_path=str(assets.prompts), eval_paths=eval_paths,
         num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2, max_staleness=0, over_age="wait",
         in_order=False, num_epochs=1, num_steps=None,
-        sampling=sampling, eval_sampling=sampling, max_in_flight=4, workflow=workflow, prompt_template="{prompt}",
-        reward="math", reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
+        sampling=sampling, eval_sampling=replace(sampling, temperature=0.0), max_in_flight=4, workflow=workflow,
+        prompt_template="{prompt}",
+        reward=reward, reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
         health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
     )  # fmt: skip
     return RolloutService([generator], settings)
@@ -53,6 +57,43 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
     both = asyncio.run(evaluate([str(assets.prompts), str(other)]))
     assert {f"prompts/{figure}" for figure in alone} < both.keys() and both["hard/accuracy"] == 0.0
     assert {k: both[f"prompts/{k}"] for k in alone} == pytest.approx(alone)
+
+
+class Recording:
+    """Answers with one token; every second answer is cut off."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.requests.append(request)
+        return Completion(
+            token_ids=np.array([2], np.int32), logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32),
+            finish_reason="stop" if len(self.requests) % 2 else "length",
+        )  # fmt: skip
+
+    async def close(self) -> None: ...
+
+
+def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positive_rewards(assets) -> None:
+    generator = Recording()
+
+    async def evaluate() -> dict[str, float]:
+        made = service(assets, generator, [str(assets.prompts)], reward="rewards:zero")  # type: ignore[arg-type]
+        try:
+            await made.start()
+            return await made.evaluate()
+        finally:
+            await made.close()
+
+    assert asyncio.run(evaluate()) == {"accuracy": 0.0, "mean_length_tokens": 1.0, "no_eos_ratio": 0.5}
+    ends = (0, 1)  # padding and end of sequence
+    expected = SamplingParams(max_new_tokens=3, temperature=0.0, stop_token_ids=ends)
+    assert all(request.sampling == expected for request in generator.requests)
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    asked = [tokenizer.decode(request.prompt_ids) for request in generator.requests]
+    lines = assets.prompts.read_text().splitlines()[:6]
+    assert [text.replace(" ", "") for text in asked] == [json.loads(line)["prompt"] for line in lines]
 
 
 class Watched:

@@ -52,6 +52,15 @@ def test_experts_are_no_field_of_every_model_and_unknown_where_a_trajectory_does
     replayed = batch.routed_experts
     assert replayed is not None and (replayed[:2] == -1).all() and np.array_equal(replayed[2:], experts)
     assert pack_trajectories([[silent]], positions=[0]).routed_experts is None
+    both = [replace(told, routed_experts=experts), replace(told, routed_experts=experts + 1)]
+    replayed = pack_trajectories([both], positions=[0]).routed_experts
+    assert replayed is not None and np.array_equal(replayed, np.concatenate([experts, experts + 1]))
+
+
+def test_a_sampled_token_that_is_not_trained_is_no_part_of_the_prompt() -> None:
+    sampled = trajectory([1, 2], [3, 4], [0, 1], 1.0, "stop")
+    masked = replace(sampled, loss_mask=np.array([False, False, False, True]))
+    assert pack_trajectories([[masked]], positions=[0]).prompt_lens.tolist() == [2]
 
 
 def test_workflow_metrics_are_reported_over_the_trajectories_that_have_them() -> None:
