@@ -140,6 +140,12 @@ def test_what_is_not_a_whole_number_is_refused(tmp_path: Path, text: str) -> Non
     assert message.startswith(f"override 'group_size={text}': group_size: must be an integer, got ")
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "much", "1,5"])
+def test_what_is_not_a_finite_number_is_refused(tmp_path: Path, text: str) -> None:
+    (message,) = errors(tmp_path, SMALLEST_PPO, f"ppo.kl_ctl={text}")
+    assert f"must be a number, got '{text}'" in message
+
+
 @pytest.mark.parametrize("text", ["1", "ja", "''"])
 def test_only_true_and_false_are_truth_values(tmp_path: Path, text: str) -> None:
     (message,) = errors(tmp_path, SMALLEST_PPO, f"group_adv_norm={text}")
@@ -322,6 +328,10 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         (
             "ppo.kl_ctl=0.1 ref_inf.mb_spec.max_tokens_per_mb=31",
             "max_tokens_per_mb=31 cannot hold the longest sequence",
+        ),
+        (
+            "dataset.train_bs_n_seqs=6 group_size=2 ppo.ppo_n_minibatches=4",
+            "ppo_n_minibatches=4 must divide train_bs_n_seqs=6; nearest: 3 or 6",
         ),
         ("group_adv_norm=true", "group_adv_norm: group_adv_norm=true normalizes within a group"),
         ("exp_ctrl.eval_freq_steps=5", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),

@@ -1,0 +1,53 @@
+"""What the monitor reports of time: phases, steps, and what is left."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from core.monitoring import monitor as monitoring
+from core.monitoring.monitor import Monitor, StepTimer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(monitoring, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    return now
+
+
+def test_a_phase_that_runs_twice_in_a_step_reports_the_sum_and_the_next_step_begins_at_nothing(
+    clock: SimpleNamespace,
+) -> None:
+    told: list[str] = []
+    timer = StepTimer(told.append)
+    for seconds in (2.0, 3.0):
+        with timer("push"):
+            clock.seconds += seconds
+    clock.seconds += 1.0
+    with pytest.raises(ZeroDivisionError), timer("update"):
+        clock.seconds += 4.0
+        _ = 1 / 0
+    assert timer.finish() == (10.0, {"push": 5.0, "update": 4.0})
+    assert told == ["push", "push", "update"]
+    with timer("push"):
+        clock.seconds += 0.5
+    assert timer.finish() == (0.5, {"push": 0.5})
+
+
+def test_the_remaining_time_is_that_of_the_steps_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = Monitor(console=Console(quiet=True), sinks=[], consumed=None, total_steps=10, done_steps=4, elapsed=50.0)
+    with caplog.at_level(logging.INFO):
+        for step, seconds in ((5, 2.0), (6, 4.0)):
+            monitor.step(
+                step=step, epoch=1, total_epochs=1, epoch_step=step, steps_per_epoch=10, mean_batch_tokens=8.0,
+                seconds=seconds, phases={"update": 1.0}, metrics={}, headline="",
+            )  # fmt: skip
+    finished = [record.getMessage() for record in caplog.records if "finishes" in record.getMessage()]
+    # Two steps of this attempt took 3 s each: 5 and then 4 of them are left. 50 s were spent before.
+    assert finished[0].endswith("Total time consumption: 52.000s. Estimated remaining time: 10.000s.")
+    assert finished[1].endswith("Total time consumption: 56.000s. Estimated remaining time: 12.000s.")
+    assert monitor.elapsed_seconds == 56.0
