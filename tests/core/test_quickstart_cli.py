@@ -117,6 +117,22 @@ def test_what_ends_a_run_is_one_line_on_the_terminal_and_a_traceback_in_the_log(
     assert "Traceback (most recent call last):" in log.read_text()
 
 
+@pytest.mark.parametrize(("mode", "retries"), [("auto", 7), ("resume", 0), ("disabled", 0)])
+def test_only_recover_mode_auto_makes_further_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, retries: int
+) -> None:
+    made: list[int] = []
+
+    def run_attempts(run: object, *, retries: int, **options: object) -> int:
+        made.append(retries)
+        return 0
+
+    monkeypatch.setattr(quickstart, "run_attempts", run_attempts)
+    monkeypatch.setattr(quickstart, "log_to_terminal", lambda *_, **__: None)
+    arguments = ["ppo-math", "--config", str(write_run(tmp_path)), f"recover_mode={mode}", "recover_retries=7"]
+    assert quickstart.main(arguments) == 0 and made == [retries]
+
+
 def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from core.config.runtime import ExperimentSaveEvalControl
-from core.experiments.common import Start, fit_to_schedule
+from core.experiments.common import Start, fit_to_schedule, rows_that_stay
 from core.monitoring.monitor import StepTimer
 from core.periodic import Actions, PeriodicActions
 from core.recovery.recover import RunIdentity, RunState
@@ -72,6 +74,17 @@ def test_the_last_step_is_due_whenever_any_is() -> None:
     last = {"step": 7, "ends_epoch": False, "epoch": 1, "now": 7.0, "is_last": True}
     assert DueTimer(Frequency(epochs=1, steps=None, seconds=None), now=0.0).due(**last)
     assert not DueTimer(NEVER, now=0.0).due(**last)
+
+
+def test_a_run_keeps_the_rows_up_to_its_checkpoint_and_none_where_it_begins_anew(tmp_path: Path) -> None:
+    def kept(mode: str, step: int, checkpoint: Path | None) -> int | None:
+        state = RunState(step=step, version=step, elapsed_seconds=0.0, extra={})
+        start = Start(state=state, rollout_state=None, checkpoint=checkpoint)
+        return rows_that_stay(SimpleNamespace(recover_mode=mode), start)  # type: ignore[arg-type]
+
+    assert kept("auto", 5, tmp_path) == 5
+    assert kept("auto", 0, None) == -1, "not even those of the evaluation before the first step"
+    assert kept("disabled", 0, None) is None
 
 
 class Store:
