@@ -205,17 +205,19 @@ def test_the_end_of_a_run_waits_for_the_last_write_and_a_failed_run_gives_it_up(
 def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_up = threading.Event()
+    sealed, given_up = threading.Event(), threading.Event()
 
     def held_back(folder: Path) -> int:
         num_bytes = manifest.seal(folder)
+        sealed.set()
         given_up.wait(60)
         return num_bytes
 
     monkeypatch.setattr("core.recovery.recover.seal", held_back)
-    threading.Timer(0.2, given_up.set).start()  # the run fails at once, and then waits for the writer
     with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
         begin(store, 3)
+        assert sealed.wait(60)
+        threading.Timer(0.2, given_up.set).start()  # by then the failed run waits for its writer
         _ = 1 / 0
     assert names(tmp_path) == []
 
