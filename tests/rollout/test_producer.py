@@ -338,6 +338,7 @@ def test_leaving_the_producer_cancels_everything_it_started() -> None:
             assert producer.stats()["rollout/num_in_flight"] == 16
         assert workflow.running == 0
         assert len(asyncio.all_tasks()) == 1
+        assert set(workflow.calls.values()) == {1}, "nothing is tried again"
 
     run_virtual(main())
 
@@ -452,6 +453,7 @@ def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
         async with second:
             after = await train(second, workflow, range(2, 5))
         assert sorted(before + after) == sorted(f"q{i}@0" for i in range(20))
+        assert sorted(workflow.order) == sorted(names(make_dataset(20), range(8, 20))), "the ready ones too"
 
     run_virtual(main())
 

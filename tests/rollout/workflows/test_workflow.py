@@ -112,6 +112,7 @@ def test_a_prompt_issued_again_gets_the_same_seeds_and_every_other_draw_gets_oth
         return [request.seed for request in generator.requests]
 
     assert seeds(1, 0, 3) == seeds(1, 0, 3) == [sample_seed(1, 0, 3, 0), sample_seed(1, 0, 3, 1)]
+    assert seeds(2, 1, 3) == [sample_seed(2, 1, 3, 0), sample_seed(2, 1, 3, 1)]
     drawn = [sample_seed(*key) for key in np.ndindex(3, 3, 10, 16)]
     assert len(set(drawn)) == 3 * 3 * 10 * 16
     assert all(0 <= seed < 2**63 for seed in drawn)
