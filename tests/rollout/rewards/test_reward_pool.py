@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -133,6 +134,18 @@ def test_answers_behind_a_hanging_one_are_scored_by_the_other_workers(evil: str)
         assert await asyncio.wait_for(pool.score_many(make_prompt(), ["four"] * 100), 20) == [4.0] * 100
         assert not hanging.done()
         hanging.cancel()
+
+    with_pool(body, evil, num_workers=2, timeout_seconds=60)
+
+
+def test_answers_that_come_with_a_hanging_one_are_divided_among_the_workers(evil: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        hanging = asyncio.create_task(pool.score(make_prompt(), "hang in C"))
+        others = [asyncio.create_task(pool.score(make_prompt(), "four")) for _ in range(3)]
+        for scored in itertools.islice(asyncio.as_completed(others, timeout=20), 2):
+            assert await scored == 4.0
+        for task in (hanging, *others):
+            task.cancel()
 
     with_pool(body, evil, num_workers=2, timeout_seconds=60)
 
