@@ -27,6 +27,7 @@ from rollout.inference.gpus import query_gpus
 from tools.bench import (
     convert,
     cpu,
+    datapath,
     gpu,
     gpu_experts,
     gpu_mismatch,
@@ -65,6 +66,7 @@ CPU: dict[str, Callable[[cpu.Scene], Iterator[Figure]]] = {
     "async": cpu.sync_and_async,
     "loop": cpu.loop,
     "memory": cpu.memory,
+    "datapath": datapath.datapath,
     "convert": convert.both_ways,
 }
 GPU: dict[str, Callable[[gpu.Scene], Iterator[Figure]]] = {

@@ -187,15 +187,15 @@ class NullPush:
 
 
 class Clock:
-    """Processor time and time of this process at the end of each step."""
+    """Processor time of the main thread, which runs the loop, and time at the end of each step."""
 
     def __init__(self) -> None:
-        self.marks = [(time.process_time(), time.perf_counter())]
+        self.marks = [(time.thread_time(), time.perf_counter())]
 
     def after_step(self, step: int, timer: StepTimer) -> None: ...
 
     def after_report(self, step: int, timer: StepTimer) -> None:
-        self.marks.append((time.process_time(), time.perf_counter()))
+        self.marks.append((time.thread_time(), time.perf_counter()))
 
 
 def run(size: Size, folder: Path) -> Usage:
@@ -225,7 +225,7 @@ def run(size: Size, folder: Path) -> Usage:
                 algorithm=GRPO(settings(decoupled=size.passes), {}), num_minibatches=MINIBATCHES, temperature=1.0,
                 schedule=schedule, monitor=monitor, timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
             )  # fmt: skip
-            clock.marks = [(time.process_time(), time.perf_counter())]
+            clock.marks = [(time.thread_time(), time.perf_counter())]
             start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
             trainer.run(start, clock)  # type: ignore[arg-type]
     rows = {path.name: [json.loads(line) for line in path.open()] for path in folder.glob(f"*{USAGE}")}
