@@ -84,7 +84,7 @@ def run_part(part: Part, console: Console) -> Outcome:
 
 
 def markdown(outcomes: Sequence[Outcome], *, when: str, where: str) -> str:
-    """The results as the documentation shows them."""
+    """Return the results as the documentation shows them."""
     rows = [f"| {o.name} | {o.result.replace('|', ' ')} | {_minutes(o.seconds)} |" for o in outcomes]
     return "\n".join([f"{when}, {where}:", "", "| part | result | minutes |", "|---|---|---|", *rows]) + "\n"
 

@@ -83,7 +83,7 @@ class Mutant:
 
 @lru_cache(maxsize=8)
 def _meaning(source: str) -> str:
-    """The syntax tree of a source, without comments and layout."""
+    """Return the syntax tree of a source, without comments and layout."""
     return ast.dump(ast.parse(source))
 
 
@@ -143,7 +143,8 @@ def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
     by_area: dict[str, list[Mutant]] = {}
     for mutant in rng.sample(list(mutants), len(mutants)):
         by_area.setdefault(mutant.area, []).append(mutant)
-    queues, chosen = list(by_area.values()), []
+    queues = list(by_area.values())
+    chosen: list[Mutant] = []
     while queues and len(chosen) < count:
         chosen.append(queues[0].pop())
         queues = [queue for queue in (*queues[1:], queues[0]) if queue]

@@ -1,4 +1,4 @@
-"""Run tests in a copy of the tree and judge what the result says about a bug."""
+"""Run tests in a copy of the tree and judge from the result whether they notice a bug."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Tree:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that runs the tests in {self.folder} has died; its message is above")
+            raise RuntimeError(f"the process that runs the tests in {self.folder} exited; its message is above")
         output = self._output.read_text(encoding="utf-8", errors="replace")
         return TestRun(**json.loads(answer), output=output)
 

@@ -20,6 +20,8 @@ import traceback
 import warnings
 from types import FrameType
 
+import psutil
+
 _LIBRARIES = (
     "pytest", "numpy", "psutil", "rich.progress", "yaml", "pydantic", "hypothesis.strategies", "xdist.plugin",
     "pytest_timeout", "orjson", "aiohttp", "torch", "torch.distributed", "torch.testing", "torch.multiprocessing",
@@ -63,7 +65,7 @@ def run(*, tests: list[str], tree: str, output: str, limit_seconds: float) -> di
 
 
 def _run_here(tests: list[str], tree: str, output: str) -> None:
-    """In the fork: never returns."""
+    """Run the tests in the fork; never return."""
     code = 70
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -92,8 +94,6 @@ def _run_here(tests: list[str], tree: str, output: str) -> None:
 
 def _end_children() -> None:
     """Kill everything below this process."""
-    import psutil
-
     while left := psutil.Process().children(recursive=True):
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,5 +1,6 @@
 """Rows of a run that was killed: none twice, none torn."""
 
+import json
 from pathlib import Path
 
 import pytest
