@@ -329,6 +329,7 @@ class _Ranks:
 
     def __init__(self, run: Run, steps: Sequence[Step], first: int, fits: Mapping[str, int]) -> None:
         self._run, self._steps, self._first, self._fits = run, steps, first, fits
+        self._batch: Any = None
 
     @property
     def _index(self) -> int:
@@ -341,13 +342,14 @@ class _Ranks:
         return Planner(dp=1)
 
     def open_batch(self, stored: StoredBatch) -> None:
+        assert self._batch is None, "the batch of the step before is still held"
         self._batch = RankBatch(stored, (self.name, 0), fetch=lambda refs: refs)
 
     def add_fields(self, fields: StoredFields) -> None:
         self._batch.add_fields(fields)
 
     def close_batch(self) -> None:
-        del self._batch
+        self._batch = None
 
     def logprobs(self, inference: InferencePass) -> list[Any]:
         assert inference.engine != "critic", "the critic has no log-probabilities"

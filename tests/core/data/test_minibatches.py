@@ -28,6 +28,8 @@ def test_a_pair_is_never_split_while_its_group_may_be() -> None:
     assert all(i ^ 1 in part for part in parts for i in part)
     with pytest.raises(ValueError, match="even number of answers"):
         units_of(groups(2, 3), "pair")
+    with pytest.raises(ValueError, match="even number of answers"):
+        units_of(groups(3, 3), "pair")
 
 
 def test_single_sequences_are_dealt_by_the_permutation_of_the_seed() -> None:

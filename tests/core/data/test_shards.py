@@ -84,12 +84,15 @@ class Stored:
 
 def store_batch(
     planner: Planner, limit: int, *, unit: Unit = "sequence", count: int = 3, passes: bool = True,
-    weights: TokenWeights | None = None,
+    weights: TokenWeights | None = None, max_sequence_tokens: int | None = None,
 ) -> Stored:  # fmt: skip
     batch, store = make_batch(), Store()
     group_ids = np.repeat(np.arange(len(GROUPS)), GROUPS)
     minibatches = deal_minibatches(units_of(group_ids, unit), count, seed=3)
-    use = partial(Use, group="trainer", planner=planner, max_tokens_per_mb=limit, max_sequence_tokens=limit)
+    use = partial(
+        Use, group="trainer", planner=planner, max_tokens_per_mb=limit,
+        max_sequence_tokens=max_sequence_tokens or limit,
+    )  # fmt: skip
     uses = [use(trains=False)] * passes + [use(trains=True)]
     writer = BatchWriter(
         store.put, token_ids=batch.token_ids.numpy(), cu_seqlens=batch.cu_seqlens.numpy(),
@@ -190,9 +193,10 @@ def with_experts_alone(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(**{**vars(batch), "fields": {ROUTED_EXPERTS: batch.fields[ROUTED_EXPERTS]}})
 
 
-def test_every_token_is_stored_once_and_a_rank_fetches_what_it_runs_once_a_step() -> None:
+@pytest.mark.parametrize("max_sequence_tokens", [30, 500])
+def test_every_token_is_stored_once_and_a_rank_fetches_what_it_runs_once_a_step(max_sequence_tokens: int) -> None:
     planner = Planner(dp=3)
-    stored = store_batch(planner, 30, passes=False)
+    stored = store_batch(planner, 30, passes=False, max_sequence_tokens=max_sequence_tokens)
     num_pieces = len(stored.writer.stored.pieces)
     assert num_pieces == 3
     assert sum(len(arrays["token_ids"]) for arrays in stored.store.objects[:num_pieces]) == stored.batch.num_tokens
@@ -235,6 +239,15 @@ def test_fewer_sequences_than_ranks_leave_a_rank_with_an_empty_microbatch_of_eve
     stored = store_batch(planner, 40, unit="group", count=4)
     (index,) = [i for i, minibatch in enumerate(stored.minibatches) if minibatch == [4, 5]]
     empty = stored.rank(2).minibatch(index, "actor", replay_routing=True).select([])
+    assert empty.num_sequences == 0 and empty.fields.keys() == {"advantages", ROUTED_EXPERTS, TOKEN_WEIGHTS}
+
+
+def test_a_rank_that_trains_on_nothing_in_the_whole_step_runs_an_empty_microbatch_of_every_field() -> None:
+    planner = Planner(dp=13)  # for twelve sequences
+    stored = store_batch(planner, 60, unit="group", count=1, passes=False)
+    readers = {reader for piece in stored.writer.stored.pieces for reader in piece.readers}
+    (idle,) = [rank for rank in range(13) if ("trainer", rank) not in readers][:1]
+    empty = stored.rank(idle).minibatch(0, "actor", replay_routing=True).select([])
     assert empty.num_sequences == 0 and empty.fields.keys() == {"advantages", ROUTED_EXPERTS, TOKEN_WEIGHTS}
 
 

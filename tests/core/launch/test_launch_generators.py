@@ -136,12 +136,13 @@ class Rollout:
 
     def __init__(self) -> None:
         self.replaced: list[int] = []
+        self.lost: dict[int, str] = {}
 
     def replace_generator(self, index: int, actor: Any) -> None:
         self.replaced.append(index)
 
     def lost_generators(self) -> dict[int, str]:
-        return {}
+        return self.lost
 
 
 def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> FaultTolerantWeightSync:
@@ -168,6 +169,37 @@ def test_a_generator_whose_death_is_noticed_while_weights_travel_costs_a_repeate
     pool.look()
     push.push(3)
     assert rollout.replaced == [0]  # the new process: in the repeated push where it is alone, else in the next
+
+
+def test_the_pause_of_a_push_is_the_longest_of_any_generator(tmp_path: Path, clock: SimpleNamespace) -> None:
+    cluster = Cluster(tmp_path, [Actor(receive=0.5), Actor(receive=2.0), Actor(receive=1.0)])
+    push = make_push(cluster, make_pool(cluster, 3), Rollout())
+    assert push.push(1).longest_pause_seconds == 2.0
+
+
+def test_a_generator_that_the_router_gave_up_is_restarted_and_gets_the_version_of_the_others(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    cluster = Cluster(tmp_path, [Actor() for _ in range(3)])
+    pool, rollout = make_pool(cluster, 2), Rollout()
+    received: list[int] = []
+    receive = pool.receive
+
+    def recording(buckets: Any, version: int, timeout_seconds: float) -> list[float]:
+        received.append(version)
+        return receive(buckets, version, timeout_seconds)
+
+    pool.receive = recording  # type: ignore[method-assign]
+    push = make_push(cluster, pool, rollout)
+    push.push(7)
+    rollout.lost = {1: "three requests failed"}
+    clock.seconds += 11.0
+    push.sync_rejoined()
+    assert "three requests failed" in pool.failures()
+    rollout.lost = {}
+    pool.look()
+    push.sync_rejoined()
+    assert received == [7, 7] and rollout.replaced == [1]
 
 
 def test_with_no_generator_left_a_call_on_all_of_them_is_a_lost_generator_and_closing_is_nothing(

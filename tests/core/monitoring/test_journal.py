@@ -63,5 +63,5 @@ def test_a_row_that_the_disk_takes_in_parts_is_written_whole(tmp_path: Path) -> 
     journal.write(1, {"loss": 0.5})
     journal.write(2, {"loss": 0.25})
     journal.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "metrics.jsonl")
     assert rows == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]

@@ -27,6 +27,7 @@ from core.weight_sync.buckets import (
     PushError,
     SenderSettings,
     SendReport,
+    buckets_to_stage,
     compare_checksums,
     in_background,
 )
@@ -193,6 +194,39 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
     next(buckets)
     assert made == [0, 1, 2]
     assert len(list(buckets)) == NUM_BUCKETS - 1 and made == list(range(NUM_BUCKETS))
+
+
+def test_as_many_buckets_are_made_ahead_as_fit_into_the_memory_and_at_least_one() -> None:
+    fit = [buckets_to_stage(settings_alone(staged_bytes=n), torch.device("cpu")) for n in (0, 999, 1999, 2000, 3500)]
+    assert fit == [1, 1, 1, 2, 3]
+
+
+def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server:
+        name, tp, pp, trainer_ranks = "generator-0", 2, 1, (2, 0)
+
+        def __init__(self) -> None:
+            self.opened: list[list[str]] = []
+
+        def share(self, bucket: Any) -> str:
+            return "memory of rank 0"
+
+        def receive_shared(self, handles: list[str], *, timeout_seconds: float) -> None:
+            self.opened.append(handles)
+
+    def gather_of_three(found: list[Any], own: Any) -> None:
+        found[:] = [own, None, "memory of rank 2"]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather_of_three)
+    for collective in ("broadcast_object_list", "broadcast"):
+        monkeypatch.setattr(dist, collective, lambda *args, **options: None)
+    server, sender = Server(), IpcSender(settings_alone(world_size=3), torch.device("cpu"))
+    sender.connect([server])  # type: ignore[list-item]
+    sender.prepare(iter([tensors_of(1, 0)]), verify=False)
+    sender.send()
+    assert server.opened == [["memory of rank 2", "memory of rank 0"]]
 
 
 def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell(tmp_path: Path) -> None:
