@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-from rollout.evaluation import Answer, EvaluationPlan, Name, QuestionSet, answer_questions
+from rollout.evaluation import (
+    Answer,
+    AnswerFile,
+    EvaluationPlan,
+    Name,
+    QuestionSet,
+    answer_questions,
+    read_answers,
+)
 from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
 from tools.demo.data import make_tokenizer
@@ -80,3 +91,31 @@ def test_what_a_set_has_is_not_asked_again_and_sets_come_in_the_order_given() ->
         assert generator.ids == ["b/0/greedy/0", "b/0/sample/0", "a/0/sample/0", "a/1/greedy/0"]
 
     asyncio.run(run())
+
+
+def test_the_greedy_request_takes_the_likeliest_token_and_the_sampled_one_keeps_its_settings() -> None:
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(5,))
+    plan = replace(PLAN, sampling=sampling)
+    (prompt,) = questions("a", 1).prompts
+    assert plan.request("a", prompt, "sample", 0).sampling == sampling
+    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    assert plan.request("a", prompt, "greedy", 0).sampling == greedy
+
+
+def test_an_answer_is_no_longer_than_the_context_has_room_for() -> None:
+    (prompt,) = questions("a", 1).prompts
+    for length, room in ((59, 4), (60, 4), (61, 3), (63, 1)):
+        long = replace(prompt, token_ids=np.full(length, 3, np.int32))
+        assert PLAN.request("a", long, "sample", 0).sampling.max_new_tokens == room
+    with pytest.raises(ValueError, match=r"a/0: its prompt has 64 tokens .* no completion fits"):
+        PLAN.request("a", replace(prompt, token_ids=np.full(64, 3, np.int32)), "sample", 0)
+
+
+def test_an_answer_is_in_the_file_before_the_next_one_is_known(tmp_path: Path) -> None:
+    answer = Answer(
+        query_id="1", mode="greedy", number=0, prompt="p", completion="c", answer="c", score=1.0, tokens=1,
+        finish_reason="stop",
+    )  # fmt: skip
+    with AnswerFile(tmp_path / "set" / "answers.jsonl") as file:
+        file.add(answer)
+        assert read_answers(tmp_path / "set" / "answers.jsonl") == [answer]  # as after a kill

@@ -214,9 +214,12 @@ def test_every_token_is_stored_once_and_a_rank_fetches_what_it_runs_once_a_step(
         assert fetched == 2 * sum(int(stored.batch.seq_lens[i]) for i in trained)
 
 
-def test_passes_before_the_update_fetch_no_token_twice_and_no_field_that_is_not_trained_here() -> None:
+@pytest.mark.parametrize("max_sequence_tokens", [30, 500])
+def test_passes_before_the_update_fetch_no_token_twice_and_no_field_that_is_not_trained_here(
+    max_sequence_tokens: int,
+) -> None:
     planner = Planner(dp=3)
-    stored = store_batch(planner, 30)
+    stored = store_batch(planner, 30, max_sequence_tokens=max_sequence_tokens)
     pieces = stored.writer.stored.pieces
     assert sorted(i for piece in pieces for i in piece.sequences.tolist()) == list(range(12))
     for dp_rank in range(3):
@@ -225,6 +228,7 @@ def test_passes_before_the_update_fetch_no_token_twice_and_no_field_that_is_not_
         assert set(stored.store.fetched.values()) == {1}
         fields = [ref - len(pieces) for ref in stored.store.fetched if ref >= len(pieces)]
         assert fields and all(("trainer", dp_rank) in pieces[ref].trainers for ref in fields)
+        assert all(("trainer", dp_rank) in pieces[ref].readers for ref in stored.store.fetched if ref < len(pieces))
 
 
 def test_a_limit_that_was_lowered_since_runs_on_the_right_tokens() -> None:

@@ -163,6 +163,13 @@ def test_the_short_cut_leaves_everything_but_plain_integers_to_math_verify(text:
     assert quick_math_reward(prompt("\\boxed{42}"), text) is None
 
 
+def test_the_short_cut_calls_no_answer_wrong_while_a_solution_may_equal_it_in_another_form() -> None:
+    text = "\\boxed{42}"
+    assert quick_math_reward(prompt("7", "\\frac{84}{2}"), text) is None
+    assert quick_math_reward(prompt("42", "\\frac{84}{2}"), text) == RIGHT
+    assert quick_math_reward(prompt("7", "8"), text) == -1.0
+
+
 @pytest.mark.skipif(not DATA.is_dir(), reason="no data sets: set SLIPSTREAM_DATA to their folder")
 def test_the_solutions_of_public_data_sets_are_right_answers_to_themselves() -> None:
     for name, step in (("math_500/test", 5), ("gsm8k/test", 20), ("mawps/singleop", 5)):
