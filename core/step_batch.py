@@ -31,6 +31,8 @@ class BatchRequest:
     unit: Unit
     num_minibatches: int
     seed: int
+    version: int
+    """Of the weights that train on it."""
     uses: Sequence[Use]
 
 
@@ -69,7 +71,7 @@ class StepBatch:
         """Deal minibatches, cut the batch and place its tokens. Raises ValueError where a pair is incomplete, or a
         sequence is longer than a microbatch."""
         torch.set_num_threads(1)  # counts for the calling thread only
-        self._rollout = rollout
+        self._rollout, self._version = rollout, request.version
         minibatches = deal_minibatches(
             units_of(rollout.group_ids, request.unit), request.num_minibatches, seed=request.seed
         )
@@ -107,6 +109,7 @@ class StepBatch:
         passes = {name: assemble(of, rollout.cu_seqlens) for name, of in results.items()}
         sampled = {"rollout_logprobs": torch.from_numpy(rollout.rollout_logprobs)}
         known: dict[str, Tensor] = {**sampled, **passes, "loss_mask": torch.from_numpy(rollout.loss_mask)}
+        known["ages"] = rollout.token_ages(self._version)
         trained_on, metrics = algorithm.advantages(rollout, known)
         fields = {name: value.numpy() for name, value in {**sampled, **passes, **trained_on}.items()}
         weights = {engine: _token_weights(objective) for engine, objective in scoring.objectives.items()}
@@ -116,6 +119,4 @@ class StepBatch:
 
 def _token_weights(objective: Objective) -> TokenWeights | None:
     """Return None where the objective has the default: its weights and their sum follow from the mask of each token."""
-    if type(objective).token_weights is Objective.token_weights:
-        return None
-    return objective.token_weights
+    return None if objective.weighs_alike else objective.token_weights

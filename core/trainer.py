@@ -114,6 +114,8 @@ class _Update:
     objective: Objective
     prefix: str
     """Of its metrics."""
+    sample_reuse: int
+    """Passes over the minibatches."""
     run: Callable[[int, Objective, MemoryLimits], dict[str, float]]
 
 
@@ -130,6 +132,8 @@ class PPOTrainer:
         weights: RunPush,
         memory: MemoryLimits,
         algorithm: Algorithm,
+        actor_sample_reuse: int = 1,
+        critic_sample_reuse: int = 1,
         num_minibatches: int,
         temperature: float,
         schedule: Schedule,
@@ -139,7 +143,7 @@ class PPOTrainer:
     ) -> None:
         self._actor, self._algorithm = actor, algorithm
         self._passes = _passes(actor, critic, reference, temperature)
-        self._updates = _updates(actor, critic, algorithm, temperature)
+        self._updates = _updates(actor, critic, algorithm, temperature, (actor_sample_reuse, critic_sample_reuse))
         engines = [p.engine for p in self._passes] + [update.engine for update in self._updates]
         self._groups = list({engine.group.name: engine.group for engine in engines}.values())
         self._rollout, self._weights, self._memory = rollout, weights, memory
@@ -180,7 +184,9 @@ class PPOTrainer:
         """Return how the next batch will be used."""
         uses = [needed.engine.use(self._memory, trains=False) for needed in self._needed]
         uses += [update.engine.use(self._memory, trains=True) for update in self._updates]
-        return BatchRequest(unit=self._algorithm.unit, num_minibatches=self._num_minibatches, seed=step, uses=uses)
+        return BatchRequest(
+            unit=self._algorithm.unit, num_minibatches=self._num_minibatches, seed=step, version=step, uses=uses
+        )
 
     @property
     def _needed(self) -> list[_Pass]:
@@ -201,12 +207,13 @@ class PPOTrainer:
         return scored.metrics
 
     def _update(self, num_minibatches: int) -> dict[str, float]:
-        """Run one pass over the batch in minibatches: critic first, as the actor's advantages are already fixed.
+        """Run the passes over the batch in minibatches: critic first, as the actor's advantages are already fixed.
         Return metrics averaged over the minibatches; `loss`, `grad_norm`, `lr` ... get the prefix."""
         metrics: dict[str, float] = {}
         for update in self._updates:
             with self._timer(update.phase):
-                every = [update.run(i, update.objective, self._memory) for i in range(num_minibatches)]
+                order = [*range(num_minibatches)] * update.sample_reuse
+                every = [update.run(i, update.objective, self._memory) for i in order]
             metrics |= {update.prefix + k: float(np.mean([m[k] for m in every])) for k in every[0]}
         return metrics
 
@@ -255,13 +262,20 @@ def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | N
     return passes
 
 
-def _updates(actor: EngineRef, critic: EngineRef | None, algorithm: Algorithm, temperature: float) -> list[_Update]:
-    """Return the models that a step updates, in this order."""
+def _updates(
+    actor: EngineRef, critic: EngineRef | None, algorithm: Algorithm, temperature: float, sample_reuse: tuple[int, int]
+) -> list[_Update]:
+    """Return the models that a step updates, in this order; `sample_reuse`: of actor and critic."""
     run = partial(actor.train_step, temperature=temperature, replay_routing=True)
-    updates = [_Update(phase="update", engine=actor, objective=algorithm, prefix="", run=run)]
+    updates = [
+        _Update(
+            phase="update", engine=actor, objective=algorithm, prefix="", sample_reuse=sample_reuse[0], run=run
+        )
+    ]  # fmt: skip
     if critic is not None and algorithm.critic is not None:
         first = _Update(
-            phase="critic update", engine=critic, objective=algorithm.critic, prefix="critic_", run=critic.train_step
-        )
+            phase="critic update", engine=critic, objective=algorithm.critic, prefix="critic_",
+            sample_reuse=sample_reuse[1], run=critic.train_step,
+        )  # fmt: skip
         updates.insert(0, first)
     return updates

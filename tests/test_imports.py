@@ -60,7 +60,13 @@ ORDER = {
         "quickstart",
     ),
     "slipstream": ("api", "cli"),
-    "tools": ("scratch_model demo_plot", "demo", "curves eval", "convert chaos_run mutants", "chaos bench nightly"),
+    "tools": (
+        "scratch_model demo_plot",
+        "demo",
+        "curves eval loss",
+        "convert chaos_run mutants",
+        "chaos bench nightly",
+    ),
 }
 """Folders and modules of a package from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 20

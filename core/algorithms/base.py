@@ -32,6 +32,11 @@ class Objective(Protocol):
         """True if `loss` reads output.entropy."""
         return False
 
+    @property
+    def weighs_alike(self) -> bool:
+        """True if `token_weights` is the default: the weights follow from loss_mask and need not be sent."""
+        return type(self).token_weights is Objective.token_weights
+
     def token_weights(self, minibatch: PackedBatch) -> Tensor:
         """Return the weight of every token of the minibatch, [T], 0 outside loss_mask; the loss is divided by their
         sum.
@@ -75,8 +80,8 @@ class Algorithm(Objective, Protocol):
         Runs in the rollout process, on a copy of this object: what it changes and later calls need must be in
         state_dict().
 
-        `fields` holds "loss_mask", "rollout_logprobs" and the results of `passes`, [T] each. The metrics include
-        task_reward, kl_reward, final_reward and advantage, which every step reports."""
+        `fields` holds "loss_mask", "rollout_logprobs", "ages" (of tokens, in steps) and the results of `passes`, [T]
+        each. The metrics include task_reward, kl_reward, final_reward and advantage, which every step reports."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:

@@ -8,18 +8,20 @@ microbatches, ranks or versions. Weights are the field "token_weights"; without 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from core.algorithms.corrections import behaviour_log_weight, correction_weights, proximal_logprobs
+from core.algorithms.kl import kl_loss
+from core.algorithms.policy_losses import POLICY_LOSSES, Terms, make_terms
+from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.weights import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:
     from mcore_adapter.data.sequences import Sequences
     from mcore_adapter.engine import ModelOutput
-
-KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def trained_weights(fields: Mapping[str, Tensor]) -> Tensor:
@@ -28,135 +30,66 @@ def trained_weights(fields: Mapping[str, Tensor]) -> Tensor:
     return fields[TOKEN_WEIGHTS] * mask if TOKEN_WEIGHTS in fields else mask.float()
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate KL(policy || reference) per token in nats, [T]. Source: J. Schulman, "Approximating KL divergence"
-    (2020): k1 = log p - log q, k2 = (log p - log q)^2 / 2, k3 = q/p - 1 - log(q/p)."""
-    log_ratio = logprobs - ref_logprobs
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio.square()
-    return torch.expm1(-log_ratio) + log_ratio
+def policy_terms(
+    output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences, settings: AlgorithmSettings
+) -> Terms:
+    """Collect what the policy loss of a microbatch is computed from."""
+    assert output.logprobs is not None, "the actor's engine returns log-probabilities"
+    return make_terms(
+        output.logprobs,
+        proximal_logprobs(output.logprobs, fields, settings),
+        fields["rollout_logprobs"],
+        fields["advantages"],
+        fields["loss_mask"],
+        sequences,
+        of_sequences=settings.ratio == "sequence",
+    )
 
 
-def clipped_surrogate(
-    ratio: Tensor,  # [t] what is clipped: of a token, or of its sequence
-    log_ratio: Tensor,  # [t] current over proximal policy, of each token
-    old_logprobs: Tensor,  # [t] trainer, start of batch (proximal)
-    rollout_logprobs: Tensor,  # [t] generator (behaviour)
-    advantages: Tensor,  # [t]
-    loss_mask: Tensor,  # [t] bool
-    weights: Tensor,  # [t], 0 outside loss_mask
-    *,
-    clip_low: float,
-    clip_high: float,
-    behave_imp_weight_cap: float | None,
+def policy_loss(
+    output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences, settings: AlgorithmSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped surrogate of these ratios and its metrics: weighted sums over the trained tokens.
+    """Compute the actor's loss: policy loss times correction, plus KL to the reference, minus entropy bonus.
 
-    Each token is weighted by proximal over behaviour; tokens whose weight exceeds `behave_imp_weight_cap` do not
-    contribute. Source: Hilton et al. 2022 ("Batch size-invariance for policy optimization"), as in AReaL."""
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    behave_log_weight = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    behave_weight = behave_log_weight.exp()
-    kept = loss_mask
-    if behave_imp_weight_cap is not None:
-        kept = loss_mask & (behave_weight <= behave_imp_weight_cap)
-    loss = (torch.maximum(unclipped, clipped) * behave_weight * (kept * weights)).sum()
+    Where `fields` has no old_logprobs, the batch is one minibatch, and the proximal policy is the current one."""
+    terms = policy_terms(output, fields, sequences, settings)
+    weights = trained_weights(fields)
+    of_token, clipped = POLICY_LOSSES[settings.loss](terms, settings)
+    behave_weight, kept = correction_weights(terms, fields, settings)
+    loss = (of_token * behave_weight * (kept * weights)).sum()
     with torch.no_grad():
+        behave_log_weight = behaviour_log_weight(terms)
         metrics = {
             "actor_loss": loss.detach(),
-            "ppo_approx_kl": (log_ratio * weights).sum(),
-            "actor_clip_ratio": ((clipped > unclipped) * weights).sum(),
-            "importance_weight": (ratio * weights).sum(),
+            "ppo_approx_kl": (terms.log_ratio * weights).sum(),
+            "actor_clip_ratio": (clipped * weights).sum(),
+            "importance_weight": (terms.ratio * weights).sum(),
             "behave_imp_weight": (behave_weight * weights).sum(),
             "behave_approx_kl": (behave_log_weight * weights).sum(),
             "behave_capped_ratio": (~kept * weights).sum(),
         }
-    return loss, metrics
-
-
-def ppo_policy_loss(
-    logprobs: Tensor,  # [T] current policy
-    old_logprobs: Tensor,  # [T] trainer, start of batch (proximal)
-    rollout_logprobs: Tensor,  # [T] generator (behaviour)
-    advantages: Tensor,  # [T]
-    loss_mask: Tensor,  # [T] bool
-    *,
-    eps_clip: float,
-    behave_imp_weight_cap: float | None,
-    weights: Tensor | None = None,  # [T], 0 outside loss_mask
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the clipped surrogate with the decoupled objective. Source: Schulman et al. 2017, eq. 7; for the behavior
-    weight pi_prox / pi_behave, Hilton et al. 2022 ("Batch size-invariance for policy optimization"), as in AReaL.
-
-    The ratio is clipped around the proximal policy; each token is weighted by proximal over behaviour. Tokens whose
-    weight exceeds `behave_imp_weight_cap` do not contribute. With rollout_logprobs == old_logprobs this is plain PPO.
-    """
-    weights = loss_mask.float() if weights is None else weights
-    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0)
-    ratio = torch.exp(log_ratio)
-    return clipped_surrogate(
-        ratio, log_ratio, old_logprobs, rollout_logprobs, advantages, loss_mask, weights,
-        clip_low=eps_clip, clip_high=eps_clip, behave_imp_weight_cap=behave_imp_weight_cap,
-    )  # fmt: skip
-
-
-def ppo_loss(
-    output: ModelOutput,
-    fields: Mapping[str, Tensor],
-    sequences: Sequences | None = None,
-    *,
-    eps_clip: float,
-    behave_imp_weight_cap: float | None,
-    kl_coeff: float,
-    kl_estimator: KLEstimator,
-    entropy_coeff: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the actor's loss: clipped surrogate, plus kl_coeff * KL to `ref_logprobs`, minus entropy_coeff * entropy.
-
-    Where `fields` has no old_logprobs, the batch is one minibatch, and the proximal policy is the current one.
-    """
-    assert output.logprobs is not None, "the actor's engine returns log-probabilities"
-    old_logprobs = fields.get("old_logprobs", output.logprobs.detach())
-    loss, metrics = ppo_policy_loss(
-        output.logprobs,
-        old_logprobs,
-        fields["rollout_logprobs"],
-        fields["advantages"],
-        fields["loss_mask"],
-        eps_clip=eps_clip,
-        behave_imp_weight_cap=behave_imp_weight_cap,
-        weights=trained_weights(fields),
-    )
-    loss, added = regularised(
-        loss, output, fields, kl_coeff=kl_coeff, kl_estimator=kl_estimator, entropy_coeff=entropy_coeff
-    )
+    loss, added = _regularised(loss, output, terms, fields, settings)
     return loss, metrics | added
 
 
-def regularised(
-    loss: Tensor,
-    output: ModelOutput,
-    fields: Mapping[str, Tensor],
-    *,
-    kl_coeff: float,
-    kl_estimator: KLEstimator,
-    entropy_coeff: float,
+def _regularised(
+    loss: Tensor, output: ModelOutput, terms: Terms, fields: Mapping[str, Tensor], settings: AlgorithmSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add kl_coeff * KL to `ref_logprobs` and -entropy_coeff * entropy to a loss, where the coefficients are not 0."""
-    assert output.logprobs is not None, "the actor's engine returns log-probabilities"
+    """Add KL to `ref_logprobs` and entropy to a loss, where their coefficients are not 0."""
     weights = trained_weights(fields)
     metrics: dict[str, Tensor] = {}
-    if kl_coeff != 0.0:
-        kl = (kl_estimate(output.logprobs, fields["ref_logprobs"], kl_estimator) * weights).sum()
-        loss = loss + kl_coeff * kl
+    if settings.kl_coeff != 0.0:
+        estimate = kl_loss(
+            terms.logprobs, fields["ref_logprobs"], terms.log_ratio.clamp(max=20.0).exp(),
+            settings.loss_kl_estimator, settings.kl_gradient,
+        )  # fmt: skip
+        kl = (estimate * weights).sum()
+        loss = loss + settings.kl_coeff * kl
         metrics["ref_kl"] = kl.detach()
-    if entropy_coeff != 0.0:
+    if settings.entropy_coeff != 0.0:
         assert output.entropy is not None, "the entropy is computed whenever its coefficient is not 0"
         entropy = (output.entropy * weights).sum()
-        loss = loss - entropy_coeff * entropy
+        loss = loss - settings.entropy_coeff * entropy
         metrics["entropy"] = entropy.detach()
     return loss, metrics
 

@@ -1,12 +1,14 @@
-"""From configuration to algorithm: which one, with which settings, and which keys it has no use for."""
+"""From configuration to algorithm: which one, with which settings, and what is wrong with them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from core.algorithms import ALGORITHMS
-from core.algorithms.settings import AlgorithmSettings
+from core.algorithms import POLICY_GRADIENT, PRESETS
+from core.algorithms.effects import keys_read
+from core.algorithms.settings import BOUNDS, AlgorithmSettings
 from core.config.base import Problem
 from core.config.experiments import PPOMATHConfig
 from rollout.plugins import PluginError, load_plugin
@@ -14,45 +16,32 @@ from rollout.plugins import PluginError, load_plugin
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm
 
-ALGORITHM_KEYS = {
-    "ppo": ("ppo_n_minibatches", "eps_clip", "value_eps_clip", "kl_ctl", "discount", "gae_lambda", "adv_norm",
-            "value_norm", "disable_value", "reward_output_scaling", "reward_output_bias", "mask_no_eos_with_zero"),
-    "algorithm": ("decoupled", "behave_imp_weight_cap", "kl_in", "kl_estimator", "entropy_coeff"),
-    "": ("group_adv_norm",),
-}  # fmt: skip
-"""The keys of AlgorithmSettings, by section."""
+_DERIVED = frozenset({"correction", "disable_value", "value_norm", "group_adv_norm", "splits_groups", "max_new_tokens"})
+"""Names of AlgorithmSettings that are not simply the keys of that name."""
 
 
 def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
     """Return the algorithm's part of the configuration, derived values filled in."""
-    ppo, algorithm = config.ppo, config.algorithm
+    sections = (config.ppo, config.algorithm)
+    simple = [field.name for field in dataclasses.fields(AlgorithmSettings) if field.name not in _DERIVED]
+    values = {name: getattr(section, name) for name in simple for section in sections if hasattr(section, name)}
     return AlgorithmSettings(
-        ppo_n_minibatches=ppo.ppo_n_minibatches,
-        kl_ctl=ppo.kl_ctl,
-        kl_in=algorithm.kl_in,
-        kl_estimator=config.kl_estimator,
-        discount=ppo.discount,
-        gae_lambda=ppo.gae_lambda,
-        eps_clip=ppo.eps_clip,
-        value_eps_clip=ppo.value_eps_clip,
+        **values,
+        correction=config.correction,
         disable_value=not config.uses_critic,
-        reward_output_scaling=ppo.reward_output_scaling,
-        reward_output_bias=ppo.reward_output_bias,
-        adv_norm=ppo.adv_norm,
-        value_norm=ppo.value_norm and config.uses_critic,
+        value_norm=config.ppo.value_norm and config.uses_critic,
         group_adv_norm=config.group_adv_norm,
-        mask_no_eos_with_zero=ppo.mask_no_eos_with_zero,
-        decoupled=config.decoupled,
-        behave_imp_weight_cap=algorithm.behave_imp_weight_cap,
-        entropy_coeff=algorithm.entropy_coeff,
+        splits_groups=config.algorithm.name is None,
+        max_new_tokens=config.ppo.gen.max_new_tokens,
     )
 
 
 def load_algorithm(name: str) -> Any:
-    """Return the class of an algorithm: a key of ALGORITHMS or package.module:Class. Imports torch. Raises
+    """Return the class of an algorithm: a key of PRESETS or package.module:Class. Imports torch. Raises
     PluginError."""
-    path = ALGORITHMS[name].path if name in ALGORITHMS else name
-    return load_plugin(path, kind="algorithm", arguments=("settings", "options"))
+    return load_plugin(
+        POLICY_GRADIENT if name in PRESETS else name, kind="algorithm", arguments=("settings", "options")
+    )
 
 
 def build_algorithm(config: PPOMATHConfig) -> Algorithm:
@@ -60,18 +49,38 @@ def build_algorithm(config: PPOMATHConfig) -> Algorithm:
     return load_algorithm(config.algorithm_name)(algorithm_settings(config), config.algorithm.options)
 
 
+def case_settings(config: PPOMATHConfig) -> dict[str, Any]:
+    """Return the settings of this run as those of a case of `python -m tools.loss`, without the entropy bonus: no
+    entropy is saved."""
+    algorithm = config.algorithm.model_dump(exclude={"name"}) | {"entropy_coeff": 0.0}
+    ppo = {f"ppo.{key}": value for key, value in config.ppo.model_dump(exclude={"gen"}).items()}
+    return {
+        **algorithm, **ppo,
+        "ppo.gen.max_new_tokens": config.ppo.gen.max_new_tokens,
+        "staleness.max_staleness": config.staleness.max_staleness,
+        "group_adv_norm": config.group_adv_norm,
+    }  # fmt: skip
+
+
 def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
-    """Yield what is wrong with algorithm.*; a configuration that names an algorithm imports it, and torch with it."""
-    name = config.algorithm.name
-    if name is None:
-        if config.algorithm.options:
-            message = f"{', '.join(config.algorithm.options)}: options belong to an algorithm; set algorithm.name"
+    """Yield what is wrong with algorithm.*; only an algorithm of the user is imported, and torch with it."""
+    name, options = config.algorithm.name, config.algorithm.options
+    if name in PRESETS or name is None:
+        if options:
+            message = (
+                f"{', '.join(options)}: options belong to an algorithm of your own; write algorithm.{[*options][0]}"
+            )
             yield Problem(key="algorithm.options", message=message)
+        yield from _check_parts(config, algorithm_settings(config))
         return
-    if name not in ALGORITHMS and ":" not in name:
-        message = f"unknown algorithm {name!r}; use one of {', '.join(ALGORITHMS)}, or package.module:Class"
+    if ":" not in name:
+        message = f"unknown algorithm {name!r}; use one of {', '.join(PRESETS)}, or package.module:Class"
         yield Problem(key="algorithm.name", message=message)
         return
+    yield from _check_own(config, name)
+
+
+def _check_own(config: PPOMATHConfig, name: str) -> Iterator[Problem]:
     try:
         algorithm = build_algorithm(config)
     except PluginError as error:
@@ -86,17 +95,101 @@ def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
         message = f"false, but algorithm.name={name} has no use for a critic; write ppo.disable_value=true"
         yield Problem(key="ppo.disable_value", message=message)
     if algorithm.unit != "sequence" and config.group_size == 1:
-        message = f"algorithm.name={name} compares the answers to one prompt and needs at least 2, got 1"
-        yield Problem(key="group_size", message=message)
+        yield _needs_group(f"algorithm.name={name}")
+
+
+def _needs_group(what: str) -> Problem:
+    return Problem(key="group_size", message=f"{what} compares the answers to one prompt and needs at least 2, got 1")
+
+
+def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
+    """Yield combinations of parts that compute nothing sensible."""
+    section = config.algorithm
+    if settings.compares_groups and config.group_size == 1:
+        preset = PRESETS.get(section.name or "")
+        by_name = preset is not None and preset.values.get("algorithm.advantage") == section.advantage
+        yield _needs_group(f"algorithm.name={section.name}" if by_name else f"algorithm.advantage={section.advantage}")
+    yield from _check_correction(config, settings)
+    yield from _check_proximal(config, settings)
+    low, high = settings.clip_range
+    if settings.loss == "clip" and not (low < 1.0 and high > 0.0):
+        message = (
+            f"{low}, but loss=clip keeps ratios in 1 - clip_low to 1 + clip_high; write less than 1, or loss=cispo"
+        )
+        yield Problem(key="algorithm.clip_low", message=message)
+    if 0.0 < settings.dual_clip <= 1.0:
+        message = f"must be greater than 1, got {settings.dual_clip}: it bounds the loss above the clip range; write 3"
+        yield Problem(key="algorithm.dual_clip", message=message)
+    if settings.kl_target is not None and not settings.kl_in_reward:
+        message = (
+            "needs the KL divergence in the reward, where it is measured; write kl_in=reward or both, and ppo.kl_ctl"
+        )
+        yield Problem(key="algorithm.kl_target", message=message)
+
+
+def _check_correction(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
+    section, correction = config.algorithm, settings.correction
+    if section.decoupled is not None and section.correction is not None:
+        message = f"{str(section.decoupled).lower()}, and algorithm.correction={correction}; keep one of them"
+        yield Problem(key="algorithm.decoupled", message=message)
+    if correction in ("tis", "mis", "icepop"):
+        if (correction, settings.level) not in BOUNDS:
+            levels = " or ".join(level for name, level in BOUNDS if name == correction)
+            message = f"{settings.level} does not exist for correction={correction}; write {levels}"
+            yield Problem(key="algorithm.correction_level", message=message)
+        elif settings.bounds[0] >= settings.bounds[1]:
+            low, high = settings.bounds
+            message = f"{low} must be less than correction_max={high}"
+            yield Problem(key="algorithm.correction_min", message=message)
+    if correction == "bypass" and section.m2po_threshold is not None:
+        message = (
+            "has nothing to correct: with correction=bypass the proximal policy is the behaviour policy; write none"
+        )
+        yield Problem(key="algorithm.m2po_threshold", message=f"{message}, or decoupled")
+
+
+def _check_proximal(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
+    proximal, updates = settings.proximal, settings.num_updates
+    if proximal == "recomputed":
+        return
+    key = "algorithm.proximal"
+    if settings.correction == "bypass":
+        message = f"{proximal}, but with correction=bypass the behaviour policy takes its place; write recomputed"
+        yield Problem(key=key, message=message)
+    elif proximal == "reused" and updates > 1:
+        message = f"reused needs one update per step, got {updates} (ppo_n_minibatches * actor_sample_reuse)"
+        message += "; write recomputed"
+        yield Problem(key=key, message=message)
+    elif proximal == "loglinear" and config.staleness.max_staleness == 0:
+        message = "loglinear has nothing to interpolate with staleness.max_staleness=0; write recomputed"
+        yield Problem(key=key, message=message)
 
 
 def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
-    """Yield the keys that were given and that the named algorithm does not read."""
-    if config.algorithm.name is None:
-        return
-    reads = load_algorithm(config.algorithm.name).reads
-    if reads is None:
-        return
-    for section, names in ALGORITHM_KEYS.items():
-        given = getattr(config, section).model_fields_set if section else config.model_fields_set
-        yield from (f"{section}.{name}".lstrip(".") for name in names if name in given and name not in reads)
+    """Yield keys that were given and that have no effect in this configuration."""
+    name = config.algorithm.name
+    if name in PRESETS or name is None:
+        reads, preset = keys_read(algorithm_settings(config)), PRESETS[name].values if name else {}
+        reads |= {"decoupled"} if config.algorithm.correction is None else frozenset()
+        reads |= {"disable_value"} if config.algorithm.advantage == "gae" else frozenset()
+        # The tutorial's files have these beside disable_value, which says what becomes of them.
+        reads |= {"value_eps_clip", "value_norm", "critic_sample_reuse"} if name is None else frozenset()
+    else:
+        reads, preset = load_algorithm(name).reads, {}
+        if reads is None:
+            return
+    known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
+    for prefix, section in (("ppo.", config.ppo), ("algorithm.", config.algorithm), ("", config)):
+        for key in sorted(section.model_fields_set & known - reads):
+            if prefix + key not in preset:
+                yield prefix + key
+
+
+def algorithm_warnings(config: PPOMATHConfig) -> Iterator[str]:
+    """Report settings that compute something other than their name suggests."""
+    settings = algorithm_settings(config)
+    if settings.kl_coeff and settings.loss_kl_estimator == "k1" and settings.kl_gradient == "own":
+        yield (
+            "algorithm.kl_estimator=k1: in the loss its gradient has zero mean on policy; write "
+            "algorithm.kl_gradient=k2 for the gradient of the KL divergence"
+        )

@@ -8,14 +8,18 @@ rule is written once. Every experiment has the properties of `SFTConfig`, so tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
-from core.algorithms import ALGORITHMS
+from core.algorithms import PRESETS
+from core.algorithms.presets import with_preset
+from core.algorithms.settings import Correction
+from core.config.algorithm_section import AlgorithmConfig
 from core.config.base import Section, key, section
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
-    AlgorithmConfig,
     PPOHyperparameters,
     PromptAnswerDatasetConfig,
     PromptOnlyDatasetConfig,
@@ -200,15 +204,21 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         "no_training": (("false",), "use exp_ctrl.benchmark_steps"),
     }
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, tree: Any) -> Any:
+        """Fill in what algorithm.name stands for; keys that are given win."""
+        return with_preset(tree) if isinstance(tree, Mapping) else tree
+
     @property
     def algorithm_name(self) -> str:
-        """A key of ALGORITHMS, or package.module:Class."""
+        """A key of PRESETS, or package.module:Class."""
         return self.algorithm.name or "ppo"
 
     @property
     def uses_critic(self) -> bool:
-        known = ALGORITHMS.get(self.algorithm_name)
-        return not self.ppo.disable_value and (known is None or known.has_critic)
+        has_critic = self.algorithm.name not in PRESETS or self.algorithm.advantage == "gae"
+        return not self.ppo.disable_value and has_critic
 
     @property
     def uses_reference(self) -> bool:
@@ -223,14 +233,12 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return self.ref.path or self.actor.path
 
     @property
-    def decoupled(self) -> bool:
-        """True if the loss is the decoupled one."""
+    def correction(self) -> Correction:
+        """Off-policy correction; algorithm.decoupled and the staleness bound decide where it is not given."""
+        if self.algorithm.correction is not None:
+            return self.algorithm.correction
         given = self.algorithm.decoupled
-        return self.staleness.max_staleness > 0 if given is None else given
-
-    @property
-    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
-        return self.algorithm.kl_estimator or ("k1" if self.algorithm.kl_in == "reward" else "k3")
+        return "decoupled" if (self.staleness.max_staleness > 0 if given is None else given) else "bypass"
 
     @property
     def max_seqlen(self) -> int:

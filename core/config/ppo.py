@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.algorithms import ALGORITHMS
 from core.config.base import Section, key, section
-from core.config.models import FlagValue
 
 
 class PromptOnlyDatasetConfig(Section):
@@ -64,14 +62,16 @@ class PPOHyperparameters(Section):
         "recompute_logprob": "old log-probabilities always come from the trainer",
     }
     FIXED = {
-        "c_clip": (("null",), "dual clipping is not available"),
-        "use_adaptive_kl_ctl": (("false",), "kl_ctl is constant"),
-        "actor_sample_reuse": (("1",), "each sample is used once"),
-        "critic_sample_reuse": (("1",), "each sample is used once"),
+        "c_clip": (("null",), "see algorithm.dual_clip"),
+        "use_adaptive_kl_ctl": (("false",), "see algorithm.kl_target"),
     }
 
     gen: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers")
     ppo_n_minibatches: int = key(4, "Minibatches per batch, with one optimizer step each", ge=1)
+    actor_sample_reuse: int = key(1, "Passes of the actor over the minibatches of each batch", ge=1)
+    critic_sample_reuse: int = key(
+        1, "Passes of the critic over the minibatches of each batch", ge=1, needs="ppo.disable_value=false"
+    )
     eps_clip: float = key(0.2, "Clip the policy ratio to the range 1 - eps_clip to 1 + eps_clip", gt=0, lt=1)
     value_eps_clip: float = key(
         0.2, "Clip the change of value predictions in one step to this value", gt=0, needs="ppo.disable_value=false"
@@ -101,37 +101,3 @@ class StalenessConfig(Section):
     in_order: bool = key(
         False, "Train prompts in the order of the data set instead of as they finish: reproducible batches"
     )
-
-
-class AlgorithmConfig(Section):
-    """Which algorithm, off-policy correction, KL divergence, entropy."""
-
-    name: str | None = key(
-        None,
-        f"One of {', '.join(ALGORITHMS)}, or your own as package.module:Class. null: PPO with the settings of "
-        "ppo.*, which is GRPO with ppo.disable_value and group_adv_norm",
-    )
-    options: dict[str, FlagValue] = key(
-        {},
-        "Settings of the named algorithm alone, by name, as in clip_low: 3e-4 (gspo); see core/algorithms",
-        needs="algorithm.name",
-    )
-    decoupled: bool | None = key(
-        None,
-        "Decoupled PPO objective: proximal policy and importance weights. null: if staleness.max_staleness > 0",
-    )
-    behave_imp_weight_cap: float | None = key(
-        5.0,
-        "Exclude tokens with a larger trainer/generator importance weight. null: no cap",
-        gt=0,
-        needs="algorithm.decoupled",
-    )
-    kl_in: Literal["reward", "loss"] = key(
-        "reward", "Apply the KL penalty to the rewards or to the loss", needs="ppo.kl_ctl > 0"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] | None = key(
-        None,
-        "Estimator of the per-token KL divergence. null: k1 in the reward, k3 in the loss",
-        needs="ppo.kl_ctl > 0",
-    )
-    entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from pydantic.fields import FieldInfo
 
-from core.algorithms import ALGORITHMS
-from core.config.algorithm import ALGORITHM_KEYS, load_algorithm
+from core.algorithms import PRESETS
+from core.algorithms.effects import readers
 from core.config.base import Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.experiments import EXPERIMENTS, CommonExperimentConfig
 from core.config.show import choices_of, python_type, shown_default
@@ -168,12 +168,9 @@ def _default(group: _Group, name: str, attribute: str, info: FieldInfo) -> str:
 
 
 def _read_by(group: _Group, attribute: str) -> str:
-    """Return the algorithms that read a key of AlgorithmSettings, if not all of them do."""
-    section = group.places[0].prefix
-    if attribute not in ALGORITHM_KEYS.get(section, ()):
-        return ""
-    readers = [name for name in ALGORITHMS if attribute in load_algorithm(name).reads]
-    return "" if len(readers) == len(ALGORITHMS) else f"algorithm: {', '.join(readers)}"
+    """Return the presets that read a key of ppo, if some do and others do not."""
+    names = readers(attribute) if group.places[0].prefix == "ppo" else []
+    return f"algorithm: {', '.join(names)}" if 0 < len(names) < len(PRESETS) else ""
 
 
 def _renamed() -> str:

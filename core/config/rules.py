@@ -12,7 +12,7 @@ from typing import Any
 from allocation import Allocation, AllocationError, batch_errors
 from allocation.errors import divisors, nearest_of
 from allocation.plan import SAME_WEIGHTS
-from core.config.algorithm import unread_settings
+from core.config.algorithm import algorithm_warnings, unread_settings
 from core.config.allocation import resolve_allocation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
@@ -308,5 +308,8 @@ _ALLOCATION_RULES: Mapping[str, tuple[Callable[[Any, Allocation], Iterator[Viola
     "sft": (),
 }
 _UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {"ppo-math": (unread_settings,), "sft": ()}
-_WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {"ppo-math": (_inexact_sampling,), "sft": ()}
+_WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
+    "ppo-math": (_inexact_sampling, algorithm_warnings),
+    "sft": (),
+}
 """Rules and warnings that only one experiment has, by its name."""

@@ -155,6 +155,9 @@ class MonitorConfig(Section):
 
     tensorboard: bool = key(True, "Write TensorBoard files into the log folder")
     mlflow_uri: str | None = key(None, "MLflow tracking server or folder. null: none")
+    save_batches: int = key(
+        0, "Save the batch of every this many steps for python -m tools.loss --from-run. 0: none", ge=0
+    )
     log_level: Literal["debug", "info", "warning", "error"] = key(
         "info", "Minimum log level on the terminal; log files contain info and above"
     )

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
+from core.algorithms import PRESETS
 from core.config.base import Problem, Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.experiments import ExperimentConfig
 
@@ -83,10 +84,20 @@ def help_text(experiment: str, model: type[Section]) -> str:
         "",
         *_keys(model, None, ""),
         "",
+        *(_presets() if "algorithm" in model.model_fields else ()),
         "Keys of other trainers that are accepted and have no effect:",
         *_ignored_keys(model, ""),
     ]
     return "\n".join(lines)
+
+
+def _presets() -> Iterator[str]:
+    yield "Keys that algorithm.name sets unless they are given; all others keep their defaults:"
+    for name, preset in PRESETS.items():
+        yield f"  {name}: {preset.about} ({preset.source})"
+        if preset.values:
+            yield f"      {' '.join(f'{key}={shown_default(value)}' for key, value in preset.values.items())}"
+    yield ""
 
 
 def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterator[str]:

@@ -57,6 +57,10 @@ class RolloutBatch:
                 figures[f"workflow/{name}/max"] = float(reported.max())
         return figures
 
+    def token_ages(self, version: int) -> torch.Tensor:
+        """Return version minus the version that sampled each token, 0 outside loss_mask: [T] int64."""
+        return torch.from_numpy(np.where(self.loss_mask, version - self.versions, 0).astype(np.int64))
+
     def ages(self, version: int) -> np.ndarray:
         """Return the version minus the version of each trajectory's oldest trained token: [N] int64."""
         trained = np.where(self.loss_mask, self.versions, version)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.config.algorithm import build_algorithm
+from core.algorithms.saved_steps import SavedSteps
+from core.config.algorithm import build_algorithm, case_settings
 from core.config.allocation import resolve_allocation
 from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
 from core.experiments.workers import (
@@ -119,6 +120,11 @@ def _train(
 ) -> None:
     """Connect loop and periodic actions, give the generators their first weights, and run."""
     algorithm = build_algorithm(config)
+    if config.monitor.save_batches:
+        algorithm = SavedSteps(
+            algorithm, folder=paths.logs / "batches", every=config.monitor.save_batches, step=start.state.step,
+            name=config.algorithm.name, settings=case_settings(config),
+        )  # fmt: skip
     logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
     trainer = PPOTrainer(
         actor=workers.actor,
@@ -128,6 +134,8 @@ def _train(
         weights=weights,
         memory=memory,
         algorithm=algorithm,
+        actor_sample_reuse=config.ppo.actor_sample_reuse,
+        critic_sample_reuse=config.ppo.critic_sample_reuse,
         num_minibatches=config.ppo.ppo_n_minibatches,
         temperature=config.ppo.gen.temperature,
         schedule=schedule,

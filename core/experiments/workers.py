@@ -264,11 +264,17 @@ def build_ppo_engines(config: PPOMATHConfig, workers: PPOWorkers, *, total_updat
     """Load actor, critic and reference on their ranks."""
     common: dict[str, Any] = {"on_gpu": workers.on_gpu}
     build_engine(
-        workers.actor, config.actor, path=config.actor.path, total_updates=total_updates, seed=config.seed, **common
+        workers.actor,
+        config.actor,
+        path=config.actor.path,
+        total_updates=total_updates * config.ppo.actor_sample_reuse,
+        seed=config.seed,
+        **common,
     )
     if workers.critic is not None:
         build_engine(
-            workers.critic, config.critic, path=config.critic_path, total_updates=total_updates, seed=config.seed + 1,
+            workers.critic, config.critic, path=config.critic_path,
+            total_updates=total_updates * config.ppo.critic_sample_reuse, seed=config.seed + 1,
             is_critic=True, **common,
         )  # fmt: skip
     if workers.reference is not None:

@@ -22,8 +22,9 @@ from rich.console import Console
 from torch import Tensor
 
 from core.config.algorithm import build_algorithm
+from core.config.algorithm_section import AlgorithmConfig
 from core.config.experiments import PPOMATHConfig
-from core.config.ppo import AlgorithmConfig, GenerationHyperparameters, PPOHyperparameters, StalenessConfig
+from core.config.ppo import GenerationHyperparameters, PPOHyperparameters, StalenessConfig
 from core.config.runtime import ExperimentSaveEvalControl
 from core.data.passes import InferencePass, UpdatePass
 from core.data.rank_batch import RankBatch
@@ -225,6 +226,8 @@ def train(
             weights=_Push(run),
             memory=MemoryLimits(),
             algorithm=build_algorithm(config),
+            actor_sample_reuse=config.ppo.actor_sample_reuse,
+            critic_sample_reuse=config.ppo.critic_sample_reuse,
             num_minibatches=config.ppo.ppo_n_minibatches,
             temperature=config.ppo.gen.temperature,
             schedule=schedule,

@@ -88,19 +88,19 @@ def test_a_cut_off_answer_scores_zero_after_bias_and_scaling_with_mask_no_eos_wi
     run = train(pair(1.0, 0.25), **settings)
     assert_close(run.trained_on("advantages"), [[2.0, 2.0], [0.0, 0.0, 0.0]])
     assert_metrics(run, {"task_reward": 1.0, "no_eos_ratio": 0.5, "mask_no_eos_with_zero": 1.0})
-    # The zero takes part in the normalisation of its group: mean 1, standard deviation 1.
+    # The zero takes part in the normalisation of its group: mean 1, standard deviation sqrt(2).
     run = train(pair(1.0, 0.25), **settings, group_adv_norm=True)
-    assert_close(run.trained_on("advantages"), [[1.0, 1.0], [-1.0, -1.0, -1.0]])
+    assert_close(run.trained_on("advantages"), [[0.5**0.5] * 2, [-(0.5**0.5)] * 3])
 
 
 def test_group_adv_norm_normalises_rewards_over_the_answers_of_each_group() -> None:
     def group(*rewards: float) -> list[Answer]:
         return [Answer(sampled=[-1.0] * (i + 1), reward=reward) for i, reward in enumerate(rewards)]
 
-    # Mean and standard deviation over answers, not tokens: (0.5, 0.5), (4, 0), (4, 2 * sqrt(2 / 3)).
+    # Mean and standard deviation (of a sample) over answers, not tokens: (0.5, sqrt(0.5)), (4, 0), (4, 2).
     step = Step(groups=[group(1.0, 0.0), group(4.0, 4.0), group(2.0, 4.0, 6.0)])
-    high = 2 / (2 * math.sqrt(2 / 3))
-    expected = [[1.0], [-1.0, -1.0], [0.0], [0.0, 0.0], [-high], [0.0, 0.0], [high, high, high]]
+    half = 0.5**0.5
+    expected = [[half], [-half, -half], [0.0], [0.0, 0.0], [-1.0], [0.0, 0.0], [1.0, 1.0, 1.0]]
     run = train(step, group_adv_norm=True)
     assert_close(run.trained_on("advantages"), expected)
     assert_metrics(run, {"task_reward": (1 + 0 + 4 + 4 + 2 + 4 + 6) / 7})
@@ -260,9 +260,10 @@ def test_kl_in_reward_is_subtracted_from_the_rewards_of_tokens_and_is_no_part_of
 
 
 def test_kl_in_reward_is_not_normalised_with_the_group() -> None:
-    # Rewards 3 and 1 become 1 and -1; then the penalties as above.
+    # Rewards 3 and 1 become sqrt(0.5) and -sqrt(0.5); then the penalties as above.
     run = train(pair(3.0, 1.0, reference=REFERENCE), kl_ctl=0.5, group_adv_norm=True)
-    assert_close(run.trained_on("advantages"), [[0.75, 1.25], [-0.25, 0.0, 0.0]])
+    half = 0.5**0.5
+    assert_close(run.trained_on("advantages"), [[half - 0.25, half + 0.25], [0.75 - half, 1 - half, 1 - half]])
     assert_metrics(run, {"task_reward": 2.0, "final_reward": 2.25})
 
 
@@ -468,6 +469,22 @@ def test_every_sequence_takes_its_own_fields_into_its_minibatch() -> None:
         num_trained = sum(LENGTHS[i] for i in update.sequences)
         for i in update.sequences:
             assert update.gradient[i] == pytest.approx([-(REWARDS[i] - values[i]) / num_trained] * LENGTHS[i])
+
+
+def test_actor_and_critic_pass_over_the_minibatches_of_a_batch_as_often_as_their_samples_are_reused() -> None:
+    run = train(
+        seven(), ppo_n_minibatches=3, disable_value=False, actor_sample_reuse=2, critic_sample_reuse=3
+    )  # fmt: skip
+    once = train(seven(), ppo_n_minibatches=3, disable_value=False)
+    dealt = [update.sequences for update in once.of("actor")]
+    assert [update.sequences for update in run.of("actor")] == dealt * 2
+    assert [update.sequences for update in run.of("critic")] == dealt * 3
+
+
+@pytest.mark.parametrize(("reuse", "passes"), [(1, []), (2, ["actor"])])
+def test_old_log_probabilities_are_computed_when_one_minibatch_is_used_twice(reuse: int, passes: list[str]) -> None:
+    run = train(pair(1.0, -1.0, current=OLD), decoupled=True, actor_sample_reuse=reuse)
+    assert [p.engine for p in run.passes] == passes
 
 
 def test_metrics_are_means_over_the_minibatches() -> None:

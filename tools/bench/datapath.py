@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from allocation import parse
-from core.algorithms.grpo import GRPO
+from core.algorithms.policy_gradient import PolicyGradient
 from core.algorithms.settings import AlgorithmSettings
 from core.config.runtime import DeadlineConfig
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
@@ -222,7 +222,7 @@ def run(size: Size, folder: Path) -> Usage:
         with Monitor(console=console, sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0) as monitor:
             trainer = PPOTrainer(
                 actor=engine, critic=None, reference=None, rollout=rollout, weights=NullPush(), memory=MemoryLimits(),
-                algorithm=GRPO(settings(decoupled=size.passes), {}), num_minibatches=MINIBATCHES, temperature=1.0,
+                algorithm=PolicyGradient(settings(decoupled=size.passes)), num_minibatches=MINIBATCHES, temperature=1.0,
                 schedule=schedule, monitor=monitor, timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
             )  # fmt: skip
             clock.marks = [(time.thread_time(), time.perf_counter())]
@@ -244,10 +244,8 @@ def run(size: Size, folder: Path) -> Usage:
 
 def settings(*, decoupled: bool) -> AlgorithmSettings:
     return AlgorithmSettings(
-        ppo_n_minibatches=MINIBATCHES, kl_ctl=0.0, kl_in="loss", kl_estimator="k3", discount=1.0, gae_lambda=1.0,
-        eps_clip=0.2, value_eps_clip=0.2, disable_value=True, reward_output_scaling=1.0, reward_output_bias=0.0,
-        adv_norm=True, value_norm=False, group_adv_norm=True, mask_no_eos_with_zero=False, decoupled=decoupled,
-        behave_imp_weight_cap=None, entropy_coeff=0.0,
+        ppo_n_minibatches=MINIBATCHES, kl_in="loss", advantage="group", adv_norm=True, disable_value=True,
+        correction="decoupled" if decoupled else "bypass",
     )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from allocation import ParallelLayout
-from core.algorithms.losses import ppo_loss
+from core.algorithms.losses import policy_loss
+from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
@@ -230,9 +231,8 @@ def _ours(
 
 def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
     """Update on one minibatch as a run does."""
-    loss = partial(
-        ppo_loss, eps_clip=0.2, behave_imp_weight_cap=5.0, kl_coeff=0.0, kl_estimator="k3", entropy_coeff=1e-3
-    )
+    settings = AlgorithmSettings(correction="decoupled", behave_imp_weight_cap=5.0, entropy_coeff=1e-3)
+    loss = partial(policy_loss, settings=settings)
     return engine.train_step(batch, loss, max_tokens_per_mb=tokens_per_mb, with_entropy=True)
 
 

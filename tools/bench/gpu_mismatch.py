@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.algorithms.losses import ppo_loss, sft_loss
+from core.algorithms.losses import policy_loss, sft_loss
+from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
 from rollout.data.rows import read_pairs
 from rollout.inference.gpus import query_gpus
@@ -85,9 +86,7 @@ async def _mismatch(
     settings = server_settings(scene, gpu, mem_fraction_static=0.4) if gpu is not None else server_settings(scene, gpu)
     if colocated:
         settings = replace(settings, colocated=True)
-    loss = partial(
-        ppo_loss, eps_clip=0.2, behave_imp_weight_cap=5.0, kl_coeff=0.0, kl_estimator="k3", entropy_coeff=0.0
-    )
+    loss = partial(policy_loss, settings=AlgorithmSettings(correction="decoupled", behave_imp_weight_cap=5.0))
     async with generator(settings, "in_place") as served:
         beside = colocated or gpu is None
         sending = sender(scene, device, 1 << 30, beside=beside)

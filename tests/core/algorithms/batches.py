@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from core.algorithms import PRESETS
+from core.algorithms.losses import policy_loss
+from core.algorithms.policy_gradient import PolicyGradient
 from core.algorithms.settings import AlgorithmSettings
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from mcore_adapter.data.sequences import Sequences
 from rollout.types import PROMPT_VERSION, Trajectory
 
-PLAIN = AlgorithmSettings(
-    ppo_n_minibatches=1, kl_ctl=0.0, kl_in="reward", kl_estimator="k1", discount=1.0, gae_lambda=1.0, eps_clip=0.2,
-    value_eps_clip=0.2, disable_value=False, reward_output_scaling=1.0, reward_output_bias=0.0, adv_norm=False,
-    value_norm=False, group_adv_norm=False, mask_no_eos_with_zero=False, decoupled=False, behave_imp_weight_cap=None,
-    entropy_coeff=0.0,
-)  # fmt: skip
+PLAIN = AlgorithmSettings()
 
 
 def settings(**changes: Any) -> AlgorithmSettings:
     """PLAIN with these changes."""
     return replace(PLAIN, **changes)
+
+
+def algorithm(name: str | None, **changes: Any) -> PolicyGradient:
+    """The preset `name` without KL divergence and correction, and with these changes of settings."""
+    known = {field.name for field in dataclasses.fields(AlgorithmSettings)}
+    preset = {key.rpartition(".")[2]: value for key, value in PRESETS[name].values.items()} if name else {}
+    plain = {"kl_ctl": 0.0, "correction": "bypass", "disable_value": name not in (None, "ppo")}
+    values = {**preset, **plain, **changes}
+    assert values.keys() <= known
+    return PolicyGradient(settings(**values), {})
+
+
+def ppo_loss(output: Any, fields: dict[str, Tensor], **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The decoupled clipped loss of one sequence with these settings."""
+    count = fields["loss_mask"].numel()
+    one = Sequences(of_token=torch.zeros(count, dtype=torch.int64), count=1)
+    return policy_loss(output, fields, one, settings(**{"correction": "decoupled", "kl_in": "loss", **changes}))
+
+
+def ppo_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor,
+    **changes: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """ppo_loss() of these tensors."""
+    fields = {
+        "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "advantages": advantages,
+        "loss_mask": loss_mask,
+    }  # fmt: skip
+    return ppo_loss(SimpleNamespace(logprobs=logprobs, entropy=None), fields, **changes)
 
 
 def answer(reward: float, num_tokens: int = 2) -> Trajectory:

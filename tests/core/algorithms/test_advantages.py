@@ -6,12 +6,11 @@ import torch
 from core.algorithms.advantages import (
     ValueNorm,
     gae,
-    group_normalize,
     last_trained,
-    shape_scores,
-    token_rewards,
     whiten,
 )
+from core.algorithms.baselines import centred
+from core.algorithms.rewards import shape_scores, token_rewards
 
 
 def gae_by_definition(rewards, values, bootstrap, discount, lam):
@@ -61,8 +60,8 @@ def test_the_kl_penalty_counts_on_trained_tokens_only() -> None:
 def test_group_normalisation_centres_and_scales_each_group_by_itself() -> None:
     scores = torch.tensor([1.0, 0.0, 5.0, 5.0, 10.0, 20.0])
     groups = torch.tensor([0, 0, 1, 1, 2, 2])
-    normalised = group_normalize(scores, groups)
-    assert normalised.tolist() == pytest.approx([1, -1, 0, 0, -1, 1], abs=1e-4)
+    normalised = centred(scores, groups)
+    assert normalised.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0, -(0.5**0.5), 0.5**0.5], abs=1e-4)
 
 
 def test_cut_off_completions_score_zero_only_when_asked() -> None:

@@ -1,20 +1,16 @@
-"""GSPO against its formula in plain Python, its gradients, and on gloo ranks in every layout and cut."""
+"""GSPO against its formula in plain Python, and its gradients; test_layouts.py has it on trainer ranks."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from batches import batch_of, by_answer, settings
-from engine_cases import make_engine, random_batch
-from mcore_ranks import Rank, RankPool
-from tiny_models import write_model
+from batches import algorithm, batch_of, by_answer, settings
 
-from allocation import ParallelLayout
-from core.algorithms.gspo import GSPO, gspo_policy_loss, standardise
+from core.algorithms.baselines import centred
+from core.algorithms.losses import policy_loss
 from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.weights import sequence_mean, weigh_tokens
+from mcore_adapter.data.weights import sequence_mean
 from mcore_adapter.forward import ModelOutput
 
 CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
@@ -44,11 +40,15 @@ def inputs(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(logprobs: torch.Tensor, old: torch.Tensor, rollout: torch.Tensor | None = None, **options: Any) -> Any:
-    options = {**CLIP, "behave_imp_weight_cap": None, **options}
+    chosen = settings(**{**CLIP, "ratio": "sequence", "correction": "decoupled", **options})
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[OF_TOKEN]
     rollout = old if rollout is None else rollout
     weight = torch.tensor(weights(), dtype=torch.float64)
-    return gspo_policy_loss(logprobs, old, rollout, advantages, MASK, weight, SEQUENCES, **options)
+    fields = {
+        "old_logprobs": old, "rollout_logprobs": rollout, "advantages": advantages, "loss_mask": MASK,
+        "token_weights": weight,
+    }  # fmt: skip
+    return policy_loss(ModelOutput(logprobs=logprobs), fields, SEQUENCES, chosen)
 
 
 def by_formula(logprobs: list[float], old: list[float], *, clip_low: float, clip_high: float) -> tuple[float, list]:
@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_the_ratio_of_whole_sequences_by_finite_differen
 
 
 def test_without_old_logprobs_the_proximal_policy_is_the_current_one_and_has_no_gradient() -> None:
-    gspo, (logprobs, rollout) = GSPO(settings(decoupled=True), {}), inputs(0.1)
+    gspo, (logprobs, rollout) = algorithm("gspo", correction="decoupled"), inputs(0.1)
     fields = {
         "loss_mask": MASK, "rollout_logprobs": rollout, "token_weights": torch.tensor(weights(), dtype=torch.float64),
         "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64)[OF_TOKEN],
@@ -147,153 +147,16 @@ def test_masked_tokens_change_nothing_even_when_their_inputs_are_far_off() -> No
 
 def test_advantages_are_rewards_standardised_over_each_group_with_the_deviation_of_a_sample() -> None:
     batch, fields = batch_of([1.0, 0.0, 0.0, 0.0], [3.0, 5.0], [2.0], lens=[1, 2, 1, 1, 1, 2, 1])
-    trained_on, _ = GSPO(settings(), {}).advantages(batch, fields)
+    trained_on, _ = algorithm("gspo").advantages(batch, fields)
     half = 0.5**0.5
     expected = [[1.5], [-0.5] * 2, [-0.5], [-0.5], [-half], [half] * 2, [0.0]]
     for found, wanted in zip(by_answer(batch, trained_on["advantages"]), expected, strict=True):
         assert found == pytest.approx(wanted, abs=1e-5)
-    assert standardise(torch.tensor([7.0, 7.0]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+    assert centred(torch.tensor([7.0, 7.0]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
 
 
 def test_gspo_needs_no_critic_averages_over_sequences_and_keeps_groups_together() -> None:
-    gspo = GSPO(settings(decoupled=True, ppo_n_minibatches=4), {})
+    gspo = algorithm("gspo", correction="decoupled", ppo_n_minibatches=4)
     assert gspo.passes == {"old_logprobs"} and gspo.critic is None and gspo.unit == "group"
     packed = batch_of([1.0, 0.0], lens=[2, 5])[0].to_packed()
     assert torch.equal(gspo.token_weights(packed), sequence_mean(packed))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"clip": 0.1}, "clip: unknown option; did you mean 'clip_"),
-        ({"clip_low": "x"}, "clip_low: must be a float, got 'x'"),
-        ({"clip_high": 0}, "clip_high: must be between 0 and 1, got 0"),
-    ],
-)
-def test_options_that_do_not_fit_are_one_clear_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=r"algorithm\.options\." + message):
-        GSPO(settings(), options)
-
-
-# ---- on trainer ranks
-
-LAYOUTS = {
-    "tp2": ParallelLayout(tp=2), "cp2": ParallelLayout(cp=2), "pp2": ParallelLayout(pp=2), "dp2": ParallelLayout(dp=2),
-}  # fmt: skip
-WIDE = {"clip_low": 0.02, "clip_high": 0.03}
-"""So wide that some sequences of the random batch are clipped and others are not."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    pool.run(ready, 2, timeout=1200.0)  # before ranks wait for each other, all have imported what they need
-    yield pool
-    pool.close()
-
-
-def ready(rank: Rank) -> None:
-    import mcore_adapter.engine  # noqa: F401
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("gspo") / "model"
-    write_model("qwen2_tied", folder)
-    return str(folder)
-
-
-def gspo_batch() -> Any:
-    """Sequences with one advantage each; one of them has no trained token. The old policy is fixed by its seed."""
-    batch = random_batch(num_sequences=12)
-    batch.loss_mask[batch.cu_seqlens[5] : batch.cu_seqlens[6]] = False
-    generator = torch.Generator().manual_seed(9)
-    advantages = torch.randn(batch.num_sequences, generator=generator).repeat_interleave(batch.seq_lens)
-    noise = 0.2 * torch.randn(batch.num_tokens, generator=generator)
-    return batch.with_fields(advantages=advantages, noise=noise)
-
-
-def gspo_run(rank: Rank, layout: ParallelLayout, model: str, limits: list[int]) -> list[list[dict[str, float]]]:
-    """Two updates with each limit of a microbatch, the first from the same weights."""
-    gspo = GSPO(settings(), WIDE)
-    with rank.joined(layout) as (parallel, device):
-        runs = []
-        for limit in limits:
-            engine, steps = make_engine(parallel, device, model), []
-            for _ in range(2):
-                steps.append(
-                    engine.train_step(
-                        gspo_batch(), _from_old_policy(gspo), max_tokens_per_mb=limit, token_weights=gspo.token_weights
-                    )
-                )
-            runs.append(steps)
-        return runs
-
-
-def _from_old_policy(gspo: GSPO) -> Any:
-    """The loss with an old policy that is the model's own of this pass, moved by the batch's noise."""
-
-    def loss(output: Any, fields: Any, sequences: Any) -> Any:
-        old = (output.logprobs.detach() + fields["noise"]) * fields["loss_mask"]
-        return gspo.loss(output, {**fields, "old_logprobs": old, "rollout_logprobs": old}, sequences)
-
-    return loss
-
-
-@pytest.fixture(scope="module")
-def one_process(ranks: RankPool, model: str) -> list[list[dict[str, float]]]:
-    """All in one microbatch, a few, and every sequence alone."""
-    longest = int(gspo_batch().seq_lens.max())
-    return ranks.run(gspo_run, 1, ParallelLayout(), model, [10_000, 128, longest], timeout=1200.0)[0]
-
-
-def assert_same(steps: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    for step, reference in zip(steps, expected, strict=True):
-        assert step.keys() == reference.keys()
-        for key in step.keys() - {"num_microbatches"}:
-            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
-
-
-def test_loss_and_gradient_are_the_same_in_any_cut_into_microbatches(one_process: Any) -> None:
-    whole, few, alone = one_process
-    assert [steps[0]["num_microbatches"] for steps in one_process][0] == 1 and alone[0]["num_microbatches"] >= 8
-    assert 0.05 < whole[0]["actor_clip_ratio"] < 0.95, "some sequences are clipped, others are not"
-    assert_same(few, whole)
-    assert_same(alone, whole)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_are_the_same_in_every_layout(
-    ranks: RankPool, model: str, one_process: Any, layout: str
-) -> None:
-    longest = int(gspo_batch().seq_lens.max())
-    for runs in ranks.run(gspo_run, 2, LAYOUTS[layout], model, [128, longest + 8], timeout=1200.0):
-        for steps in runs:
-            assert_same(steps, one_process[0])
-
-
-def test_one_process_computes_the_formula_over_the_outputs_of_transformers(model: str, one_process: Any) -> None:
-    """Each sequence alone through the Hugging Face model: loss and gradient norm of the mean over sequences."""
-    import transformers
-
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
-    batch, total, counted = gspo_batch(), torch.zeros(()), 0
-    for i in range(batch.num_sequences):
-        one = batch.select([i])
-        if not one.loss_mask.any():
-            continue
-        logits = reference(one.token_ids[None]).logits[0, :-1].log_softmax(-1)
-        mask = one.loss_mask[1:]
-        own = logits.gather(1, one.token_ids[1:, None])[:, 0][mask]
-        old = own.detach() + one.fields["noise"][1:][mask]
-        s, advantage = (own - old).mean().exp(), one.fields["advantages"][0]
-        total = total + torch.maximum(-advantage * s, -advantage * s.clamp(1 - 0.02, 1 + 0.03))
-        counted += 1
-    loss = total / counted
-    loss.backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
-    assert counted == 11
-    first = one_process[0][0]
-    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
-    assert weigh_tokens(batch, sequence_mean)[1].loss == pytest.approx(11, rel=1e-14)

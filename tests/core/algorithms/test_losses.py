@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import ppo_loss, ppo_policy_loss
 
-from core.algorithms.losses import kl_estimate, ppo_loss, ppo_policy_loss, sft_loss, value_loss
+from core.algorithms.kl import kl_estimate
+from core.algorithms.losses import sft_loss, value_loss
 
 
 def tokens(*values: float) -> torch.Tensor:
@@ -69,7 +71,7 @@ def test_without_old_logprobs_the_proximal_policy_is_the_current_one() -> None:
     options = {
         "eps_clip": 0.2,
         "behave_imp_weight_cap": 5.0,
-        "kl_coeff": 0.0,
+        "kl_ctl": 0.0,
         "kl_estimator": "k1",
         "entropy_coeff": 0.0,
     }
@@ -95,7 +97,7 @@ def test_kl_and_entropy_enter_the_loss_with_their_coefficients() -> None:
     }
     loss, metrics = ppo_loss(
         SimpleNamespace(logprobs=logprobs, entropy=tokens(0.3, 0.4, 9.0)), fields,
-        eps_clip=0.2, behave_imp_weight_cap=None, kl_coeff=0.1, kl_estimator="k1", entropy_coeff=0.01,
+        eps_clip=0.2, behave_imp_weight_cap=None, kl_ctl=0.1, kl_estimator="k1", entropy_coeff=0.01,
     )  # fmt: skip
     assert loss.item() == pytest.approx(0.1 * (0.5 - 1.0) - 0.01 * 0.7)
     assert metrics["ref_kl"].item() == pytest.approx(-0.5) and metrics["entropy"].item() == pytest.approx(0.7)
@@ -172,7 +174,7 @@ def test_losses_and_their_metrics_are_sums_weighted_by_the_token_weights_of_trai
         logprobs=tokens(-1.0, -1.0, -1.0), entropy=tokens(3.0, 3.0, 3.0), values=tokens(0.0, 0.0, 0.0)
     )
     loss, metrics = ppo_loss(
-        output, fields, eps_clip=0.2, behave_imp_weight_cap=None, kl_coeff=0.5, kl_estimator="k1", entropy_coeff=0.1
+        output, fields, eps_clip=0.2, behave_imp_weight_cap=None, kl_ctl=0.5, kl_estimator="k1", entropy_coeff=0.1
     )
     policy = -sum(w * a for w, a in zip(used, (1.0, 10.0, 100.0), strict=True))
     assert metrics["actor_loss"].item() == pytest.approx(policy)

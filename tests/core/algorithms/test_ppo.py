@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import batch_of, by_answer, settings
-
-from core.algorithms.grpo import GRPO
-from core.algorithms.ppo import PPO
+from batches import algorithm, batch_of, by_answer
 
 
 def test_a_cut_off_answer_whose_last_tokens_are_masked_continues_from_its_last_trained_token() -> None:
@@ -16,7 +13,7 @@ def test_a_cut_off_answer_whose_last_tokens_are_masked_continues_from_its_last_t
     mask[[3, 4, 8, 9]] = False  # the last two tokens of each answer
     batch = replace(batch, loss_mask=mask.numpy(), no_eos=torch.tensor([True, False]).numpy())
     fields = {**fields, "loss_mask": mask, "old_values": 0.5 * mask}
-    trained_on, _ = PPO(settings(discount=0.5, gae_lambda=0.0), {}).advantages(batch, fields)
+    trained_on, _ = algorithm("ppo", discount=0.5, gae_lambda=0.0).advantages(batch, fields)
     # delta of the last trained token: 1 + 0.5 * 0.5 - 0.5 where the answer was cut off, else 1 - 0.5.
     assert by_answer(batch, trained_on["advantages"]) == [[-0.25, 0.75], [-0.25, 0.5]]
     assert by_answer(batch, trained_on["returns"]) == [[0.25, 1.25], [0.25, 1.0]]
@@ -24,8 +21,8 @@ def test_a_cut_off_answer_whose_last_tokens_are_masked_continues_from_its_last_t
 
 def test_grpo_by_name_is_ppo_without_a_critic_with_normalised_groups_that_are_not_split() -> None:
     batch, fields = batch_of([1.0, 0.0, 0.0, 0.0], [3.0, 5.0], lens=[1, 2, 1, 1, 1, 2])
-    by_name = GRPO(settings(adv_norm=True, value_norm=True), {})
-    by_keys = PPO(settings(adv_norm=True, disable_value=True, group_adv_norm=True), {})
+    by_name = algorithm("grpo", adv_norm=True)
+    by_keys = algorithm("ppo", adv_norm=True, disable_value=True, group_adv_norm=True)
     (ours, metrics), (theirs, expected) = by_name.advantages(batch, fields), by_keys.advantages(batch, fields)
     assert ours.keys() == theirs.keys() and metrics == expected
     assert torch.equal(ours["advantages"], theirs["advantages"])
@@ -39,21 +36,21 @@ def test_grpo_by_name_is_ppo_without_a_critic_with_normalised_groups_that_are_no
         ({}, {"values"}),
         ({"disable_value": True}, set()),
         ({"kl_ctl": 0.1}, {"values", "ref_logprobs"}),
-        ({"decoupled": True}, {"values"}),
-        ({"decoupled": True, "ppo_n_minibatches": 2}, {"values", "old_logprobs"}),
-        ({"decoupled": True, "kl_ctl": 0.1}, {"values", "old_logprobs", "ref_logprobs"}),
-        ({"decoupled": True, "kl_ctl": 0.1, "kl_in": "loss"}, {"values", "ref_logprobs"}),
+        ({"correction": "decoupled"}, {"values"}),
+        ({"correction": "decoupled", "ppo_n_minibatches": 2}, {"values", "old_logprobs"}),
+        ({"correction": "decoupled", "kl_ctl": 0.1}, {"values", "old_logprobs", "ref_logprobs"}),
+        ({"correction": "decoupled", "kl_ctl": 0.1, "kl_in": "loss"}, {"values", "ref_logprobs"}),
         ({"ppo_n_minibatches": 2}, {"values"}),
     ],
 )
 def test_only_passes_that_something_needs_are_named(changes: dict, passes: set[str]) -> None:
-    assert PPO(settings(**changes), {}).passes == passes
+    assert algorithm("ppo", **changes).passes == passes
 
 
 def test_the_statistics_of_values_are_saved_and_come_back() -> None:
     batch, fields = batch_of([3.0, -1.0])
     fields["old_values"] = torch.zeros_like(fields["rollout_logprobs"])
-    trained, fresh = (PPO(settings(value_norm=True), {}) for _ in range(2))
+    trained, fresh = (algorithm("ppo", value_norm=True) for _ in range(2))
     trained.advantages(batch, fields)
     fresh.load_state_dict({"memory": {}})
     assert fresh.state_dict() != trained.state_dict()

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import batch_of, by_answer, settings
+from batches import algorithm, batch_of, by_answer, ppo_loss
 
-from core.algorithms.losses import ppo_loss
-from core.algorithms.rloo import RLOO, leave_one_out
+from core.algorithms.baselines import leave_one_out
 from mcore_adapter.data.sequences import Sequences
 
 
@@ -32,7 +31,7 @@ def test_an_answer_without_others_has_no_baseline_and_no_advantage() -> None:
 
 def test_every_trained_token_has_the_advantage_of_its_answer() -> None:
     batch, fields = batch_of([1.0, 0.0], [2.0, 6.0, 4.0], lens=[1, 3, 2, 1, 2])
-    trained_on, metrics = RLOO(settings(), {}).advantages(batch, fields)
+    trained_on, metrics = algorithm("rloo").advantages(batch, fields)
     assert by_answer(batch, trained_on["advantages"]) == [[1.0], [-1.0] * 3, [-3.0] * 2, [3.0], [0.0] * 2]
     assert not trained_on["advantages"][~fields["loss_mask"]].any()
     assert metrics["task_reward"] == pytest.approx(13 / 5) and metrics["kl_reward"] == 0.0
@@ -42,7 +41,7 @@ def test_every_trained_token_has_the_advantage_of_its_answer() -> None:
 def test_the_kl_penalty_of_all_tokens_is_part_of_the_reward_before_the_baseline() -> None:
     batch, fields = batch_of([1.0, 0.0], lens=[2, 1])
     fields["ref_logprobs"] = torch.tensor([0.0, -1.5, -2.0, 0.0, -0.5])
-    rloo = RLOO(settings(kl_ctl=0.1), {})
+    rloo = algorithm("rloo", kl_ctl=0.1)
     assert rloo.passes == {"ref_logprobs"}
     trained_on, metrics = rloo.advantages(batch, fields)
     # k1 to the reference: 0.5 + 1 and -0.5. Rewards 1 - 0.15 and 0 + 0.05.
@@ -54,20 +53,20 @@ def test_the_kl_penalty_of_all_tokens_is_part_of_the_reward_before_the_baseline(
 def test_tokens_that_are_not_trained_pay_no_kl_penalty() -> None:
     batch, fields = batch_of([1.0, 0.0], lens=[2, 1])
     fields["ref_logprobs"] = torch.tensor([7.0, -1.0, -1.0, -3.0, -1.0])  # 7 and 3 away on the prompts
-    trained_on, metrics = RLOO(settings(kl_ctl=0.1), {}).advantages(batch, fields)
+    trained_on, metrics = algorithm("rloo", kl_ctl=0.1).advantages(batch, fields)
     assert by_answer(batch, trained_on["advantages"]) == [pytest.approx([1.0, 1.0]), pytest.approx([-1.0])]
     assert metrics["kl_reward"] == 0.0
 
 
-def test_normalize_whitens_over_the_trained_tokens() -> None:
+def test_adv_norm_whitens_over_the_trained_tokens() -> None:
     batch, fields = batch_of([3.0, 0.0], lens=[1, 1])
-    trained_on, _ = RLOO(settings(), {"normalize": True}).advantages(batch, fields)
+    trained_on, _ = algorithm("rloo", adv_norm=True).advantages(batch, fields)
     first, second = by_answer(batch, trained_on["advantages"])
     assert first == pytest.approx([1.0], abs=1e-4) and second == pytest.approx([-1.0], abs=1e-4)
 
 
 def test_the_loss_is_the_clipped_surrogate_of_ppo_averaged_over_tokens() -> None:
-    rloo = RLOO(settings(entropy_coeff=0.1, kl_ctl=0.5, kl_in="loss", kl_estimator="k3"), {})
+    rloo = algorithm("rloo", entropy_coeff=0.1, kl_ctl=0.5, kl_in="loss", kl_estimator="k3")
     generator = torch.Generator().manual_seed(0)
     logprobs, old, rollout, ref, advantages, entropy = torch.randn(6, 5, generator=generator)
     mask = torch.tensor([False, True, True, False, True])
@@ -77,17 +76,8 @@ def test_the_loss_is_the_clipped_surrogate_of_ppo_averaged_over_tokens() -> None
     }  # fmt: skip
     output = SimpleNamespace(logprobs=logprobs, entropy=entropy)
     loss, metrics = rloo.loss(output, fields, Sequences(of_token=torch.zeros(5, dtype=torch.int64), count=1))
-    expected, _ = ppo_loss(
-        output, fields, eps_clip=0.2, behave_imp_weight_cap=None, kl_coeff=0.5, kl_estimator="k3", entropy_coeff=0.1
-    )
+    expected, _ = ppo_loss(output, fields, correction="bypass", kl_ctl=0.5, kl_estimator="k3", entropy_coeff=0.1)
     assert loss.item() == expected.item() and {"ref_kl", "entropy"} <= metrics.keys()
     assert rloo.needs_entropy and rloo.unit == "group" and rloo.critic is None
     batch, _ = batch_of([1.0, 0.0], lens=[2, 5])
     assert torch.equal(rloo.token_weights(batch.to_packed()), batch.to_packed().loss_mask.double())
-
-
-def test_an_option_that_does_not_exist_is_one_clear_error() -> None:
-    with pytest.raises(ValueError, match=r"algorithm\.options\.normalise: unknown option; did you mean 'normalize'\?"):
-        RLOO(settings(), {"normalise": True})
-    with pytest.raises(ValueError, match=r"algorithm\.options\.normalize: must be a bool, got 1"):
-        RLOO(settings(), {"normalize": 1})

@@ -1,15 +1,18 @@
 """algorithm.name chooses; what the chosen algorithm has no use for is reported before the start."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from config_inputs import SMALLEST_PPO, write_run
 
-from core.algorithms import ALGORITHMS
+from core.algorithms import PRESETS
+from core.algorithms.effects import keys_read
 from core.config.algorithm import algorithm_settings, build_algorithm, check_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
 from core.config.rules import config_warnings
+from core.config.show import listing
 
 WITH_CRITIC = "ppo.disable_value=false critic.init_critic_from_actor=true"
 
@@ -21,19 +24,48 @@ def load(tmp_path: Path, overrides: str = "") -> PPOMATHConfig:
     return config
 
 
+GIVEN = ("ppo.adv_norm", "ppo.kl_ctl")
+"""Keys of SMALLEST_PPO that presets set as well."""
+
+
+def reported(config: PPOMATHConfig) -> str:
+    """The keys of the warning about those without effect."""
+    found = [w.partition(": not used by this run") for w in config_warnings(config)]
+    return next((keys for keys, sign, _ in found if sign), "")
+
+
 def messages(config: PPOMATHConfig) -> list[str]:
     return [f"{p.key}: {p.message}" for p in check_algorithm(config)]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_of_the_dict_can_be_built_and_reads_settings_that_exist(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_loads_with_its_values_and_none_of_them_is_without_effect(tmp_path: Path, name: str) -> None:
     config = load(tmp_path, f"algorithm.name={name} group_size=2")
-    assert messages(config) == []
-    algorithm = build_algorithm(config)
-    assert type(algorithm).__name__ == name.upper()
-    known = set(vars(algorithm_settings(config)))
-    assert algorithm.reads is not None and algorithm.reads <= known
-    assert algorithm.unit == ("sequence" if name == "ppo" else "group")
+    assert messages(config) == [] and reported(config) in ("", "ppo.disable_value")
+    lines = listing(config).splitlines()
+    for dotted, value in PRESETS[name].values.items():
+        above, _, key = dotted.partition(".")
+        if dotted not in GIVEN:
+            assert getattr(getattr(config, above), key) == value
+            assert any(line.startswith(f"{dotted} (") and line.endswith(f" - {value}") for line in lines), dotted
+    reads = keys_read(replace(algorithm_settings(config), kl_ctl=0.1))
+    assert {key.rpartition(".")[2] for key in PRESETS[name].values} <= reads
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_built_and_keeps_groups_together_where_it_compares_answers(
+    tmp_path: Path, name: str
+) -> None:
+    algorithm = build_algorithm(load(tmp_path, f"algorithm.name={name} group_size=2"))
+    assert algorithm.unit == ("sequence" if name in ("ppo", "reinforce_pp") else "group")
+    without_old = ("topr", "opmd", "opmd_logavgexp")
+    assert algorithm.passes == (frozenset() if name in without_old else {"old_logprobs"})
+
+
+def test_a_key_that_is_given_wins_over_the_preset(tmp_path: Path) -> None:
+    config = load(tmp_path, "algorithm.name=dapo group_size=2 algorithm.clip_high=0.4 ppo.kl_ctl=0.2")
+    assert config.algorithm.clip_high == 0.4 and config.ppo.kl_ctl == 0.2
+    assert (config.algorithm.clip_low, config.algorithm.overlong_share) == (0.2, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -53,47 +85,93 @@ def test_only_ppo_has_a_critic_and_only_where_it_is_not_disabled(tmp_path: Path,
     assert ("values" in algorithm.passes) == (algorithm.critic is not None) == critic
 
 
-def test_without_a_name_the_keys_decide_and_nothing_is_reported(tmp_path: Path) -> None:
-    config = load(tmp_path, "group_size=2 group_adv_norm=true ppo.value_eps_clip=0.3")
+def test_k1_in_the_loss_is_reported_unless_its_gradient_is_replaced(tmp_path: Path) -> None:
+    given = "ppo.kl_ctl=0.1 algorithm.kl_in=loss algorithm.kl_estimator=k1"
+    (warning,) = config_warnings(load(tmp_path, given))
+    assert warning.startswith("algorithm.kl_estimator=k1: in the loss its gradient has zero mean on policy; ")
+    assert list(config_warnings(load(tmp_path, f"{given} algorithm.kl_gradient=k2"))) == []
+
+
+def test_without_a_name_the_keys_decide(tmp_path: Path) -> None:
+    config = load(tmp_path, "group_size=2 group_adv_norm=true")
     assert build_algorithm(config).unit == "sequence"
     assert list(config_warnings(config)) == [] and messages(config) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "unread"),
+    ("overrides", "unread"),
     [
-        ("ppo", ""),
-        ("grpo", "ppo.value_eps_clip, ppo.disable_value, group_adv_norm"),
-        ("rloo", "ppo.value_eps_clip, ppo.gae_lambda, ppo.disable_value, group_adv_norm"),
-        ("gspo", "ppo.eps_clip, ppo.value_eps_clip, ppo.gae_lambda, ppo.disable_value, group_adv_norm"),
+        ("", ""),
+        ("algorithm.name=ppo", "ppo.value_eps_clip"),
+        ("algorithm.name=grpo", "ppo.disable_value, ppo.value_eps_clip, group_adv_norm"),
+        ("algorithm.name=rloo", "ppo.disable_value, ppo.gae_lambda, ppo.value_eps_clip, group_adv_norm"),
+        ("algorithm.name=gspo", "ppo.disable_value, ppo.eps_clip, ppo.value_eps_clip, group_adv_norm"),
     ],
 )
-def test_keys_that_the_named_algorithm_does_not_read_are_reported(tmp_path: Path, name: str, unread: str) -> None:
+def test_keys_that_the_algorithm_does_not_read_are_reported(tmp_path: Path, overrides: str, unread: str) -> None:
     given = "ppo.value_eps_clip=0.3 ppo.eps_clip=0.1 group_adv_norm=true ppo.gae_lambda=0.9"
-    warnings = list(config_warnings(load(tmp_path, f"algorithm.name={name} group_size=2 {given}")))
-    assert [w.partition(": not used by this run")[0] for w in warnings] == [unread] * bool(unread)
+    assert reported(load(tmp_path, f"{overrides} group_size=2 {given}")) == unread
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unread"),
+    [
+        ("algorithm.sapo_tau_positive=2", "algorithm.sapo_tau_positive"),
+        ("algorithm.loss=sapo algorithm.sapo_tau_positive=2", ""),
+        ("algorithm.loss=sapo algorithm.clip_low=0.1 ppo.eps_clip=0.1", "ppo.eps_clip, algorithm.clip_low"),
+        ("algorithm.clip_low=0.1 algorithm.clip_high=0.3 ppo.eps_clip=0.1", "ppo.eps_clip"),
+        ("algorithm.correction=tis algorithm.correction_max=3 algorithm.behave_imp_weight_cap=3",
+         "algorithm.behave_imp_weight_cap"),
+        ("algorithm.correction=none algorithm.correction_veto=0.1", "algorithm.correction_veto"),
+        ("algorithm.correction=icepop algorithm.correction_level=token", "algorithm.correction_level"),
+        ("algorithm.kl_gradient=k2 algorithm.kl_in=loss", "algorithm.kl_gradient, algorithm.kl_in"),
+        ("ppo.kl_ctl=0.1 algorithm.kl_gradient=k2 algorithm.kl_in=loss", ""),
+        ("ppo.kl_ctl=0.1 algorithm.kl_loss_coeff=0.1", "algorithm.kl_loss_coeff"),
+        ("algorithm.overlong_penalty=2", "algorithm.overlong_penalty"),
+        ("algorithm.overlong_share=0.5 algorithm.overlong_penalty=2", ""),
+        ("algorithm.name=ppo ppo.critic_sample_reuse=2", "ppo.critic_sample_reuse"),
+        ("algorithm.aggregation_constant=5", "algorithm.aggregation_constant"),
+        ("ppo.adv_norm=false algorithm.adv_norm_std=sample", "algorithm.adv_norm_std"),
+        ("algorithm.name=sapo group_size=2 algorithm.loss=clip", ""),
+        ("algorithm.name=opmd group_size=2 algorithm.ratio=sequence", "algorithm.ratio"),
+    ],
+)  # fmt: skip
+def test_settings_that_others_leave_without_effect_are_reported(tmp_path: Path, overrides: str, unread: str) -> None:
+    assert (
+        reported(load(tmp_path, overrides)).removeprefix("ppo.disable_value, ").removeprefix("ppo.disable_value")
+        == unread
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("algorithm.name=gpso", "algorithm.name: unknown algorithm 'gpso'; use one of ppo, grpo, rloo, gspo, or "),
+        ("algorithm.name=gpso", "algorithm.name: unknown algorithm 'gpso'; use one of ppo, grpo, dr_grpo, dapo, "),
         ("algorithm.name=no_such.module:X", "algorithm.name: algorithm no_such.module:X: there is no module 'no_such'"),
-        ("algorithm.name=gspo group_size=2 algorithm.options.clip_lo=1e-3", "algorithm.options.clip_lo: unknown"),
-        ("algorithm.name=gspo group_size=2 algorithm.options.clip_low=2", "algorithm.options.clip_low: must be "),
-        ("algorithm.name=ppo algorithm.options.eps=1", "algorithm.options.eps: unknown option; options are none"),
-        ("algorithm.options.clip_low=1e-3", "algorithm.options: clip_low: options belong to an algorithm; set"),
+        ("algorithm.name=gspo group_size=2 algorithm.options.clip_low=1e-3",
+         "algorithm.options: clip_low: options belong to an algorithm of your own; write algorithm.clip_low"),
+        ("algorithm.options.clip_low=1e-3", "algorithm.options: clip_low: options belong to an algorithm of your own"),
         ("algorithm.name=rloo", "group_size: algorithm.name=rloo compares the answers to one prompt and needs at"),
+        ("algorithm.advantage=maxrl", "group_size: algorithm.advantage=maxrl compares the answers to one prompt and"),
+        ("algorithm.decoupled=true algorithm.correction=tis", "algorithm.decoupled: true, and algorithm.correction=t"),
+        ("algorithm.correction=tis algorithm.correction_level=geometric",
+         "algorithm.correction_level: geometric does not exist for correction=tis; write token or sequence"),
+        ("algorithm.correction=mis algorithm.correction_min=4", "algorithm.correction_min: 4.0 must be less than corr"),
+        ("algorithm.correction=bypass algorithm.m2po_threshold=0.1", "algorithm.m2po_threshold: has nothing to "),
+        ("algorithm.correction=bypass algorithm.proximal=reused", "algorithm.proximal: reused, but with correction="),
+        ("ppo.ppo_n_minibatches=2 algorithm.proximal=reused", "algorithm.proximal: reused needs one update per step, "),
+        ("ppo.ppo_n_minibatches=1 ppo.actor_sample_reuse=3 algorithm.proximal=reused",
+         "algorithm.proximal: reused needs one update per step, got 3"),
+        ("staleness.max_staleness=0 algorithm.correction=none algorithm.proximal=loglinear",
+         "algorithm.proximal: loglinear has nothing to interpolate with staleness.max_staleness=0; write recomputed"),
+        ("algorithm.clip_low=1", "algorithm.clip_low: 1.0, but loss=clip keeps ratios in 1 - clip_low to"),
+        ("algorithm.dual_clip=0.5", "algorithm.dual_clip: must be greater than 1, got 0.5"),
+        ("algorithm.kl_target=0.1", "algorithm.kl_target: needs the KL divergence in the reward"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_the_choice_is_one_clear_error(tmp_path: Path, overrides: str, message: str) -> None:
     (found,) = messages(load(tmp_path, overrides))
     assert found.startswith(message)
-
-
-def test_options_reach_the_algorithm_as_numbers(tmp_path: Path) -> None:
-    config = load(tmp_path, "algorithm.name=gspo group_size=2 algorithm.options.clip_low=1e-3")
-    assert config.algorithm.options == {"clip_low": 1e-3} and messages(config) == []
 
 
 OWN = """

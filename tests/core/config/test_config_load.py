@@ -436,8 +436,7 @@ def test_keys_that_only_a_run_with_that_role_uses_are_not_checked_without_it(tmp
 def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert config.max_tokens_per_mb("actor_inf") == 16384
-    assert config.decoupled
-    assert config.kl_estimator == "k1"
+    assert config.correction == "decoupled"
     assert config.ref_path == config.actor.path
     assert config.actor.dtype(on_gpu=False) == "float32"
     assert config.actor.dtype(on_gpu=True) == "bfloat16"
@@ -450,8 +449,7 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
         "actor.gradient_checkpointing=true",
     )  # fmt: skip
     assert config.max_tokens_per_mb("ref_inf") == 64
-    assert not config.decoupled
-    assert config.kl_estimator == "k3"
+    assert config.correction == "bypass"
     assert config.ref_path == "other"
     assert config.actor.dtype(on_gpu=False) == "bfloat16"
     assert config.actor.recompute(on_gpu=False) == "full"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 
+from core.algorithms import PRESETS
 from core.config.base import Section, all_keys, fields_by_key, sub_section
 from core.config.experiments import EXPERIMENTS
 from core.config.load import load_config
@@ -75,6 +76,16 @@ def test_help_has_every_key_with_type_default_and_meaning(experiment: str) -> No
     text = help_text(experiment, EXPERIMENTS[experiment])
     for key in all_keys(EXPERIMENTS[experiment]):
         assert re.search(rf"^  {re.escape(key)} \([^)]+; (default .*|required)\)\n      \S.+$", text, re.MULTILINE), key
+
+
+def test_help_has_every_preset_with_the_keys_that_it_sets() -> None:
+    text = help_text("ppo-math", EXPERIMENTS["ppo-math"])
+    for name, preset in PRESETS.items():
+        values = preset.values
+        lines = text.partition(f"  {name}: {preset.about} (")[2].splitlines()[:2]
+        for key, value in values.items():
+            assert f"{key}={str(value).lower() if isinstance(value, bool) else value}" in lines[1], (name, key)
+    assert "dapo" not in help_text("sft", EXPERIMENTS["sft"])
 
 
 def test_the_help_of_a_models_family_names_every_one_there_is() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from core.algorithms.grpo import GRPO
+from core.algorithms.policy_gradient import PolicyGradient
 from core.launch import rollout_actor, trainer_group, trainer_rank
 from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
@@ -123,7 +123,7 @@ def run_steps(monkeypatch: pytest.MonkeyPatch, *, tokens: int, decoupled: bool) 
     ) as monitor:
         trainer = PPOTrainer(
             actor=engine, critic=None, reference=None, rollout=rollout, weights=NullPush(), memory=MemoryLimits(),
-            algorithm=GRPO(settings(decoupled=decoupled), {}), num_minibatches=2, temperature=1.0,
+            algorithm=PolicyGradient(settings(decoupled=decoupled)), num_minibatches=2, temperature=1.0,
             schedule=Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1), monitor=monitor,
             timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
         )  # fmt: skip

@@ -1,0 +1,192 @@
+"""Every policy-gradient algorithm: advantages, loss, aggregation, correction, KL and entropy as its settings choose.
+
+The names of algorithms are presets of these settings (presets.py). Configurations without algorithm.name are PPO whose
+minibatches deal single sequences: their advantages are fixed before, so that a group may be split, and training curves
+of such configurations stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from core.algorithms.advantages import ValueNorm, gae, last_trained, whiten
+from core.algorithms.base import Algorithm, Metrics, Objective, Pass, Unit
+from core.algorithms.baselines import BASELINES
+from core.algorithms.corrections import PROXIMAL_SHARE, SMALL_CHANGE, proximal_share, small_changes
+from core.algorithms.kl import AdaptiveKL
+from core.algorithms.losses import policy_loss, value_loss
+from core.algorithms.rewards import overlong_penalty, reward_metrics, sequence_scores, token_divergence, token_rewards
+from core.algorithms.settings import AlgorithmSettings
+from mcore_adapter.data.weights import sequence_mean, token_mean, token_sum
+
+if TYPE_CHECKING:
+    from core.data.rollout_batch import RolloutBatch
+    from mcore_adapter.data.batch import PackedBatch
+    from mcore_adapter.data.sequences import Sequences
+    from mcore_adapter.forward import ModelOutput
+
+
+class PolicyGradient(Algorithm):
+    """Update the policy on advantages of sampled answers, with a critic or without one."""
+
+    def __init__(self, settings: AlgorithmSettings, options: Mapping[str, Any] | None = None) -> None:
+        """Raises ValueError for options: every setting has a key of its own."""
+        if options:
+            raise ValueError(f"algorithm.options.{next(iter(options))}: unknown option; write it as a key of algorithm")
+        self._settings = settings
+        self._value_norm = ValueNorm()
+        self._kl = AdaptiveKL(settings.kl_ctl, settings.kl_target, settings.kl_horizon)
+
+    @property
+    def settings(self) -> AlgorithmSettings:
+        """The settings, with the present KL coefficient."""
+        return replace(self._settings, kl_ctl=self._kl.coefficient)
+
+    @property
+    def unit(self) -> Unit:  # type: ignore[override]
+        settings = self._settings
+        return "group" if settings.compares_groups and not settings.splits_groups else "sequence"
+
+    @property
+    def passes(self) -> frozenset[Pass]:
+        settings = self._settings
+        wanted: dict[Pass, bool] = {
+            "old_logprobs": settings.needs_old_logprobs,
+            "ref_logprobs": settings.needs_reference,
+            "values": not settings.disable_value,
+        }
+        return frozenset(name for name, needed in wanted.items() if needed)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._settings.entropy_coeff != 0.0
+
+    @property
+    def critic(self) -> Objective | None:
+        return None if self._settings.disable_value else Critic(value_eps_clip=self._settings.value_eps_clip)
+
+    def advantages(
+        self, batch: RolloutBatch, fields: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        settings, mask = self.settings, fields["loss_mask"]
+        trained_on = _policy_fields(settings, fields)
+        scores, task_reward, figures = _scores(batch, settings)
+        divergence = token_divergence({**fields, **trained_on}, settings)
+        kl_penalty = None if divergence is None else settings.kl_ctl * divergence
+        if kl_penalty is not None and settings.kl_reward_level == "sequence":
+            scores = scores.index_add(0, _sequence_of_token(batch), -kl_penalty * mask)
+        scores = self.baseline(scores, torch.tensor(batch.group_ids))
+        per_token = None if settings.kl_reward_level == "sequence" else kl_penalty
+        advantages, returns = self._of_tokens(batch, fields, scores, per_token)
+        if not settings.disable_value:
+            trained_on["returns"] = self._normalised(returns, mask)
+        metrics = figures | reward_metrics(task_reward, kl_penalty, advantages, mask, batch.num_sequences, settings)
+        if divergence is not None:
+            self._kl.update(float((divergence * mask).sum() / mask.sum().clamp(min=1)), batch.num_sequences)
+        if settings.adv_norm:
+            advantages = whiten(advantages, mask, of_sample=settings.adv_norm_std == "sample")
+        trained_on["advantages"] = advantages
+        return trained_on, metrics
+
+    def baseline(self, scores: Tensor, group_ids: Tensor) -> Tensor:
+        """Compute the advantage of each sequence, or its score where a critic has the baseline: [N] of [N] each."""
+        return BASELINES[self._settings.advantage](scores, group_ids, self._settings)
+
+    def _of_tokens(
+        self, batch: RolloutBatch, fields: Mapping[str, Tensor], scores: Tensor, kl_penalty: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute advantages and returns of every trained token, [T] each, from the scores [N] of its sequences."""
+        settings, mask = self._settings, fields["loss_mask"]
+        discount = settings.discount if settings.advantage in ("gae", "returns", "group") else 1.0
+        gae_lambda = settings.gae_lambda if settings.advantage in ("gae", "group") else 1.0
+        if settings.disable_value and kl_penalty is None and discount == gae_lambda == 1.0:
+            advantages = scores[_sequence_of_token(batch)] * mask  # what the scan would give, at once
+            return advantages, advantages
+        cu_seqlens, no_eos = torch.tensor(batch.cu_seqlens), torch.tensor(batch.no_eos)
+        rewards = token_rewards(scores, cu_seqlens, mask, kl_penalty=kl_penalty)
+        values = fields.get("old_values", torch.zeros_like(rewards))
+        if settings.value_norm:
+            values = self._value_norm.denormalize(values) * mask
+        bootstrap = torch.where(no_eos, values[last_trained(cu_seqlens, mask)], 0.0)
+        return gae(rewards, values, cu_seqlens, mask, bootstrap, discount=discount, gae_lambda=gae_lambda)
+
+    def _normalised(self, returns: Tensor, mask: Tensor) -> Tensor:
+        if not self._settings.value_norm:
+            return returns
+        self._value_norm.update(returns, mask)
+        return self._value_norm.normalize(returns) * mask
+
+    @property
+    def weighs_alike(self) -> bool:
+        overridden = type(self).token_weights is not PolicyGradient.token_weights
+        return self._settings.aggregation == "token_mean" and not overridden
+
+    def token_weights(self, minibatch: PackedBatch) -> Tensor:
+        settings = self._settings
+        if settings.aggregation == "token_mean":
+            return token_mean(minibatch)
+        if settings.aggregation == "sequence_mean":
+            return sequence_mean(minibatch)
+        trained = float(sequence_mean(minibatch).sum())
+        constant = 1.0
+        if settings.aggregation == "constant":
+            constant = settings.aggregation_constant or float(settings.max_new_tokens)
+        return token_sum(minibatch, divisor=trained * constant)
+
+    def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
+        return policy_loss(output, fields, sequences, self.settings)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value_norm": asdict(self._value_norm), "kl_coefficient": self._kl.coefficient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "value_norm" in state:
+            self._value_norm = replace(self._value_norm, **state["value_norm"])
+        if "kl_coefficient" in state and self._kl.target is not None:
+            self._kl.coefficient = state["kl_coefficient"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic(Objective):
+    """The clipped squared error of the critic."""
+
+    value_eps_clip: float
+
+    def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
+        return value_loss(output, fields, value_eps_clip=self.value_eps_clip)
+
+
+def _scores(batch: RolloutBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Return the score of each sequence [N], the mean reward before penalties, and metrics."""
+    scores = sequence_scores(batch, settings)
+    task_reward = scores.mean()
+    if not settings.overlong_share:
+        return scores, task_reward, {}
+    lens = torch.tensor(batch.cu_seqlens).diff() - torch.tensor(batch.prompt_lens)
+    penalty = overlong_penalty(
+        lens, max_tokens=settings.max_new_tokens, share=settings.overlong_share, factor=settings.overlong_penalty
+    )
+    return scores + penalty, task_reward, {"overlong_penalty": float(penalty.mean())}
+
+
+def _sequence_of_token(batch: RolloutBatch) -> Tensor:
+    return torch.arange(batch.num_sequences).repeat_interleave(torch.tensor(batch.cu_seqlens).diff())
+
+
+def _policy_fields(settings: AlgorithmSettings, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what corrections train on beside the passes: with correction=bypass, the generators' policy as the old
+    one."""
+    if settings.correction == "bypass":
+        return {"old_logprobs": fields["rollout_logprobs"]}
+    added = {}
+    if settings.proximal == "loglinear":
+        added[PROXIMAL_SHARE] = proximal_share(fields["ages"])
+    if settings.m2po_threshold is not None:
+        log_weights = fields["old_logprobs"] - fields["rollout_logprobs"]
+        added[SMALL_CHANGE] = small_changes(log_weights, fields["loss_mask"], settings.m2po_threshold)
+    return added

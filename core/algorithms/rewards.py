@@ -1,0 +1,92 @@
+"""From the rewards of answers to scores: shaping, the penalty of overlong answers, the KL penalty. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from core.algorithms.kl import kl_estimate
+from core.algorithms.settings import AlgorithmSettings
+
+if TYPE_CHECKING:
+    from core.data.rollout_batch import RolloutBatch
+
+
+def shape_scores(
+    scores: Tensor,  # [N] scores of the reward function
+    no_eos: Tensor,  # [N] bool, completions cut off by the length limit
+    *,
+    bias: float,
+    scaling: float,
+    mask_no_eos_with_zero: bool,
+) -> Tensor:
+    """Compute (score - bias) * scaling, 0 for truncated completions when `mask_no_eos_with_zero`: [N]."""
+    shaped = (scores - bias) * scaling
+    return torch.where(no_eos, torch.zeros_like(shaped), shaped) if mask_no_eos_with_zero else shaped
+
+
+def overlong_penalty(
+    lens: Tensor,  # [N] tokens of each completion
+    *,
+    max_tokens: int,
+    share: float,
+    factor: float,
+) -> Tensor:
+    """Compute what the score of a completion gains (at most 0) in the last `share` of max_tokens: it falls linearly to
+    -factor at max_tokens, [N]. Source: Yu et al. 2025 (DAPO), eq. 13."""
+    buffer = share * max_tokens
+    return (-(lens - (max_tokens - buffer)) / buffer * factor).clamp(-factor, 0.0)
+
+
+def sequence_scores(batch: RolloutBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return the shaped reward of each sequence: [N]."""
+    return shape_scores(
+        torch.tensor(batch.rewards), torch.tensor(batch.no_eos),
+        bias=settings.reward_output_bias, scaling=settings.reward_output_scaling,
+        mask_no_eos_with_zero=settings.mask_no_eos_with_zero,
+    )  # fmt: skip
+
+
+def token_divergence(fields: Mapping[str, Tensor], settings: AlgorithmSettings) -> Tensor | None:
+    """Estimate the KL divergence of each token, [T]; None where the KL divergence is not part of the reward."""
+    if not settings.kl_in_reward:
+        return None
+    return kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.reward_kl_estimator)
+
+
+def reward_metrics(
+    task_reward: Tensor,
+    kl_penalty: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    num_sequences: int,
+    settings: AlgorithmSettings,
+) -> dict[str, float]:
+    """Return the metrics of rewards and advantages that every step reports."""
+    kl_reward = -(kl_penalty * mask).sum() / num_sequences if kl_penalty is not None else torch.zeros(())
+    return {
+        "task_reward": float(task_reward),
+        "kl_reward": float(kl_reward),
+        "final_reward": float(task_reward + kl_reward),
+        "advantage": float(advantages.sum() / mask.sum().clamp(min=1)),
+        "disable_value": float(settings.disable_value),
+        "mask_no_eos_with_zero": float(settings.mask_no_eos_with_zero),
+    }
+
+
+def token_rewards(
+    scores: Tensor,  # [N]
+    cu_seqlens: Tensor,  # [N + 1]
+    loss_mask: Tensor,  # [T] bool
+    *,
+    kl_penalty: Tensor | None,  # [T], subtracted where trained
+) -> Tensor:
+    """Place the score on the last token of each sequence, minus the KL penalty on every trained token: [T]."""
+    rewards = torch.zeros(loss_mask.numel())
+    if kl_penalty is not None:
+        rewards -= kl_penalty * loss_mask
+    rewards[cu_seqlens[1:] - 1] += scores
+    return rewards

@@ -1,0 +1,104 @@
+"""Save what an algorithm computes each step from, as a case of `python -m tools.loss`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from core.algorithms.base import Algorithm, Metrics, Objective, Pass
+
+if TYPE_CHECKING:
+    from core.data.rollout_batch import RolloutBatch
+    from mcore_adapter.data.batch import PackedBatch
+    from mcore_adapter.data.sequences import Sequences
+    from mcore_adapter.forward import ModelOutput
+
+_FIELDS = {"old_logprobs": "old_logprobs", "ref_logprobs": "ref_logprobs", "old_values": "values"}
+"""Field of a batch -> key of a sequence of the case."""
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Return the file of a step, counted from 1 as in the metrics."""
+    return folder / f"step-{step}.json.gz"
+
+
+class SavedSteps(Algorithm):
+    """An algorithm that writes every `every`-th batch to `folder`, and computes what the given one computes."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        *,
+        folder: Path,
+        every: int,
+        step: int,
+        name: str | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        """`step`: the number of steps that are done. `name` and `settings` go into the cases."""
+        self._algorithm, self._folder, self._every, self._step = algorithm, folder, every, step
+        self._case = {"algorithm": name, "settings": dict(settings)}
+        self.unit, self.reads = algorithm.unit, algorithm.reads
+
+    @property
+    def passes(self) -> frozenset[Pass]:
+        return self._algorithm.passes
+
+    @property
+    def critic(self) -> Objective | None:
+        return self._algorithm.critic
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._algorithm.needs_entropy
+
+    @property
+    def weighs_alike(self) -> bool:
+        return self._algorithm.weighs_alike
+
+    def token_weights(self, minibatch: PackedBatch) -> Tensor:
+        return self._algorithm.token_weights(minibatch)
+
+    def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
+        return self._algorithm.loss(output, fields, sequences)
+
+    def advantages(
+        self, batch: RolloutBatch, fields: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        self._step += 1
+        if self._step % self._every == 0:
+            case = {**self._case, "state": self._algorithm.state_dict(), **_sequences(batch, fields)}
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = step_file(self._folder, self._step)
+            partial = path.with_suffix(".partial")
+            with gzip.open(partial, "wt", compresslevel=1, encoding="utf-8") as file:
+                json.dump(case, file)
+            partial.rename(path)
+        return self._algorithm.advantages(batch, fields)
+
+    def state_dict(self) -> dict[str, object]:
+        return {**self._algorithm.state_dict(), "saved_step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._algorithm.load_state_dict(state)
+        self._step = state.get("saved_step", self._step)
+
+
+def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the sequences of a case, and the version that trains on them. The current policy is that of the start of
+    the step: old_logprobs where they were computed, otherwise those of the generators."""
+    columns: dict[str, Any] = {"rollout_logprobs": batch.rollout_logprobs, "versions": batch.versions}
+    columns |= {key: fields[name].numpy() for name, key in _FIELDS.items() if name in fields}
+    columns |= {"mask": batch.loss_mask.astype(int), "logprobs": columns.get("old_logprobs", batch.rollout_logprobs)}
+    sequences = []
+    for i, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
+        row: dict[str, Any] = {key: values[start:end].tolist() for key, values in columns.items()}
+        row |= {"reward": float(batch.rewards[i]), "group": int(batch.group_ids[i]), "truncated": bool(batch.no_eos[i])}
+        sequences.append(row)
+    version = int((fields["ages"].numpy() + batch.versions)[batch.loss_mask].max(initial=0))
+    return {"version": version, "sequences": sequences}

@@ -1,0 +1,197 @@
+"""Every kind of term on gloo ranks: the same loss and gradient in every layout, cut into microbatches and order."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from batches import algorithm
+from engine_cases import make_engine, random_batch
+from mcore_ranks import Rank, RankPool
+from tiny_models import write_model
+
+from allocation import ParallelLayout
+from core.algorithms import PRESETS
+from core.algorithms.policy_gradient import PolicyGradient
+from mcore_adapter.data.weights import sequence_mean, weigh_tokens
+
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2), "cp2": ParallelLayout(cp=2), "pp2": ParallelLayout(pp=2), "dp2": ParallelLayout(dp=2),
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ratios of sequences, mean over sequences": ("gspo", {"clip_low": 0.02, "clip_high": 0.03}),
+    "squares and weights of sequences, constant divisor, KL": (
+        "opmd_kimi",
+        {
+            "correction": "tis", "correction_level": "sequence", "correction_max": 1.5, "correction_veto": 0.7,
+            "opsm_threshold": 0.02, "aggregation": "constant", "max_new_tokens": 10, "kl_ctl": 0.1, "kl_in": "loss",
+            "kl_gradient": "ratio", "entropy_coeff": 0.01,
+        },
+    ),
+}  # fmt: skip
+"""(preset, changes). The clip range is so wide that some sequences are clipped and others are not."""
+GSPO, SUMS = CASES
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {"disable_value": True, "max_new_tokens": 10}) for name in PRESETS},
+    "mis sequence": ("grpo", {"correction": "mis"}),
+    "mis geometric": ("grpo", {"correction": "mis", "correction_level": "geometric", "correction_min": 0.9,
+                               "correction_max": 1.1}),
+    "icepop": ("dapo", {"correction": "icepop", "correction_veto": 0.5}),
+    "tv": ("grpo", {"loss": "tv"}),
+    "sequence sum, k2": ("rloo", {"aggregation": "sequence_sum", "kl_ctl": 0.1, "kl_in": "loss", "kl_gradient": "k2"}),
+}  # fmt: skip
+
+Runs = dict[str, list[list[dict[str, float]]]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    pool.run(ready, 2, timeout=1200.0)  # before ranks wait for each other, all have imported what they need
+    yield pool
+    pool.close()
+
+
+def ready(rank: Rank) -> None:
+    import mcore_adapter.engine  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("layouts") / "model"
+    write_model("qwen2_tied", folder)
+    return str(folder)
+
+
+def one_advantage_each(*, backwards: bool = False) -> Any:
+    """Sequences with one advantage each; one of them has no trained token. Other policies are fixed by their seeds."""
+    batch = random_batch(num_sequences=12)
+    batch.loss_mask[batch.cu_seqlens[5] : batch.cu_seqlens[6]] = False
+    generator = torch.Generator().manual_seed(9)
+    advantages = torch.randn(batch.num_sequences, generator=generator).repeat_interleave(batch.seq_lens)
+    old, rollout, ref = 0.2 * torch.randn(3, batch.num_tokens, generator=generator)
+    batch = batch.with_fields(advantages=advantages, old_noise=old, rollout_noise=rollout, ref_noise=ref)
+    return batch.select(list(reversed(range(batch.num_sequences)))) if backwards else batch
+
+
+def run_cases(
+    rank: Rank, layout: ParallelLayout, model: str, cases: dict[str, Any], limits: list[int], backwards: bool = False
+) -> Runs:
+    """Two updates of each case with each limit of a microbatch, the first from the same weights."""
+    runs: Runs = {}
+    with rank.joined(layout) as (parallel, device):
+        for name, (preset, changes) in cases.items():
+            chosen = algorithm(preset, **changes)
+            for limit in limits:
+                engine = make_engine(parallel, device, model)
+                steps = [
+                    engine.train_step(
+                        one_advantage_each(backwards=backwards), _from_other_policies(chosen), max_tokens_per_mb=limit,
+                        token_weights=chosen.token_weights, with_entropy=chosen.needs_entropy,
+                    )
+                    for _ in range(2)
+                ]  # fmt: skip
+                runs.setdefault(name, []).append(steps)
+    return runs
+
+
+def _from_other_policies(chosen: PolicyGradient) -> Any:
+    """The loss with other policies that are the model's own of this pass, moved by the batch's noise."""
+
+    def loss(output: Any, fields: Any, sequences: Any) -> Any:
+        own, mask = output.logprobs.detach(), fields["loss_mask"]
+        old = (own + fields["old_noise"]) * mask
+        corrected = chosen.settings.correction not in ("bypass", "none")
+        others = {
+            "old_logprobs": old,
+            "rollout_logprobs": (old + fields["rollout_noise"]) * mask if corrected else old,
+            "ref_logprobs": (own + fields["ref_noise"]) * mask,
+        }
+        return chosen.loss(output, {**fields, **others}, sequences)
+
+    return loss
+
+
+LONGEST = int(one_advantage_each().seq_lens.max())
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, model: str) -> Runs:
+    """All in one microbatch, a few, and every sequence alone."""
+    return ranks.run(run_cases, 1, ParallelLayout(), model, CASES, [10_000, 128, LONGEST], timeout=1200.0)[0]
+
+
+def assert_same(steps: Sequence[dict[str, float]], expected: Sequence[dict[str, float]]) -> None:
+    for step, reference in zip(steps, expected, strict=True):
+        assert step.keys() == reference.keys()
+        for key in step.keys() - {"num_microbatches"}:
+            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_are_the_same_in_any_cut_into_microbatches(one_process: Runs, case: str) -> None:
+    whole, few, alone = one_process[case]
+    assert whole[0]["num_microbatches"] == 1 and alone[0]["num_microbatches"] >= 8
+    assert_same(few, whole)
+    assert_same(alone, whole)
+
+
+def test_the_cases_reach_both_sides_of_their_bounds(one_process: Runs) -> None:
+    assert 0.05 < one_process[GSPO][0][0]["actor_clip_ratio"] < 0.95
+    assert 0.05 < one_process[SUMS][0][0]["behave_capped_ratio"] < 0.95
+
+
+def test_loss_and_gradient_are_the_same_in_any_order_of_sequences(
+    ranks: RankPool, model: str, one_process: Runs
+) -> None:
+    runs = ranks.run(run_cases, 1, ParallelLayout(), model, CASES, [128], True, timeout=1200.0)[0]
+    for case in CASES:
+        assert_same(runs[case][0], one_process[case][0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_are_the_same_in_every_layout(
+    ranks: RankPool, model: str, one_process: Runs, layout: str
+) -> None:
+    for runs in ranks.run(run_cases, 2, LAYOUTS[layout], model, CASES, [128, LONGEST + 8], timeout=1200.0):
+        for case in CASES:
+            for steps in runs[case]:
+                assert_same(steps, one_process[case][0])
+
+
+@pytest.mark.nightly
+def test_every_preset_and_correction_is_the_same_in_every_layout_and_cut(ranks: RankPool, model: str) -> None:
+    whole = ranks.run(run_cases, 1, ParallelLayout(), model, OTHERS, [10_000], timeout=3600.0)[0]
+    for layout in (*LAYOUTS.values(), ParallelLayout(dp=2, cp=2)):
+        world = layout.dp * layout.tp * layout.cp * layout.pp
+        for runs in ranks.run(run_cases, world, layout, model, OTHERS, [10_000, LONGEST + 8], timeout=3600.0):
+            for case in OTHERS:
+                for steps in runs[case]:
+                    assert_same(steps, whole[case][0])
+
+
+def test_one_process_computes_gspo_over_the_outputs_of_transformers(model: str, one_process: Runs) -> None:
+    """Each sequence alone through the Hugging Face model: loss and gradient norm of the mean over sequences."""
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
+    batch, total, counted = one_advantage_each(), torch.zeros(()), 0
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        if not one.loss_mask.any():
+            continue
+        logits = reference(one.token_ids[None]).logits[0, :-1].log_softmax(-1)
+        mask = one.loss_mask[1:]
+        own = logits.gather(1, one.token_ids[1:, None])[:, 0][mask]
+        old = own.detach() + one.fields["old_noise"][1:][mask]
+        s, advantage = (own - old).mean().exp(), one.fields["advantages"][0]
+        total = total + torch.maximum(-advantage * s, -advantage * s.clamp(1 - 0.02, 1 + 0.03))
+        counted += 1
+    loss = total / counted
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    assert counted == 11
+    first = one_process[GSPO][0][0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
+    assert weigh_tokens(batch, sequence_mean)[1].loss == pytest.approx(11, rel=1e-14)

@@ -1,0 +1,368 @@
+"""The golden numbers of docs/algorithms.md, gradients by finite differences, and errors of `python -m tools.loss`."""
+
+import io
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import algorithm, batch_of, by_answer
+
+from core.algorithms.saved_steps import SavedSteps
+from core.config.algorithm import build_algorithm, case_settings
+from core.config.experiments import PPOMATHConfig
+from tools.loss import compute, main
+
+EPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+CISPO = {"clip_low": 1.0, "clip_high": 4.0}
+TV = {"loss": "tv", "clip_low": 0.2, "clip_high": 0.2, "advantage": "returns"}
+P_OLD = 0.3
+
+
+def one_token(name: str, advantage: float, ratio: float, settings: dict[str, Any]) -> dict[str, Any]:
+    """The result for one token of probability 0.3 * ratio whose old probability was 0.3."""
+    old = math.log(P_OLD)
+    given = {"logprobs": [old + math.log(ratio)], "old_logprobs": [old], "advantage": advantage, "reward": 0.0}
+    sequences = [{**given, "group": 0}] * 2
+    out = compute({"algorithm": name, "settings": {"correction": "none", **settings}, "sequences": sequences})
+    out["grad"] = 2 * out["grads"][0][0]  # each of the two tokens weighs 1/2
+    return out
+
+
+GOLDEN = [
+    # A, r, PPO loss and gradient, CISPO gradient, SAPO loss and gradient, TV gradient, TOPR gradient
+    (1, 0.4, -0.4, -0.4, -0.4, -1.4174, -0.3661, -0.4, -1),
+    (1, 1.4, -1.28, 0, -1.4, -2.3948, -1.3455, -1.4, -1),
+    (1, 3.2, -1.28, 0, -3.2, -3.6010, -1.1494, 0, -1),
+    (-1, 0.4, 0.8, 0, 0.4, 1.3238, 0.3628, 0.4, 0.4),
+    (-1, 1.4, 1.4, 1.4, 1.4, 2.2990, 1.3400, 1.4, 1),
+    (-1, 3.2, 3.0, 0, 3.2, 3.4655, 1.0514, 3.2, 1),
+]
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "ppo", "ppo_grad", "cispo", "sapo", "sapo_grad", "tv", "topr"), GOLDEN)
+def test_losses_and_gradients_of_a_token_are_the_golden_numbers(
+    advantage: float, ratio: float, ppo: float, ppo_grad: float, cispo: float, sapo: float, sapo_grad: float,
+    tv: float, topr: float,
+) -> None:  # fmt: skip
+    out = one_token("dapo", advantage, ratio, EPS)
+    assert (out["loss"], out["grad"]) == pytest.approx((ppo, ppo_grad), abs=1e-9)
+    assert one_token("cispo", advantage, ratio, CISPO)["grad"] == pytest.approx(cispo)
+    out = one_token("sapo", advantage, ratio, {})
+    assert (out["loss"], out["grad"]) == pytest.approx((sapo, sapo_grad), abs=5e-5)
+    assert one_token("ppo", advantage, ratio, TV)["grad"] == pytest.approx(tv, abs=1e-9)
+    assert one_token("topr", advantage, ratio, {})["grad"] == pytest.approx(topr)
+
+
+def test_cispo_clips_ratios_at_one_plus_the_upper_and_one_minus_the_lower_bound() -> None:
+    assert one_token("cispo", 1, 3.0, {"clip_high": 1.5})["grad"] == pytest.approx(-2.5)
+    assert one_token("cispo", 1, 0.2, {"clip_low": 0.4})["grad"] == pytest.approx(-0.6)
+
+
+def test_opmd_divides_by_one_plus_tau_and_kimi_adds_the_square_of_each_sequence_to_the_sum() -> None:
+    assert one_token("opmd", 1, 1.4, {"opmd_tau": 3.0})["grad"] == pytest.approx(-0.25)
+    rows = [{"logprobs": [-1.0, -2.0], "old_logprobs": [-1.3, -2.1]}, {"logprobs": [-3.0], "old_logprobs": [-2.5]}]
+    sequences = [{**row, "advantage": a, "group": 0} for row, a in zip(rows, (1.0, -2.0), strict=True)]
+    out = compute({"algorithm": "opmd_kimi", "settings": {"opmd_tau": 2.0}, "sequences": sequences})
+    assert out["loss"] == pytest.approx((3.0 - 6.0 + 1.0 * (0.4**2 + 0.5**2)) / 3 / 2)
+    small = compute({"algorithm": "opmd_kimi", "settings": {"opmd_tau": 0.5}, "sequences": sequences})
+    assert small["loss"] == pytest.approx((3.0 - 6.0 + 0.25 * (0.4**2 + 0.5**2)) / 3)
+
+
+def group(*rewards: float, **fields: Any) -> list[dict[str, Any]]:
+    """One group of answers of one token each."""
+    return [{"logprobs": [-1.0], "reward": reward, "group": "g", **fields} for reward in rewards]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("grpo", {}, [1.5, -0.5, -0.5, -0.5]),
+        ("grpo", {"advantage_std": "batch"}, [1.5, -0.5, -0.5, -0.5]),
+        ("grpo", {"advantage_std": "none"}, [0.75, -0.25, -0.25, -0.25]),
+        ("dr_grpo", {}, [0.75, -0.25, -0.25, -0.25]),
+        ("gspo", {}, [1.5, -0.5, -0.5, -0.5]),
+        ("rloo", {}, [1, -1 / 3, -1 / 3, -1 / 3]),
+        ("opmd", {}, [0.75, -0.25, -0.25, -0.25]),
+        ("opmd_logavgexp", {}, [1 - 0.35737, -0.35737, -0.35737, -0.35737]),
+        ("maxrl", {}, [3, -1, -1, -1]),
+        ("reinforce_pp", {}, [1.5, -0.5, -0.5, -0.5]),
+        ("reinforce_pp_baseline", {}, [1.5, -0.5, -0.5, -0.5]),
+    ],
+)
+def test_advantages_of_one_success_in_four_are_the_golden_numbers(
+    name: str, settings: dict[str, Any], expected: list[float]
+) -> None:
+    out = compute({"algorithm": name, "settings": settings, "sequences": group(1, 0, 0, 0)})
+    assert out["advantages"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gradient", "value", "grad"),
+    [
+        ("k1", "own", 1.0, 1.0),
+        ("k2", "own", 0.5, 1.0),
+        ("k3", "own", 0.3679, 0.6321),
+        ("low_var", "own", 0.3679, 0.6321),
+        ("k1", "k2", 1.0, 1.0),
+        ("k3", "k2", 0.3679, 1.0),
+        ("k3", "ratio", 0.3679, 1.0),  # k3 + its derivative, at a ratio of 1
+        ("k1", "ratio", 1.0, 2.0),
+    ],
+)
+def test_kl_in_the_loss_has_the_golden_value_and_gradient(
+    estimator: str, gradient: str, value: float, grad: float
+) -> None:
+    settings = {"ppo.kl_ctl": 1.0, "kl_in": "loss", "kl_estimator": estimator, "kl_gradient": gradient}
+    sequences = group(1, 1, ref_logprobs=[-2.0])
+    out = compute({"algorithm": "rloo", "settings": {"correction": "none", **settings}, "sequences": sequences})
+    assert out["loss"] == pytest.approx(value, abs=5e-5)
+    assert 2 * out["grads"][0][0] == pytest.approx(grad, abs=5e-5)
+    assert out["metrics"]["ref_kl"] == pytest.approx(value, abs=5e-5)
+
+
+def test_kl_in_reward_and_loss_at_once_have_coefficients_of_their_own() -> None:
+    settings = {"ppo.kl_ctl": 0.25, "kl_in": "both", "kl_loss_coeff": 2.0, "correction": "none"}
+    out = compute({"algorithm": "reinforce_pp", "settings": {**settings, "ppo.adv_norm": False},
+                   "sequences": group(1, 1, ref_logprobs=[-2.0])})  # fmt: skip
+    assert out["advantages"] == pytest.approx([0.75, 0.75])
+    assert out["loss"] == pytest.approx(-0.75 + 2.0 * 0.36788, abs=1e-4)
+
+
+CASES = {
+    "ppo": {"dual_clip": 1.5}, "grpo": {}, "dr_grpo": {}, "dapo": {}, "sapo": {}, "rloo": {"entropy_coeff": 0.1},
+    "opmd": {}, "opmd_kimi": {"opmd_tau": 2.0}, "maxrl": {"correction": "tis", "correction_level": "sequence"},
+    "reinforce_pp": {"ppo.kl_ctl": 0.1, "kl_in": "both", "kl_gradient": "ratio", "kl_loss_coeff": 0.5},
+    "opmd_logavgexp": {"ppo.kl_ctl": 0.1, "kl_in": "loss", "kl_estimator": "low_var"},
+    "reinforce_pp_baseline": {"correction": "mis", "correction_level": "geometric", "correction_min": 0.8,
+                              "correction_max": 1.2},
+}  # fmt: skip
+"""Presets whose loss is the integral of its gradient; the others hold a ratio fixed, and have golden numbers."""
+
+
+def random_sequences() -> list[dict[str, Any]]:
+    """Two groups of sequences of unequal lengths, one with a token that is not trained."""
+    numbers = iter(math.sin(7.3 * i) for i in range(1, 10_000))
+
+    def row(count: int, scale: float) -> list[float]:
+        return [scale * next(numbers) for _ in range(count)]
+
+    out = []
+    for i, count in enumerate([3, 1, 4, 2]):
+        rollout = [-1.0 + x for x in row(count, 0.5)]
+        old = [a + b for a, b in zip(rollout, row(count, 0.1), strict=True)]
+        out.append({
+            "rollout_logprobs": rollout, "old_logprobs": old,
+            "logprobs": [a + b for a, b in zip(old, row(count, 0.4), strict=True)],
+            "ref_logprobs": [a + b for a, b in zip(old, row(count, 0.3), strict=True)],
+            "entropy": [1.0 + x for x in row(count, 0.5)],
+            "reward": float(i % 2) + 0.1 * i, "group": i // 2, "mask": [1] * count if i else [1, 0, 1],
+        })  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    case = {"algorithm": name, "settings": CASES[name], "sequences": random_sequences()}
+    out, step = compute(case), 1e-6
+    assert any(g for row in out["grads"] for g in row)
+    assert out["grads"][0][1] == 0.0, "it is not trained"
+    for i, sequence in enumerate(case["sequences"]):
+        for t in range(len(sequence["logprobs"])):
+            losses = []
+            for sign in (1, -1):
+                moved = [{**s, "logprobs": [*s["logprobs"]]} for s in case["sequences"]]
+                moved[i]["logprobs"][t] += sign * step
+                losses.append(compute({**case, "sequences": moved})["loss"])
+            assert out["grads"][i][t] == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-7), (i, t)
+
+
+# ---- corrections
+
+
+def corrected(settings: dict[str, Any], sequences: list[dict[str, Any]], **case: Any) -> list[list[float]]:
+    """The weights of tokens under these settings."""
+    return compute({"algorithm": "rloo", "settings": settings, "sequences": sequences, **case})["weights"]
+
+
+def stale(*weights: list[float], advantage: float = 1.0) -> list[dict[str, Any]]:
+    """Sequences whose tokens have these ratios of proximal to behaviour policy."""
+    return [
+        {
+            "logprobs": [-1.0] * len(row), "old_logprobs": [-1.0] * len(row), "group": 0, "advantage": advantage,
+            "rollout_logprobs": [-1.0 - math.log(w) for w in row],
+        }
+        for row in weights
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"correction": "none"}, [[1, 1], [1, 1]]),
+        ({"correction": "bypass"}, [[1, 1], [1, 1]]),
+        ({"correction": "decoupled"}, [[0.4, 3.0], [1.1, 0]]),
+        ({"correction": "decoupled", "behave_imp_weight_cap": None}, [[0.4, 3.0], [1.1, 6.0]]),
+        ({"correction": "tis"}, [[0.4, 2.0], [1.1, 2.0]]),
+        ({"correction": "tis", "correction_min": 0.5, "correction_max": 4}, [[0.5, 3.0], [1.1, 4.0]]),
+        ({"correction": "tis", "correction_level": "sequence"}, [[1.2, 1.2], [2.0, 2.0]]),
+        ({"correction": "mis", "correction_level": "token"}, [[0, 0], [1.1, 0]]),
+        ({"correction": "mis"}, [[1.2, 1.2], [0, 0]]),
+        ({"correction": "mis", "correction_level": "geometric", "correction_min": 0.9, "correction_max": 1.2},
+         [[0.4, 3.0], [0, 0]]),
+        ({"correction": "icepop"}, [[0, 3.0], [1.1, 0]]),
+        ({"correction": "tis", "correction_veto": 0.5}, [[0, 0], [1.1, 2.0]]),
+        ({"correction": "none", "m2po_threshold": 0.5}, [[1, 0], [1, 0]]),  # squares: 0.84, 1.21, 0.01, 3.21
+        ({"correction": "none", "m2po_threshold": 0.7}, [[1, 1], [1, 0]]),
+    ],
+)  # fmt: skip
+def test_corrections_weigh_tokens_by_their_formula(settings: dict[str, Any], expected: list[list[float]]) -> None:
+    found = corrected(settings, stale([0.4, 3.0], [1.1, 6.0]))
+    assert [w for row in found for w in row] == pytest.approx([w for row in expected for w in row])
+
+
+def test_dropped_tokens_stay_in_the_denominator() -> None:
+    case = {"algorithm": "rloo", "settings": {"correction": "icepop"}, "sequences": stale([0.4, 3.0], [1.1, 6.0])}
+    assert compute(case)["loss"] == pytest.approx(-(3.0 + 1.1) / 4)
+
+
+def test_opsm_drops_sequences_with_negative_advantages_that_the_policy_has_left() -> None:
+    far, near = [0.5, 0.9], [1.1, 0.8]  # means of -log w: 0.399 and 0.064
+    assert corrected({"correction": "none", "opsm_threshold": 0.1}, stale(far, near, advantage=-1.0)) == [
+        [0, 0],
+        [1, 1],
+    ]
+    assert corrected({"correction": "none", "opsm_threshold": 0.1}, stale(far, near)) == [[1, 1], [1, 1]]
+
+
+def test_the_loglinear_proximal_policy_is_as_near_to_the_current_one_as_the_age_of_the_token() -> None:
+    rows = [{"logprobs": [-1.0] * 3, "rollout_logprobs": [-1.6] * 3, "versions": [5, 4, 2], "group": 0}] * 2
+    settings = {"correction": "decoupled", "proximal": "loglinear"}
+    found = corrected(settings, rows, version=5)
+    assert found[0] == pytest.approx([1.0, math.exp(0.3), math.exp(0.45)])  # alpha: 0, 1/2, 3/4
+    settings = {"correction": "decoupled", "proximal": "reused", "ppo.ppo_n_minibatches": 1, "ppo.kl_ctl": 0.1}
+    with_old = [{**row, "old_logprobs": [-1.2] * 3, "ref_logprobs": [-1.0] * 3} for row in rows]
+    reused = corrected(settings, with_old)  # the KL penalty needs the recomputed policy, the ratio does not
+    assert reused[0] == pytest.approx([math.exp(0.6)] * 3)
+
+
+# ---- rewards, aggregation, adaptive KL
+
+
+def test_dapo_penalises_answers_in_the_last_fifth_of_the_limit() -> None:
+    sequences = [{"logprobs": [-1.0] * n, "reward": 1.0, "group": 0} for n in (8, 9, 10)]
+    settings = {"ppo.gen.max_new_tokens": 10, "advantage_std": "none"}
+    out = compute({"algorithm": "dapo", "settings": settings, "sequences": sequences})
+    assert out["advantages"] == pytest.approx([0.5, 0.0, -0.5])
+    assert out["metrics"]["overlong_penalty"] == pytest.approx(-0.5) and out["metrics"]["task_reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token_mean", [1 / 3, 1 / 3]),
+        ("sequence_mean", [1 / 4, 1 / 2]),
+        ("sequence_sum", [1 / 2, 1 / 2]),
+        ("constant", [1 / 20, 1 / 20]),
+    ],
+)
+def test_aggregations_divide_by_global_counts_without_sequences_that_are_not_trained(
+    aggregation: str, weights: list[float]
+) -> None:
+    sequences = [
+        {"logprobs": [-1.0, -1.0], "reward": 1, "group": 0},
+        {"logprobs": [-1.0], "reward": 0, "group": 0},
+        {"logprobs": [-1.0], "mask": [0], "reward": 0, "group": 0},
+    ]
+    settings = {"aggregation": aggregation, "ppo.gen.max_new_tokens": 10, "correction": "none"}
+    out = compute({"algorithm": "rloo", "settings": settings, "sequences": sequences})
+    rows = out["token_weights"]
+    assert [rows[0][0], rows[1][0]] == pytest.approx(weights) and rows[2] == [0.0]
+    assert [out["grads"][0][0], out["grads"][1][0]] == pytest.approx(
+        [-a * w for a, w in zip(out["advantages"], weights, strict=False)]
+    )
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequences": []}, "sequences: must be a list of at least one sequence"),
+        ({"sequences": [{"logprobs": [-1], "old": [-1]}]}, "sequences[0].old: unknown key; use one of logprobs, "),
+        ({"sequences": [{"logprobs": [-1, -2], "mask": [1]}]}, "sequences[0].mask: has 1 values, logprobs has 2; "),
+        ({"settings": {"clip_lo": 1}}, "settings: algorithm.clip_lo: Extra inputs are not permitted"),
+        ({"settings": {"correction": "tis", "correction_level": "geometric"}}, "algorithm.correction_level: geome"),
+        ({"settings": {"ppo.kl_ctl": 0.1}}, "sequences[0].ref_logprobs: required by the algorithm with these settings"),
+        ({"settings": {"entropy_coeff": 0.1}}, "sequences[0].entropy: required by the algorithm with these settings"),
+        ({"algorithm": "grpoo"}, "algorithm.name: unknown algorithm 'grpoo'; use one of ppo, "),
+        ({"sequences": [{"logprobs": [-1], "reward": 1}]}, "group_size: algorithm.name=rloo compares the answers to "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_case_is_one_clear_error(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        compute({"algorithm": "rloo", "sequences": group(1, 0), **change})
+    assert str(caught.value).startswith(message)
+
+
+def test_the_command_reads_a_file_or_standard_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps({"algorithm": "rloo", "sequences": group(1, 0)})
+    (tmp_path / "case.json").write_text(text)
+    assert main([str(tmp_path / "case.json")]) == 0
+    from_file = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main([]) == 0
+    assert json.loads(capsys.readouterr().out) == from_file
+    assert from_file["advantages"] == [1.0, -1.0] and from_file["grads"] == [[-0.5], [0.5]]
+    (tmp_path / "case.json").write_text("[1]")
+    assert main([str(tmp_path / "case.json")]) == 2
+    assert "must be a JSON object" in capsys.readouterr().err
+
+
+def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = PPOMATHConfig.model_validate({
+        "experiment_name": "e", "trial_name": "t", "dataset": {"path": "p"}, "group_size": 2,
+        "algorithm": {"name": "grpo", "kl_target": 0.1, "entropy_coeff": 0.1}, "ppo": {"kl_ctl": 0.5},
+    })  # fmt: skip
+    saved = SavedSteps(
+        build_algorithm(config), folder=tmp_path / "logs" / "batches", every=2, step=4, name="grpo",
+        settings=case_settings(config),
+    )  # fmt: skip
+    batch, fields = batch_of([1.0, 0.0], [0.5, 0.25], lens=[2, 3, 1, 2])
+    noise = torch.sin(torch.arange(12.0))
+    fields |= {"old_logprobs": fields["rollout_logprobs"] + 0.1 * noise, "ages": torch.zeros(12, dtype=torch.int64)}
+    fields["ref_logprobs"] = fields["rollout_logprobs"] - 0.3 * noise.square()
+    saved.advantages(batch, fields)
+    expected = saved.advantages(batch, fields)[0]["advantages"]  # with the coefficient that the first step adapted
+    assert [p.name for p in tmp_path.rglob("step-*")] == ["step-6.json.gz"]
+    assert main(["--from-run", str(tmp_path), "--step", "6"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    rows = [row[1:] if isinstance(row, list) else [row] for row in out["advantages"]]  # without the prompt
+    assert [a for row in rows for a in row] == pytest.approx(
+        [a for r in by_answer(batch, expected) for a in r], abs=1e-6
+    )
+    assert main(["--from-run", str(tmp_path), "--step", "5"]) == 2
+    assert "0 files of step 5 below this folder, expected 1" in capsys.readouterr().err
+
+
+def test_saving_steps_goes_on_counting_after_a_recovery_and_leaves_the_algorithm_as_it_is(tmp_path: Path) -> None:
+    inner = algorithm("gspo", entropy_coeff=0.1, correction="decoupled", ppo_n_minibatches=2)
+    saved = SavedSteps(inner, folder=tmp_path, every=3, step=0, name="gspo", settings={})
+    saved.load_state_dict({**inner.state_dict(), "saved_step": 7})
+    batch, fields = batch_of([1.0, 0.0])
+    fields |= {"old_logprobs": fields["rollout_logprobs"], "ages": torch.zeros(6, dtype=torch.int64)}
+    saved.advantages(batch, fields)
+    assert [p.name for p in tmp_path.iterdir()] == [] and saved.state_dict()["saved_step"] == 8
+    pickle.loads(pickle.dumps(saved)).advantages(batch, fields)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-9.json.gz"]
+    assert (saved.unit, saved.passes, saved.critic, saved.needs_entropy) == ("group", {"old_logprobs"}, None, True)
+    packed = batch.to_packed()
+    assert torch.equal(saved.token_weights(packed), inner.token_weights(packed))
