@@ -481,6 +481,14 @@ def test_actor_and_critic_pass_over_the_minibatches_of_a_batch_as_often_as_their
     assert [update.sequences for update in run.of("critic")] == dealt * 3
 
 
+def test_the_loglinear_proximal_policy_counts_ages_from_the_version_that_is_trained() -> None:
+    answers = [Answer(sampled=[-1.0, -1.0, -1.0], reward=1.0, versions=[0, 1, 2])]
+    run = train(
+        Step(groups=[answers]), Step(groups=[answers]), Step(groups=[answers]), decoupled=True, proximal="loglinear"
+    )
+    assert_close(run.trained_on("proximal_share", step=2), [[2 / 3, 1 / 2, 0.0]])
+
+
 @pytest.mark.parametrize(("reuse", "passes"), [(1, []), (2, ["actor"])])
 def test_old_log_probabilities_are_computed_when_one_minibatch_is_used_twice(reuse: int, passes: list[str]) -> None:
     run = train(pair(1.0, -1.0, current=OLD), decoupled=True, actor_sample_reuse=reuse)

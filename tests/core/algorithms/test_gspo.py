@@ -160,3 +160,4 @@ def test_gspo_needs_no_critic_averages_over_sequences_and_keeps_groups_together(
     assert gspo.passes == {"old_logprobs"} and gspo.critic is None and gspo.unit == "group"
     packed = batch_of([1.0, 0.0], lens=[2, 5])[0].to_packed()
     assert torch.equal(gspo.token_weights(packed), sequence_mean(packed))
+    assert not gspo.weighs_alike and algorithm("grpo").weighs_alike
