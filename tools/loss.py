@@ -247,7 +247,8 @@ def _in_float64() -> Iterator[None]:
 
 
 def _read(path: Path | None, run: Path | None, step: int) -> str:
-    """Return the text of a case: a file, standard input, or a saved step. Raises ValueError where there is no such step."""
+    """Return the text of a case: a file, standard input, or a saved step. Raises ValueError where there is no
+    such step."""
     if run is not None:
         found = sorted(run.rglob(step_file(Path("batches"), step).as_posix()))
         if len(found) != 1:
