@@ -50,7 +50,9 @@ def test_every_rank_of_every_server_has_the_pushed_weights_and_the_report_says_t
         sender.close()
         for double in doubles:
             assert all(call.paused for call in double.calls if call.path in UPDATES)
-            assert len(double.bodies(UPDATE_OF[kind])) == (2 if kind == "disk" else 6)
+            updates = double.bodies(UPDATE_OF[kind])
+            assert len(updates) == (2 if kind == "disk" else 6)
+            assert not any(body["flush_cache"] for body in updates), "with requests waiting a server fails at that"
             assert not double.groups, "the group was left"
 
 

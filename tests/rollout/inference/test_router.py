@@ -308,11 +308,12 @@ def test_a_slow_generator_is_reported_and_keeps_its_requests(
     play(scene())
 
 
-def test_a_request_that_cannot_be_served_blames_no_generator(folder: Path) -> None:
+def test_a_request_that_cannot_be_served_blames_no_generator(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         router = Router([Recorded(folder)])
-        with pytest.raises(ValueError, match="max_position_embeddings=512"):
+        with caplog.at_level("WARNING"), pytest.raises(ValueError, match="max_position_embeddings=512"):
             await router.generate(request(0, prompt(500), max_new_tokens=100))
+        assert "failed" not in caplog.text
         assert len((await router.generate(request(1, prompt(5)))).token_ids) == 16
         await router.close()
 

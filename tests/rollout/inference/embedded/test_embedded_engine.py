@@ -138,6 +138,22 @@ def test_versions_and_logprobs_are_exact_across_an_update_of_the_weights(model: 
         assert c.token_ids[:num_old].tolist() == run_at_version(model, r, 3).token_ids[:num_old].tolist()
 
 
+def test_retracted_requests_run_again_before_those_that_waited_and_in_their_order(model: Any) -> None:
+    requests = [request(i, prompt(5 + i, seed=i), max_new_tokens=20) for i in range(5)]
+    engine = engine_of(model, max_running=2)
+    engine.add(requests)
+    steps(engine, 3)
+    before = engine.partial()
+    assert before.keys() == {"r0", "r1"}
+    with torch.inference_mode():
+        engine.interrupt("retract")
+    assert list(engine.partial()) == ["r0", "r1"]
+    steps(engine, 2)
+    after = engine.partial()
+    assert after.keys() == {"r0", "r1"}
+    assert all(len(after[name].token_ids) > len(before[name].token_ids) for name in after)
+
+
 def test_a_prompt_run_under_old_weights_is_not_shared_with_later_requests(model: Any, new_model: Any) -> None:
     ids = prompt(20)
     requests = [request(i, ids, max_new_tokens=30) for i in range(12)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,16 @@ def test_an_answer_whose_logprobs_are_no_numbers_is_an_error(broken: float | Non
         read_answer(answer, sampling, server="generator-3", log_file="a.log", one_version=1)
     meta["output_token_logprobs"][1][0] = -0.25
     assert read_answer(answer, sampling, server="", log_file="", one_version=1).logprobs.tolist() == [-0.5, -0.25]
+
+
+def test_an_answer_with_fewer_logprobs_than_tokens_is_an_error_unless_it_was_aborted() -> None:
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7], [-0.25, 8]]}
+    answer = {"meta_info": meta, "output_ids": [7, 8, 9]}
+    read = partial(read_answer, answer, SamplingParams(max_new_tokens=3), server="g", log_file="", one_version=1)
+    with pytest.raises(GeneratorCallError, match="g: a response of 3 tokens is complete for 2 only"):
+        read()
+    meta["finish_reason"] = {"type": "abort"}
+    assert read().token_ids.tolist() == [7, 8]
 
 
 def test_the_only_token_that_top_k_leaves_is_certain() -> None:
