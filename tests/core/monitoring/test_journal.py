@@ -1,6 +1,5 @@
 """Rows of a run that was killed: none twice, none torn."""
 
-import json
 from pathlib import Path
 
 import pytest

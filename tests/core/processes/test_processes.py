@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -93,6 +95,19 @@ def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Pat
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_process_that_got_the_id_of_an_ended_one_is_not_signalled(tmp_path: Path) -> None:
+    stranger = subprocess.Popen(["sleep", "60"])  # SIGRTMIN would end it
+    try:
+        said = {"pid": stranger.pid, "started": psutil.Process(stranger.pid).create_time() - 100}
+        (tmp_path / FOLDER).mkdir()
+        (tmp_path / FOLDER / "rank-0.txt").write_text(json.dumps(said | {"host": socket.gethostname()}) + "\n")
+        assert ask_for_stacks(tmp_path, why="the test asks") == {"rank-0": "gone"}
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 LIBRARY = """

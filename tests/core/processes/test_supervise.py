@@ -119,15 +119,18 @@ def attempt(self):
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(end: int) -> None:
+@pytest.mark.parametrize("before", ["os.fork", "signal.pthread_sigmask"])
+def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int) -> None:
     body = f"""
-fork = os.fork
+call, came = {before}, []
 
-def interrupted_fork():
-    os.kill(os.getpid(), {int(end)})
-    return fork()
+def interrupted(*args):
+    if not came:
+        came.append(True)
+        os.kill(os.getpid(), {int(end)})
+    return call(*args)
 
-os.fork = interrupted_fork
+{before} = interrupted
 
 def attempt(self):
     time.sleep(5)
