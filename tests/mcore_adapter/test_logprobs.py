@@ -139,6 +139,15 @@ def test_bfloat16_weights_give_float32_results_close_to_the_exact_ones():
     torch.testing.assert_close(logprobs.detach(), expected, rtol=0.02, atol=0.05)
 
 
+def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32_over_all_chunks():
+    """Added up in bfloat16, chunks of 2.25 would stop at 512."""
+    weight = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(1023, 8, dtype=torch.bfloat16)
+    logprobs, _ = linear_logprobs(hidden, weight, torch.zeros(1023, dtype=torch.long), chunk_tokens=3)
+    logprobs.sum().backward()
+    assert weight.grad[0].tolist() == [768.0] * 8 and weight.grad[1].tolist() == [-256.0] * 8
+
+
 def test_temperature_zero_is_refused():
     hidden, weight, targets = problem()
     with pytest.raises(ValueError, match="temperature=0"):

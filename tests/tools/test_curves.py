@@ -24,6 +24,9 @@ def test_a_difference_of_one_ulp_is_found_with_its_step_and_both_values() -> Non
     assert table_row(curve(1.0, LOSS, 3.0), curve(1.0, LOSS, 3.0)) == ("3 of 3",)
     row = table_row(curve(1.0, LOSS, 3.0), curve(1.0, next_up, 4.0))
     assert row == ("1 of 3", "step 2", "loss", "0.1", "0.10000000000000002")
+    other = curve(1.0, LOSS)
+    other[1]["grad_norm"] = (2.5).hex()
+    assert table_row(curve(1.0, LOSS), other) == ("1 of 2", "step 2", "grad_norm", "2.0", "2.5")
     assert table_row(curve(1.0, LOSS), None) == ("0 of 2", "", "the run failed")
 
 

@@ -118,6 +118,18 @@ def attempt(self):
     assert run(body, retries=1)[0] == DONE
 
 
+def test_the_end_of_an_orphan_is_not_taken_for_the_end_of_its_attempt() -> None:
+    body = """
+def attempt(self):
+    subprocess.run(["sh", "-c", "(sleep 0.2; exit 3) &"])
+    time.sleep(1.0)
+    print("came to its end")
+    return 0
+"""
+    code, said = run(body, retries=1)
+    assert code == DONE and said.count("came to its end") == 1
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("before", ["os.fork", "signal.pthread_sigmask"])
 def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int) -> None:

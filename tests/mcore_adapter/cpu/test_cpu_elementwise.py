@@ -57,3 +57,10 @@ def test_gradients_pass_the_numerical_check() -> None:
 
 def test_a_row_of_zeros_stays_zero() -> None:
     assert torch.equal(rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6), torch.zeros(2, 4))
+
+
+def test_bfloat16_is_normalized_in_float32() -> None:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    exact = plain_rms_norm(x.double(), torch.ones(96, dtype=torch.float64), 1e-6).bfloat16()
+    found = rms_norm(x, torch.ones(96, dtype=torch.bfloat16), 1e-6)
+    assert (found != exact).float().mean() < 0.01, "rounded once, at the end"

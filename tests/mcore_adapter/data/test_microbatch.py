@@ -91,6 +91,10 @@ def test_quadratic_cost_separates_the_long_sequences():
     assert [sum(i < 2 for mb in rank for i in mb) for rank in plan] == [1, 1]
 
 
+def test_ranks_get_microbatches_of_equal_cost_and_run_the_most_expensive_first():
+    assert plan_microbatches([10, 6, 5, 1], dp=2, max_tokens_per_mb=10) == [[[0], [3]], [[1], [2]]]
+
+
 def test_a_sequence_above_the_limit_is_an_error_that_names_key_and_value():
     with pytest.raises(ValueError, match=r"max_tokens_per_mb=8: sequence 1 of the batch has 9 tokens.*at least 9"):
         plan_microbatches([3, 9], dp=1, max_tokens_per_mb=8)

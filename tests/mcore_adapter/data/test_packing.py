@@ -70,6 +70,23 @@ def test_sequence_parallelism_pads_the_end_only_as_a_sequence_of_its_own():
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5, 8]
 
 
+def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_each_sequence():
+    """As Megatron's attention takes them: chunks r and 2 cp - 1 - r."""
+    ranks = [
+        pack_microbatch(batch_of([8, 3]), [0, 1], PackingLayout(cp_size=2, cp_rank=rank), device=CPU).token_ids.tolist()
+        for rank in range(2)
+    ]
+    assert ranks == [[[1, 2, 7, 8, 9, 0]], [[3, 4, 5, 6, 10, 11]]]
+
+
+def test_for_8_bit_products_every_rank_gets_rows_in_multiples_of_16():
+    for cp, sp in ((1, 1), (1, 2), (2, 2)):
+        layout = PackingLayout(cp_size=cp, sequence_parallel_size=sp, row_multiple=16)
+        for lens in ([3, 2], [15, 16, 2], [31, 1]):
+            packed = pack_microbatch(batch_of(lens), range(len(lens)), layout, device=CPU)
+            assert packed.token_ids.shape[1] % (16 * sp) == 0
+
+
 def test_a_filler_has_one_token_and_trains_nothing():
     packed = pack_microbatch(batch_of([3, 2]), [], PackingLayout(sequence_parallel_size=2), device=CPU)
     assert packed.num_tokens == 1

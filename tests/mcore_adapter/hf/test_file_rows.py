@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_adapter.hf.file_rows import FileRows, write_rows
+from mcore_adapter.hf.file_rows import FileRows, write_all, write_rows
 
 CONTENT = torch.arange(5 << 20, dtype=torch.float32).view(-1, 1024)
 BEGIN = 4097
@@ -100,3 +100,13 @@ def test_an_error_of_the_kernel_that_is_no_refusal_ends_the_copy(
     monkeypatch.setattr(os, "copy_file_range", copy_file_range)
     with pytest.raises(OSError, match="No space left"):
         write_rows(target.fileno(), 0, stored, torch.float32)
+
+
+def test_what_the_kernel_did_not_write_at_once_is_written_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, offset: write(file, bytes(content)[:3], offset))
+    with open(tmp_path / "file", "w+b", buffering=0) as file:
+        assert write_all(file.fileno(), 2, b"abcdefgh") == 8
+    assert (tmp_path / "file").read_bytes() == b"\0\0abcdefgh"
