@@ -70,3 +70,20 @@ def test_processes_of_a_run_import_the_installation_before_the_working_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"/given{os.pathsep}{ROOT}")
     assert python_path("/script").split(os.pathsep) == [str(ROOT), "/script", "/given", str(tmp_path)]
+
+
+def test_options_from_python_are_the_flags_of_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, list[str]]] = []
+
+    def run(module: str, words: list[str], folders: list[str]) -> int:
+        called.append((module, words))
+        return 0
+
+    monkeypatch.setattr("slipstream.api._run", run)
+    slipstream.convert("from", tmp_path, to_megatron=True, dtype="bfloat16", overwrite=False)
+    folders = ["--checkpoint_path", "from", "--output_path", str(tmp_path)]
+    assert called == [("tools.convert", [*folders, "--to-megatron", "--dtype", "bfloat16"])]
+    (tmp_path / "results.json").write_text("[]")
+    assert slipstream.evaluate("model", tmp_path, data=["a", "b"], n_sampling=8, greedy=None) == []
+    folders = ["--model_path", "model", "--output_path", str(tmp_path)]
+    assert called[1] == ("tools.eval", [*folders, "--data_names", "a,b", "--n_sampling", "8"])
