@@ -54,7 +54,8 @@ USAGE = ".usage.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a step's batch. `passes`: old log-probabilities are computed before the update."""
+    """Of a step's batch. `passes`: answers of half to all of the tokens, with log-probabilities before the update;
+    for passes over the whole batch and over minibatches ranks then get different sequences."""
 
     prompts: int = 512
     answers: int = 16
@@ -97,7 +98,8 @@ class MockService:
     def set_version(self, version: int) -> None: ...
 
     def _trajectory(self, version: int) -> Trajectory:
-        total = self._size.tokens
+        full = self._size.tokens
+        total = int(self._rng.integers(full // 2, full + 1)) if self._size.passes else full
         mask = np.arange(total) >= PROMPT_TOKENS
         return Trajectory(
             query_id="", token_ids=self._rng.integers(0, 32_000, total, np.int32), loss_mask=mask,
