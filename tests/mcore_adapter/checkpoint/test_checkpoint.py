@@ -260,6 +260,18 @@ def test_a_writer_that_fails_on_a_full_disk_makes_room_to_say_so(tmp_path, monke
         wait_for_outcome(path, stop)
 
 
+def test_a_failure_at_the_last_file_leaves_a_folder_without_the_marker(tmp_path):
+    class Writer:
+        def finish(self, metadata: Any, everyone: list[Any]) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    copied = object.__new__(CopiedCheckpoint)
+    copied._path, copied._writer, copied._metadata = tmp_path, Writer(), None
+    with pytest.raises(OSError, match="No space left"):
+        copied.finish([[]])
+    assert not (tmp_path / "metadata.json").exists()
+
+
 def test_the_folder_holds_all_that_a_converter_needs(saved):
     names = {p.name for p in saved["path"].iterdir()}
     assert {"metadata.json", ".metadata", "common.pt", "config.json", "tokenizer_config.json"} <= names
