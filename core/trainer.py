@@ -45,7 +45,7 @@ class EngineRef:
     inference_tokens_per_mb: int
 
     def use(self, memory: MemoryLimits, *, trains: bool) -> Use:
-        """Set how this engine will cut the next batch."""
+        """Return how this engine will cut the next batch."""
         role = self.train_role if trains else self.inference_role
         configured = self.train_tokens_per_mb if trains else self.inference_tokens_per_mb
         return Use(

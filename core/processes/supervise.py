@@ -95,12 +95,19 @@ def run_attempts(run: Callable[[Attempt], int], *, retries: int, silence_seconds
     """
     if retries == 0:
         return run(Attempt())
+    with _Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
+        return _supervise(run, retries, silence_seconds, log_folder, forwarding)
+
+
+def _supervise(
+    run: Callable[[Attempt], int], retries: int, silence_seconds: float, log_folder: Path, forwarding: _Forwarding
+) -> int:
     attempts: list[Attempt] = []
     without_progress = 0
     _adopt_orphans()
     while True:
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
-        code = _in_child(attempt, silence_seconds, log_folder)
+        code = _in_child(attempt, silence_seconds, log_folder, forwarding)
         if code is None:
             try:
                 register_process(_DRIVER, log_folder)
@@ -141,25 +148,25 @@ def _beat(attempt: Attempt) -> None:
         attempt.tell()
 
 
-def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path) -> int | None:
+def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path, forwarding: _Forwarding) -> int | None:
     """Fork. In the child: None, and `attempt` reports to its parent. In the parent: the child's exit code, once it and
     all that it started are gone; `attempt` is filled in."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     reading, attempt.pipe = os.pipe()
     begin, parent = time.monotonic(), os.getpid()
-    with _Forwarding() as forwarding:
-        child = forwarding.fork()
-        if child == 0:
-            os.close(reading)
-            os.setpgid(0, 0)  # Ctrl-C comes from the parent, once
-            _die_with(parent)
-            return None
-        os.close(attempt.pipe)
-        attempt.pipe = None
-        with os.fdopen(reading, "rb") as pipe:
-            watch = _Watch(child, silence_seconds, log_folder, forwarding)
-            status = _listen(pipe.fileno(), child, attempt, watch)
+    child = forwarding.fork()
+    if child == 0:
+        os.close(reading)
+        os.setpgid(0, 0)  # Ctrl-C comes from the parent, once
+        _die_with(parent)
+        return None
+    os.close(attempt.pipe)
+    attempt.pipe = None
+    with os.fdopen(reading, "rb") as pipe:
+        watch = _Watch(child, silence_seconds, log_folder, forwarding)
+        status = _listen(pipe.fileno(), child, attempt, watch)
+    forwarding.forget_child()
     attempt.seconds = time.monotonic() - begin
     _end_orphans()
     if forwarding.came and not attempt.final:  # it came before the attempt was ready for it
@@ -231,7 +238,8 @@ def _listen(pipe: int, child: int, attempt: Attempt, watch: _Watch) -> int:
 
 
 class _Forwarding(AbstractContextManager["_Forwarding"]):
-    """SIGINT and SIGTERM go to the child, which ends in order; also those that come before there is one."""
+    """SIGINT and SIGTERM go to the child, which ends in order; also those that come before there is one, or between two
+    of them: the next one gets them at once."""
 
     def __enter__(self) -> _Forwarding:
         self._child: int | None = None
@@ -243,8 +251,13 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
         self.restore()
 
     def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        """Put the handlers back, once."""
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def forget_child(self) -> None:
+        """Send no more signals to a child that has ended: its number may be another process's by now."""
+        self._child = None
 
     @property
     def came(self) -> bool:
@@ -254,7 +267,7 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
     def fork(self) -> int:
         """Call os.fork(): the signals go to the child from now on, those that came already included. Both are blocked
         until the child has its own handlers: in those that it inherits a signal would be lost."""
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             child = os.fork()
             if child == 0:

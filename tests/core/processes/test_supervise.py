@@ -131,6 +131,24 @@ def attempt(self):
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["_end_orphans", "logger.error"])
+def test_a_signal_between_two_attempts_ends_the_run(where: str, end: int) -> None:
+    body = f"""
+from core.processes import supervise
+original = supervise.{where}
+def interrupted(*args):
+    os.kill(os.getpid(), {int(end)})
+    return original(*args)
+supervise.{where} = interrupted
+def attempt(self):
+    if self.number > 1:
+        time.sleep(600)
+    return 1
+"""
+    assert run(body, retries=1)[0] == INTERRUPTED
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("before", ["os.fork", "signal.pthread_sigmask"])
 def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int) -> None:
     body = f"""
