@@ -17,11 +17,12 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test mutants nightly lint setup clean
+.PHONY: help demo test quick mutants nightly lint setup clean
 
 help:
 	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (about 6 minutes)"
 	@echo "make test   run the test suite (PYTEST_ARGS='tests/rollout' for a part)"
+	@echo "make quick  run the tests that start neither Ray nor trainer ranks"
 	@echo "make mutants  put bugs into copies of the source and check that the tests notice (docs/testing.md)"
 	@echo "make nightly  what continuous integration leaves out; writes its results into docs/testing.md"
 	@echo "make lint   ruff and mypy"
@@ -33,6 +34,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow and not nightly'
 
 mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)

@@ -19,5 +19,20 @@ WHOLE_RUNS = (
 )
 
 
+SLOW_MODULES = {
+    *WHOLE_RUNS,
+    "test_examples",
+    "test_full_disk",
+    "test_mutants",
+}
+"""Modules of which `make quick` runs nothing."""
+SLOW_FIXTURES = {"run_command", "ranks", "gpu_ranks"}
+"""They start a whole run, or processes that import the trainer."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in WHOLE_RUNS)
+    for item in items:
+        if item.path.stem in SLOW_MODULES or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")

@@ -36,6 +36,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_recording_equals_a_second_run_and_a_changed_number_in_it_does_not(tmp_path: Path) -> None:
     file = tmp_path / "curves.json"

@@ -61,6 +61,7 @@ def process_of(command, name: str) -> psutil.Process:
     return psutil.Process(said["pid"])
 
 
+@pytest.mark.timeout(600)  # four attempts, each of which starts Ray and two ranks
 def test_a_run_outlives_its_driver_a_stopped_rank_and_its_ray(assets, run_command, nothing_left) -> None:
     config = ppo(
         assets,

@@ -21,6 +21,7 @@ import ctypes, logging, os, signal, subprocess, sys, time
 from pathlib import Path
 from core.processes.supervise import run_attempts
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests in the background
 """
 
 
