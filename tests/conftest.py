@@ -21,6 +21,7 @@ WHOLE_RUNS = (
 
 SLOW_MODULES = {
     *WHOLE_RUNS,
+    "test_convert_limits",
     "test_examples",
     "test_full_disk",
     "test_mutants",
