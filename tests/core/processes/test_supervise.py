@@ -149,6 +149,23 @@ def attempt(self):
     assert run(body, retries=1)[0] == INTERRUPTED
 
 
+def test_a_signal_between_two_attempts_is_not_sent_to_the_number_of_the_ended_driver() -> None:
+    body = """
+from core.processes import supervise
+original, kill = supervise._end_orphans, os.kill
+def interrupted():
+    os.kill = lambda number, sent: print("sent to", number)
+    signal.raise_signal(signal.SIGTERM)
+    os.kill = kill
+    original()
+supervise._end_orphans = interrupted
+def attempt(self):
+    return 1
+"""
+    code, said = run(body, retries=1)
+    assert code == INTERRUPTED and "sent to" not in said
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("before", ["os.fork", "signal.pthread_sigmask"])
 def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int) -> None:
