@@ -84,13 +84,13 @@ class StepBatch:
     def stored(self) -> StoredBatch:
         return self._writer.stored
 
-    def facts(self, version: int) -> BatchFacts:
-        """Return what the driver reports of this batch, which is trained at `version`."""
+    def facts(self) -> BatchFacts:
+        """Return what the driver reports of this batch."""
         rollout = self._rollout
         lens = torch.from_numpy(np.diff(rollout.cu_seqlens))
         return BatchFacts(
             num_minibatches=len(self.stored.minibatches),
-            ages=rollout.ages(version),
+            ages=rollout.ages(self._version),
             positions=rollout.positions,
             metrics={
                 "avg_seq_len": float(lens.float().mean()),

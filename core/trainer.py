@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.algorithms.base import Algorithm, Objective, Pass
+from core.algorithms.base import FIELDS, Algorithm, Objective, Pass
 from core.data.passes import InferencePass, UpdatePass
 from core.data.stored_batch import Ref, Use
 from core.monitoring.monitor import Monitor, StepTimer
@@ -100,7 +100,6 @@ class _Pass:
 
     name: Pass
     phase: str
-    field: str
     engine: EngineRef
     run: Callable[[MemoryLimits], Sequence[Ref]]
 
@@ -156,9 +155,7 @@ class PPOTrainer:
         self._algorithm.load_state_dict(start.extra)
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
-                batch, facts, figures = self._rollout.take(
-                    step, self._request(step), meanwhile=self._weights.sync_rejoined
-                )
+                batch, facts, figures = self._rollout.take(self._request(step), meanwhile=self._weights.sync_rejoined)
             with self._timer("offload generators"):
                 self._weights.offload_generators()
             for group in self._groups:
@@ -197,7 +194,7 @@ class PPOTrainer:
         results = {}
         for needed in self._needed:
             with self._timer(needed.phase):
-                results[needed.field] = needed.run(self._memory)
+                results[FIELDS[needed.name]] = needed.run(self._memory)
         with self._timer("advantages"):
             objectives = {update.engine.name: update.objective for update in self._updates}
             fields, scored = self._rollout.score(Scoring(algorithm=self._algorithm, objectives=objectives), results)
@@ -246,19 +243,19 @@ def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | N
     experts: other models have experts of their own."""
     passes = [
         _Pass(
-            name="old_logprobs", phase="old log-probs", field="old_logprobs", engine=actor,
+            name="old_logprobs", phase="old log-probs", engine=actor,
             run=partial(actor.logprobs, temperature=temperature, replay_routing=True),
         )
     ]  # fmt: skip
     if reference is not None:
         passes.append(
             _Pass(
-                name="ref_logprobs", phase="ref log-probs", field="ref_logprobs", engine=reference,
+                name="ref_logprobs", phase="ref log-probs", engine=reference,
                 run=partial(reference.logprobs, temperature=temperature),
             )
         )  # fmt: skip
     if critic is not None:
-        passes.append(_Pass(name="values", phase="values", field="old_values", engine=critic, run=critic.values))
+        passes.append(_Pass(name="values", phase="values", engine=critic, run=critic.values))
     return passes
 
 

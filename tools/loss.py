@@ -21,6 +21,7 @@ import argparse
 import gzip
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from core.algorithms import PRESETS
+from core.algorithms.base import FIELDS
 from core.algorithms.corrections import correction_weights
 from core.algorithms.losses import policy_terms
 from core.algorithms.policy_gradient import PolicyGradient
@@ -40,15 +42,13 @@ from core.algorithms.saved_steps import step_file
 from core.config.algorithm import build_algorithm, check_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
-from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
 from mcore_adapter.forward import ModelOutput
 
 PER_TOKEN = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "entropy", "versions")
 KEYS = (*PER_TOKEN, "mask", "reward", "group", "truncated", "advantage")
-_FIELDS = {"old_logprobs": "old_logprobs", "ref_logprobs": "ref_logprobs", "values": "old_values"}
-"""Pass of an algorithm -> the field that it fills."""
 
 
 def compute(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,8 +62,9 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     config = _config(case, tokens)
     algorithm = build_algorithm(config)
     algorithm.load_state_dict(case.get("state", {}))
-    batch, packed = tokens.batch(), tokens.packed()
-    needed = {_FIELDS[name]: tokens.required(name) for name in sorted(algorithm.passes)}
+    batch = tokens.batch()
+    packed = batch.to_packed()
+    needed = {FIELDS[name]: tokens.required(name) for name in sorted(algorithm.passes)}
     ages = batch.token_ages(int(case.get("version", batch.versions.max())))
     known = {**packed.fields, **needed, "loss_mask": packed.loss_mask, "ages": ages}
     trained_on, figures = algorithm.advantages(batch, known)
@@ -72,7 +73,7 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = tokens.required("logprobs").requires_grad_()
     entropy = tokens.required("entropy").requires_grad_() if algorithm.needs_entropy else None
     lens = packed.seq_lens
-    sequences = Sequences(of_token=torch.arange(len(lens)).repeat_interleave(lens), count=len(lens))
+    sequences = Sequences(of_token=sequence_of_token(lens), count=len(lens))
     fields = {**weighed.fields, "loss_mask": weighed.loss_mask}
     loss, metrics = algorithm.loss(ModelOutput(logprobs=logprobs, entropy=entropy), fields, sequences)
     loss = loss / divisors.loss
@@ -104,6 +105,11 @@ class _Tokens:
         for i, sequence in enumerate(sequences):
             _check(f"sequences[{i}]", sequence)
         return cls(sequences=sequences, lens=[len(s["logprobs"]) for s in sequences])
+
+    @property
+    def groups(self) -> list[str]:
+        """The group of each sequence."""
+        return [str(s.get("group", f"\0{i}")) for i, s in enumerate(self.sequences)]
 
     def has(self, name: str) -> bool:
         return all(name in s for s in self.sequences)
@@ -139,7 +145,7 @@ class _Tokens:
     def batch(self) -> RolloutBatch:
         """Build what the training loop takes from the rollout service, in float64."""
         lens = np.array(self.lens, np.int64) + 1
-        names = [str(s.get("group", f"\0{i}")) for i, s in enumerate(self.sequences)]
+        names = self.groups
         groups = list(dict.fromkeys(names))
         behaviour = next(n for n in ("rollout_logprobs", "old_logprobs", "logprobs") if self.has(n))
         mask = self._mask()
@@ -158,9 +164,6 @@ class _Tokens:
             no_eos=np.array([bool(s.get("truncated", False)) for s in self.sequences]),
             positions=np.arange(len(groups)),
         )
-
-    def packed(self) -> PackedBatch:
-        return self.batch().to_packed()
 
     def cut(self, values: Tensor) -> list[list[float]]:
         """Cut [T] into the values of each sequence without its prompt token."""
@@ -197,7 +200,6 @@ def _config(case: Mapping[str, Any], tokens: _Tokens) -> PPOMATHConfig:
     given = case.get("settings", {})
     if not isinstance(given, dict):
         raise ValueError(f"settings: must be an object of keys and values, got {given!r}")
-    names = [str(s.get("group", f"\0{i}")) for i, s in enumerate(tokens.sequences)]
     tree: dict[str, Any] = {
         "experiment_name": "loss", "trial_name": "loss", "dataset": {"path": "none"},
         "algorithm": {"name": case.get("algorithm")},
@@ -205,7 +207,7 @@ def _config(case: Mapping[str, Any], tokens: _Tokens) -> PPOMATHConfig:
             "kl_ctl": 0.0, "disable_value": not tokens.has("values"),
             "ppo_n_minibatches": 2 if tokens.has("old_logprobs") else 1,
         },
-        "group_size": min(map(names.count, names)),
+        "group_size": min(Counter(tokens.groups).values()),
     }  # fmt: skip
     preset = PRESETS.get(str(case.get("algorithm")))
     if preset is None or "ppo.adv_norm" not in preset.values:

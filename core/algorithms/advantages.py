@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_adapter.data.batch import sequence_of_token
+
 
 def last_trained(cu_seqlens: Tensor, loss_mask: Tensor) -> Tensor:
     """Find the place in [0, T) of the last trained token of each sequence, its first token where none is trained:
     [N]."""
     lens = cu_seqlens[1:] - cu_seqlens[:-1]
-    sequence = torch.arange(lens.numel()).repeat_interleave(lens)
+    sequence = sequence_of_token(lens)
     return cu_seqlens[:-1].scatter_reduce(0, sequence[loss_mask], loss_mask.nonzero().squeeze(1), "amax")
 
 
@@ -36,7 +38,7 @@ def gae(
     included, belongs to the last trained token before it; without one there is no token to credit, and it is dropped.
     """
     lens = cu_seqlens[1:] - cu_seqlens[:-1]
-    sequence = torch.arange(lens.numel()).repeat_interleave(lens)
+    sequence = sequence_of_token(lens)
     counts = torch.zeros_like(lens).index_add_(0, sequence, loss_mask.to(lens.dtype))
     earned_by = loss_mask.cumsum(0) - 1  # number of the last trained token, counted over the whole batch
     earned = earned_by >= (counts.cumsum(0) - counts)[sequence]

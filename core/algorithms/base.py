@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, Tensor]
 Pass = Literal["old_logprobs", "ref_logprobs", "values"]
+FIELDS: Mapping[Pass, str] = {"old_logprobs": "old_logprobs", "ref_logprobs": "ref_logprobs", "values": "old_values"}
+"""The field of the batch that each pass fills."""
 
 
 class Objective(Protocol):
@@ -63,8 +65,8 @@ class Algorithm(Objective, Protocol):
 
     @property
     def passes(self) -> frozenset[Pass]:
-        """Passes that the loop computes first, as fields of the batch: "old_logprobs" (the policy before the update),
-        "ref_logprobs" and "values", whose field is "old_values"."""
+        """Passes that the loop computes first, as fields of the batch (FIELDS): "old_logprobs" (the policy before the
+        update), "ref_logprobs" and "values"."""
         return frozenset()
 
     @property

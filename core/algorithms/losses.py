@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.algorithms.corrections import behaviour_log_weight, correction_weights, proximal_logprobs
 from core.algorithms.kl import kl_loss
-from core.algorithms.policy_losses import POLICY_LOSSES, Terms, make_terms
+from core.algorithms.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, Terms, make_terms
 from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.weights import TOKEN_WEIGHTS
 
@@ -68,19 +68,23 @@ def policy_loss(
             "behave_approx_kl": (behave_log_weight * weights).sum(),
             "behave_capped_ratio": (~kept * weights).sum(),
         }
-    loss, added = _regularised(loss, output, terms, fields, settings)
+    loss, added = _regularised(loss, weights, output, terms, fields, settings)
     return loss, metrics | added
 
 
 def _regularised(
-    loss: Tensor, output: ModelOutput, terms: Terms, fields: Mapping[str, Tensor], settings: AlgorithmSettings
+    loss: Tensor,
+    weights: Tensor,
+    output: ModelOutput,
+    terms: Terms,
+    fields: Mapping[str, Tensor],
+    settings: AlgorithmSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Add KL to `ref_logprobs` and entropy to a loss, where their coefficients are not 0."""
-    weights = trained_weights(fields)
     metrics: dict[str, Tensor] = {}
     if settings.kl_coeff != 0.0:
         estimate = kl_loss(
-            terms.logprobs, fields["ref_logprobs"], terms.log_ratio.clamp(max=20.0).exp(),
+            terms.logprobs, fields["ref_logprobs"], terms.log_ratio.clamp(max=MAX_LOG_RATIO).exp(),
             settings.loss_kl_estimator, settings.kl_gradient,
         )  # fmt: skip
         kl = (estimate * weights).sum()

@@ -22,6 +22,7 @@ from core.algorithms.kl import AdaptiveKL
 from core.algorithms.losses import policy_loss, value_loss
 from core.algorithms.rewards import overlong_penalty, reward_metrics, sequence_scores, token_divergence, token_rewards
 from core.algorithms.settings import AlgorithmSettings
+from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.weights import sequence_mean, token_mean, token_sum
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def _scores(batch: RolloutBatch, settings: AlgorithmSettings) -> tuple[Tensor, T
 
 
 def _sequence_of_token(batch: RolloutBatch) -> Tensor:
-    return torch.arange(batch.num_sequences).repeat_interleave(torch.tensor(batch.cu_seqlens).diff())
+    return sequence_of_token(torch.tensor(batch.cu_seqlens).diff())
 
 
 def _policy_fields(settings: AlgorithmSettings, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from core.algorithms.base import Algorithm, Metrics, Objective, Pass
+from core.algorithms.base import FIELDS, Algorithm, Metrics, Objective, Pass
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
     from mcore_adapter.data.batch import PackedBatch
     from mcore_adapter.data.sequences import Sequences
     from mcore_adapter.forward import ModelOutput
-
-_FIELDS = {"old_logprobs": "old_logprobs", "ref_logprobs": "ref_logprobs", "old_values": "values"}
-"""Field of a batch -> key of a sequence of the case."""
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -93,7 +90,7 @@ def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, A
     """Return the sequences of a case, and the version that trains on them. The current policy is that of the start of
     the step: old_logprobs where they were computed, otherwise those of the generators."""
     columns: dict[str, Any] = {"rollout_logprobs": batch.rollout_logprobs, "versions": batch.versions}
-    columns |= {key: fields[name].numpy() for name, key in _FIELDS.items() if name in fields}
+    columns |= {key: fields[name].numpy() for key, name in FIELDS.items() if name in fields}
     columns |= {"mask": batch.loss_mask.astype(int), "logprobs": columns.get("old_logprobs", batch.rollout_logprobs)}
     sequences = []
     for i, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):

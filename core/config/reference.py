@@ -82,7 +82,7 @@ def page() -> str:
     for experiment, model in EXPERIMENTS.items():
         own = {name: found for name, found in _Group(model).keys.items() if not _is_common(name, found[1])}
         top.append(_top_level(f"`{experiment}`", own))
-    sections = [_section(group) for group in groups if group.keys]
+    sections = [_section(group, groups) for group in groups if group.keys]
     every = [*(_Group(model, [_Place("", "", "", "", None)]) for model in EXPERIMENTS.values()), *groups]
     return "\n".join([_INTRODUCTION, *top, *sections, _renamed(), _fixed(every), _ignored(every)])
 
@@ -122,10 +122,10 @@ def _top_level(title: str, keys: Mapping[str, tuple[str, FieldInfo]]) -> str:
     return "\n".join([f"## Top level of {title}", "", *_table(_HEAD, rows), ""])
 
 
-def _section(group: _Group) -> str:
-    """Return heading, description and table of one section class."""
+def _section(group: _Group, groups: Sequence[_Group]) -> str:
+    """Return heading, description and table of one of the section classes `groups`."""
     title = "## " + ", ".join(f"`{name}`" for name in group.name.split("/"))
-    if sum(group.name in (place.prefix for place in other.places) for other in _groups()) > 1:
+    if sum(group.name in (place.prefix for place in other.places) for other in groups) > 1:
         title += f" of `{group.places[0].experiment}`"
     if len({(place.description, place.needs) for place in group.places}) == 1:
         about = [_about(group.places[0])]

@@ -71,18 +71,14 @@ class BatchWriter:
     def _weigh(self, token_weights: TokenWeights, fields: Arrays) -> tuple[np.ndarray, list[Divisors]]:
         """Return weights [T] float32, computed over whole minibatches."""
         batch = PackedBatch(
-            token_ids=torch.from_numpy(self._token_ids),
+            token_ids=torch.from_numpy(self._token_ids).long(),
             cu_seqlens=torch.from_numpy(self._cu_seqlens),
             loss_mask=torch.from_numpy(self._loss_mask),
             fields={name: torch.from_numpy(value) for name, value in fields.items()},
         )
         weights, divisors = torch.zeros(batch.num_tokens), []
         for minibatch in self.stored.minibatches:
-            own = batch.select(minibatch)
-            own = PackedBatch(
-                token_ids=own.token_ids.long(), cu_seqlens=own.cu_seqlens, loss_mask=own.loss_mask, fields=own.fields
-            )
-            weighed, sums = weigh_tokens(own, token_weights)
+            weighed, sums = weigh_tokens(batch.select(minibatch), token_weights)
             weights[batch.token_index(minibatch)] = weighed.fields[TOKEN_WEIGHTS]
             divisors.append(sums)
         return weights.numpy(), divisors

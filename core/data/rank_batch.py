@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.data.batch_writer import weights_field
 from core.data.stored_batch import Arrays, Reader, Ref, StoredBatch, StoredFields
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, index_of_tokens
 from mcore_adapter.data.shape import BatchShape
 from mcore_adapter.data.shard import BatchShard
 from mcore_adapter.data.weights import TOKEN_WEIGHTS
@@ -94,8 +94,7 @@ class _Held:
         if missing:
             self._add([i for i, piece in enumerate(self._pieces) if not missing.isdisjoint(piece.sequences.tolist())])
         lens = torch.from_numpy(self._shape.seq_lens[sequences])
-        shift = torch.from_numpy(self._starts[sequences]) - (lens.cumsum(0) - lens)
-        index = torch.arange(int(lens.sum())) + shift.repeat_interleave(lens)
+        index = index_of_tokens(torch.from_numpy(self._starts[sequences]), lens)
         return {name: values[index] for name, values in self._arrays.items()}
 
     def _add(self, pieces: list[int]) -> None:

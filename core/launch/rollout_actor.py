@@ -49,12 +49,12 @@ class RolloutActor:
     async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
         await self._service.begin(version, state, ignore_changes=ignore_changes)
 
-    async def take(self, version: int, request: BatchRequest) -> tuple[ObjectRef[StoredBatch], BatchFacts, Figures]:
+    async def take(self, request: BatchRequest) -> tuple[ObjectRef[StoredBatch], BatchFacts, Figures]:
         """Place the next batch in the object store; return a reference, what the driver reports of it, and figures."""
         self._batch = None  # its memory is needed
-        rollout, figures = await self._service.take(version)
+        rollout, figures = await self._service.take(request.version)
         self._batch = await asyncio.to_thread(StepBatch, rollout, request, put=ray.put)
-        return ray.put(self._batch.stored), self._batch.facts(version), figures
+        return ray.put(self._batch.stored), self._batch.facts(), figures
 
     async def score(
         self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]

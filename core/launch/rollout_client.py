@@ -71,11 +71,11 @@ class RolloutClient:
         return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
 
     def take(
-        self, version: int, request: BatchRequest, meanwhile: Callable[[], None]
+        self, request: BatchRequest, meanwhile: Callable[[], None]
     ) -> tuple[ObjectRef[StoredBatch], BatchFacts, dict[str, float]]:
         """Return the next batch, oldest first, in the object store, with what the driver reports of it and the
         producer's figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
-        return self._sampling(RolloutActor.take, meanwhile, version, request)
+        return self._sampling(RolloutActor.take, meanwhile, request)
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[ObjectRef[StoredFields], Scored]:
         """Return the fields to train on of the batch of the last take(). `results`: references to those of each

@@ -18,6 +18,18 @@ ROUTED_EXPERTS = "routed_experts"
 choice (what a generator reports); negative: the router chooses. Entries of layers without experts are not read."""
 
 
+def sequence_of_token(lens: Tensor) -> Tensor:
+    """Return the sequence of each token, for sequences of `lens` [N] tokens laid end to end: [sum of lens] int64."""
+    return torch.arange(lens.numel()).repeat_interleave(lens)
+
+
+def index_of_tokens(starts: Tensor, lens: Tensor) -> Tensor:
+    """Return the positions of the tokens of sequences that begin at `starts` [N] and have `lens` [N] tokens, in that
+    order: [sum of lens] int64."""
+    shift = starts - (lens.cumsum(0) - lens)
+    return torch.arange(int(lens.sum())) + shift.repeat_interleave(lens)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """N sequences laid end to end; T is the sum of their lengths."""
@@ -44,9 +56,7 @@ class PackedBatch:
     def token_index(self, sequences: Sequence[int]) -> Tensor:
         """Return the positions in [0, T) of the tokens of `sequences`, in that order: [sum of their lengths] int64."""
         chosen = torch.as_tensor(sequences, dtype=torch.int64)
-        lens = self.seq_lens[chosen]
-        shift = self.cu_seqlens[chosen] - (lens.cumsum(0) - lens)
-        return torch.arange(int(lens.sum())) + shift.repeat_interleave(lens)
+        return index_of_tokens(self.cu_seqlens[chosen], self.seq_lens[chosen])
 
     def select(self, sequences: Sequence[int]) -> PackedBatch:
         """Return the batch of these sequences, in this order."""

@@ -16,7 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, sequence_of_token
 from mcore_adapter.data.routing_inputs import RoutingInputs
 from mcore_adapter.data.shared_prompts import SharedPromptParams, share_prompts
 
@@ -92,10 +92,10 @@ def pack_sequences(
         cast(Any, rows.params).routing = _routing_inputs(own, rows, layout, forced, max(1, batch_tokens), device)
     fields = {name: value for name, value in own.fields.items() if name != ROUTED_EXPERTS}
     fields["loss_mask"] = own.loss_mask
-    sequence_of_token = torch.arange(own.num_sequences).repeat_interleave(own.seq_lens)
+    of_token = sequence_of_token(own.seq_lens)
     if rows.token_index is not None:
         fields = {name: value[rows.token_index] for name, value in fields.items()}
-        sequence_of_token = sequence_of_token[rows.token_index]
+        of_token = of_token[rows.token_index]
     trained = fields["loss_mask"].nonzero().squeeze(1)
     token_of_trained = trained if rows.token_index is None else rows.token_index[trained]
     return PackedMicrobatch(
@@ -106,7 +106,7 @@ def pack_sequences(
         token_index=rows.token_index,
         num_tokens=own.num_tokens,
         num_sequences=own.num_sequences,
-        sequence_of_token=sequence_of_token.to(device),
+        sequence_of_token=of_token.to(device),
         trained=trained.to(device),
         rows=rows.predictor[trained].to(device),
         targets=own.token_ids[token_of_trained].to(device),
@@ -206,7 +206,7 @@ def _routing_inputs(
     here[own.cu_seqlens[1:] - 1] = False
     return RoutingInputs(
         rows=row[here].to(device),
-        sequences=torch.arange(own.num_sequences).repeat_interleave(own.seq_lens)[here].to(device),
+        sequences=sequence_of_token(own.seq_lens)[here].to(device),
         lens=(own.seq_lens - 1).float().to(device),
         batch_tokens=batch_tokens,
         experts=experts,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.batch import PackedBatch, sequence_of_token
 
 TOKEN_WEIGHTS = "token_weights"
 """The field [T] float32 in which a loss finds the weights of its tokens."""
@@ -30,7 +30,7 @@ def sequence_mean(minibatch: PackedBatch) -> Tensor:
 
     Sequences without trained tokens have no weight, so that the sum is the number of those that have some."""
     mask = minibatch.loss_mask
-    sequence = torch.arange(minibatch.num_sequences).repeat_interleave(minibatch.seq_lens)
+    sequence = sequence_of_token(minibatch.seq_lens)
     trained = torch.zeros(minibatch.num_sequences, dtype=torch.float64).index_add(0, sequence, mask.double())
     return torch.where(mask, 1.0 / trained[sequence].clamp(min=1), 0.0)
 

@@ -453,15 +453,15 @@ class _Rollout:
         self._taken = 0
 
     def take(
-        self, version: int, request: BatchRequest, meanwhile: Callable[[], None]
+        self, request: BatchRequest, meanwhile: Callable[[], None]
     ) -> tuple[StoredBatch, BatchFacts, dict[str, float]]:
-        self._run.events.append(f"take {version}")
+        self._run.events.append(f"take {request.version}")
         meanwhile()
         index = self._taken
         self._taken += 1
         rollout = _batch(self._steps[index], self._first + index)
         self._batch = StepBatch(rollout, request, put=lambda arrays: arrays)
-        return self._batch.stored, self._batch.facts(version), dict(self._steps[index].figures)
+        return self._batch.stored, self._batch.facts(), dict(self._steps[index].figures)
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Any]]) -> tuple[StoredFields, Scored]:
         return self._batch.score(pickle.loads(pickle.dumps(scoring)), results)
