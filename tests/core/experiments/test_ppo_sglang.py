@@ -220,6 +220,19 @@ def test_a_run_on_gpus_trains_and_recovers(
     _trains_and_recovers(assets, run_command, allocation, num_gpus, {"path": str(wide_heads)})
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_a_glm4_model_trains_on_a_gpu_and_recovers(assets: Any, run_command: Any, tmp_path: Path) -> None:
+    from transformers import Glm4Config
+
+    config = Glm4Config(
+        vocab_size=16, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=128, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = assets.with_model(config, tmp_path / "glm4")
+    _trains_and_recovers(assets, run_command, "d1m1p1", 1, {"path": str(model)})
+
+
 @pytest.fixture(scope="module")
 def experts(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `assets` with experts, of sizes that GPU kernels have."""
