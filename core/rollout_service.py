@@ -79,6 +79,7 @@ class RolloutService:
                 max_staleness=settings.max_staleness,
                 over_age=settings.over_age,
                 in_order=settings.in_order,
+                dynamic_sampling_limit=settings.dynamic_sampling_limit,
                 num_epochs=settings.num_epochs,
                 num_steps=settings.num_steps,
             ),

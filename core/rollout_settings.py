@@ -43,6 +43,8 @@ class RolloutSettings:
     """Either "wait" for the oldest prompts, or "mask" tokens that are too old."""
     in_order: bool
     """A step trains on exactly the prompts of its place in the stream."""
+    dynamic_sampling_limit: int | None = None
+    """Drop groups without spread, up to so many batches of prompts a step. None: keep all."""
     max_in_flight: int
     """Requests that the generators have at once, about."""
 

@@ -224,6 +224,8 @@ class PPOTrainer:
         ordered = {k: metrics[k] for k in first + rewards if k in metrics}
         ordered |= {k: v for k, v in metrics.items() if k not in ordered}
         self._monitor.rpc("actor_train", ordered)
+        if drawn := {name: value for name, value in figures.items() if name.startswith("dynamic_sampling/")}:
+            self._monitor.rpc("rollout", drawn)
         ages = facts.ages
         self._monitor.staleness(ages)
         self._monitor.consumed(step + 1, facts.positions)

@@ -2,8 +2,8 @@
 
 One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
 a request of another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
-Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, over failures and
-restarts. How old it may be then is bounded by admission and selection (rollout/experience/).
+Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, or dropped and counted
+(dynamic sampling), over failures and restarts. How old it may be then is bounded by admission and selection (rollout/experience/).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class RolloutProducer:
                 prompt = self._dataset.at(position)
             else:
                 position = self._dataset.position
-                if not self._admission.may_start(position, self._version):
+                if not self._admission.may_start(position - self._store.num_dropped, self._version):
                     return
                 prompt = self._dataset.next()
                 self._store.start(position, self._version)
@@ -231,6 +231,7 @@ class RolloutProducer:
                 await self._store.put(position, group)
                 del self._ledgers[position]
                 ledger.end()
+                self._start_prompts()  # a dropped group makes room
                 return
 
 

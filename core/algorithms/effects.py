@@ -11,7 +11,7 @@ _ALWAYS = frozenset({
     "ppo_n_minibatches", "actor_sample_reuse", "kl_ctl",
     "reward_output_scaling", "reward_output_bias", "mask_no_eos_with_zero", "adv_norm",
     "entropy_coeff", "advantage", "loss", "aggregation", "correction", "overlong_share",
-    "opsm_threshold",
+    "opsm_threshold", "dynamic_sampling",
 })  # fmt: skip
 _ADVANTAGE: Mapping[str, frozenset[str]] = {
     "gae": frozenset({"discount", "gae_lambda", "group_adv_norm"}),
@@ -51,6 +51,8 @@ def keys_read(settings: AlgorithmSettings) -> frozenset[str]:
         reads |= {"value_eps_clip", "value_norm", "critic_sample_reuse"}
     if settings.adv_norm:
         reads |= {"adv_norm_std"}
+    if settings.dynamic_sampling:
+        reads |= {"dynamic_sampling_limit"}
     if settings.overlong_share:
         reads |= {"overlong_penalty"}
     if settings.aggregation == "constant":

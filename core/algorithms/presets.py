@@ -34,9 +34,12 @@ PRESETS: Mapping[str, Preset] = {
         {**_OUTCOME, "algorithm.advantage_std": "none", "algorithm.aggregation": "constant"},
     ),
     "dapo": Preset(
-        "GRPO with a higher upper clip bound and a soft penalty of overlong answers",
+        "GRPO with a higher upper clip bound, dynamic sampling and a soft penalty of overlong answers",
         "Yu et al. 2025 (DAPO)",
-        {**_OUTCOME, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.overlong_share": 0.2},
+        {
+            **_OUTCOME, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.overlong_share": 0.2,
+            "algorithm.dynamic_sampling": True,
+        },
     ),
     "gspo": Preset(
         "ratios of whole sequences, mean over sequences",

@@ -65,6 +65,8 @@ class AlgorithmSettings:
     advantage: Advantage = "gae"
     advantage_std: Literal["none", "group", "batch"] = "group"
     adv_norm_std: Literal["population", "sample"] = "population"
+    dynamic_sampling: bool = False
+    dynamic_sampling_limit: int = 10
     overlong_share: float = 0.0
     overlong_penalty: float = 1.0
     loss: Loss = "clip"

@@ -109,6 +109,9 @@ def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator
         preset = PRESETS.get(section.name or "")
         by_name = preset is not None and preset.values.get("algorithm.advantage") == section.advantage
         yield _needs_group(f"algorithm.name={section.name}" if by_name else f"algorithm.advantage={section.advantage}")
+    elif settings.dynamic_sampling and config.group_size == 1:
+        message = "true, but the only answer to a prompt has no other reward to differ from; write group_size of at "
+        yield Problem(key="algorithm.dynamic_sampling", message=message + "least 2, or false")
     yield from _check_correction(config, settings)
     yield from _check_proximal(config, settings)
     low, high = settings.clip_range
@@ -178,6 +181,7 @@ def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
         reads, preset = load_algorithm(name).reads, {}
         if reads is None:
             return
+        reads |= {"dynamic_sampling", "dynamic_sampling_limit"}
     known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
     for prefix, section in (("ppo.", config.ppo), ("algorithm.", config.algorithm), ("", config)):
         for key in sorted(section.model_fields_set & known - reads):

@@ -45,6 +45,17 @@ class AlgorithmConfig(Section):
         "Divisor of the variance that ppo.adv_norm normalizes to 1: n, or n - 1",
         needs="ppo.adv_norm=true",
     )
+    dynamic_sampling: bool = key(
+        False,
+        "Drop prompts whose completions all have the same reward, and sample others in their place (DAPO)",
+        needs="group_size > 1",
+    )
+    dynamic_sampling_limit: int = key(
+        10,
+        "Batches of prompts drawn for a step, at most; groups beyond are kept",
+        ge=1,
+        needs="algorithm.dynamic_sampling=true",
+    )
     overlong_share: float = key(
         0.0,
         "Penalize completions that end in this last share of max_new_tokens, up to overlong_penalty. 0: none",

@@ -350,6 +350,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> RolloutSe
         max_staleness=config.staleness.max_staleness,
         over_age=config.staleness.over_age,
         in_order=config.staleness.in_order,
+        dynamic_sampling_limit=config.algorithm.dynamic_sampling_limit if config.algorithm.dynamic_sampling else None,
         num_epochs=config.exp_ctrl.total_train_epochs,
         num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
         sampling=sampling,

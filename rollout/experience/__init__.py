@@ -3,6 +3,7 @@
 from rollout.experience.admission import StalenessAdmission
 from rollout.experience.base import Admission, Group, OverAge, Selection, StalenessInvariantError, Store
 from rollout.experience.build import Experience, make_experience
+from rollout.experience.filters import SpreadFilter, no_spread
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst
 from rollout.experience.slots import PromptSlots
@@ -22,8 +23,10 @@ __all__ = [
     "PromptSlots",
     "Schedule",
     "Selection",
+    "SpreadFilter",
     "StalenessAdmission",
     "StalenessInvariantError",
     "Store",
     "make_experience",
+    "no_spread",
 ]

@@ -12,6 +12,8 @@ b_i + ... + b_d. Then the slots due at i fit into step i, and as the oldest are 
 - Starting a slot at v keeps it. Its deadline v + S is the latest of all, so only d >= v + S is to be shown: all slots
   ever started have s(k) <= v + S, so there are at most b_0 + ... + b_(v+S) of them, of which b_0 + ... + b_(i-1) are
   consumed. Starting a slot again, later, only moves its deadline back.
+- Dropping a slot (rollout/experience/filters.py) keeps it: there is one fewer. From then on the producer counts k
+  without the dropped slots, and the sentence above holds for the slots that were started and not dropped.
 - Consuming a batch keeps it: rollout/experience/selection.py.
 """
 
@@ -35,6 +37,7 @@ class StalenessAdmission:
             raise ValueError(f"max_staleness={self.max_staleness} must be 0 (synchronous) or more")
 
     def may_start(self, position: int, version: int) -> bool:
-        """Return whether the prompt at `position` may be sampled from weights of `version` on."""
+        """Return whether the prompt at `position`, dropped ones not counted, may be sampled from weights of `version`
+        on."""
         in_stream = position < self.schedule.total_prompts
         return in_stream and self.schedule.step_of(position) <= version + self.max_staleness

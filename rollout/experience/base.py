@@ -25,7 +25,8 @@ class Admission(Protocol):
     """Decides which prompts may start."""
 
     def may_start(self, position: int, version: int) -> bool:
-        """Return whether the prompt at `position` may be sampled from weights of `version` on."""
+        """Return whether the prompt at `position`, dropped ones not counted, may be sampled from weights of `version`
+        on."""
         ...
 
 
@@ -50,6 +51,11 @@ class Store(Protocol):
     taken: list[int]
     """Positions of the slots that the last select() returned, in its order."""
 
+    @property
+    def num_dropped(self) -> int:
+        """Slots whose groups were dropped, since the beginning of the stream."""
+        ...
+
     def start(self, position: int, version: int) -> None:
         """Open the slot of `position`, which is sampled from weights of `version` on."""
         ...
@@ -59,7 +65,7 @@ class Store(Protocol):
         ...
 
     async def put(self, position: int, group: Group) -> None:
-        """Store the finished group of a slot."""
+        """Store the finished group of a slot, or drop both."""
         ...
 
     async def fail(self, error: BaseException) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rollout.experience.admission import StalenessAdmission
 from rollout.experience.base import Admission, OverAge, Store
+from rollout.experience.filters import SpreadFilter
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS
 from rollout.experience.store import MemoryStore
@@ -29,13 +30,15 @@ def make_experience(
     max_staleness: int,
     over_age: OverAge = "wait",
     in_order: bool = False,
+    dynamic_sampling_limit: int | None = None,
     num_epochs: int | None = None,
     num_steps: int | None = None,
 ) -> Experience:
     """Make the parts for a stream of `num_prompts` prompts an epoch, `batch_size` a step.
 
     `over_age`: "wait" selects oldest first; "mask" selects what is finished and masks tokens above the bound.
-    `in_order`: a step trains on the prompts of its place in the stream. `num_epochs`, `num_steps`: the stream ends at
+    `in_order`: a step trains on the prompts of its place in the stream. `dynamic_sampling_limit`: drop groups without
+    spread, up to so many batches of prompts a step; None: keep all. `num_epochs`, `num_steps`: the stream ends at
     the first of the two; None: no end. Raises ValueError for a value that makes no sense."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
@@ -46,14 +49,19 @@ def make_experience(
         total_steps_limit=num_steps,
     )
     admission = StalenessAdmission(schedule, max_staleness)
+    spread = None
+    if dynamic_sampling_limit is not None:
+        spread = SpreadFilter(schedule, max_staleness=max_staleness, limit=dynamic_sampling_limit)
     selection = "in_order" if in_order else "first_finished" if over_age == "mask" else "oldest_first"
     return Experience(
         schedule=schedule,
         admission=admission,
         store=MemoryStore(
-            schedule, SELECTIONS[selection](schedule, max_staleness), max_staleness=max_staleness, over_age=over_age
+            schedule, SELECTIONS[selection](schedule, max_staleness), max_staleness=max_staleness, over_age=over_age,
+            spread=spread,
         ),
         settings={
-            "batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age, "in_order": in_order
+            "batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age, "in_order": in_order,
+            "dynamic_sampling": spread is not None,
         },
     )  # fmt: skip

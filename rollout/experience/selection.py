@@ -6,12 +6,14 @@ for. The wait always ends: under the invariant the b_i outstanding slots of earl
 they are finished, and slots in flight finish. No slot is dropped, and no slot overtakes an older one for being short:
 a slow prompt is waited for, within its slack.
 FirstFinished waits for no particular slot; the store masks tokens sampled before version i - S.
-InOrder: step i takes exactly the prompts that nominally belong to it. Its slots were started at i - S or later, by the
-rule of admission, so the bound holds; and every run has the same batches.
+InOrder: step i takes the first b_i outstanding slots of the stream: without dropped slots, exactly the prompts that
+nominally belong to it. They were started at i - S or later, by the rule of admission, so the bound holds; and every run
+has the same batches.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,11 +73,11 @@ class InOrder:
     max_staleness: int
 
     def is_ready(self, slots: PromptSlots, step: int) -> bool:
-        return all(position in slots.ready for position in self.choose(slots, step))
+        chosen = self.choose(slots, step)
+        return len(chosen) == self.schedule.batch_of(step) and all(position in slots.ready for position in chosen)
 
     def choose(self, slots: PromptSlots, step: int) -> list[int]:
-        first = self.schedule.consumed_before(step)
-        return list(range(first, first + self.schedule.batch_of(step)))
+        return heapq.nsmallest(self.schedule.batch_of(step), slots.started)
 
 
 SELECTIONS: dict[str, Callable[[Schedule, int], Selection]] = {

@@ -35,6 +35,10 @@ class PromptSlots:
         self.ready[position] = group
         self.finished[self.started[position]] += 1
 
+    def drop(self, position: int) -> None:
+        """Close a slot that is in flight."""
+        _decrease(self.outstanding, self.started.pop(position))
+
     def remove(self, position: int) -> tuple[int, list[Trajectory]]:
         """Close a ready slot; return the version at its start and its group."""
         version = self.started.pop(position)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollout.experience.ages import age_metrics, mask_over_age
 from rollout.experience.base import Group, OverAge, Selection
+from rollout.experience.filters import SpreadFilter
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.slots import PromptSlots
 from rollout.types import Trajectory
@@ -33,16 +34,23 @@ class MemoryStore:
     """Slots by position. One Condition: put(), restart() and fail() wake the one select() that waits."""
 
     def __init__(
-        self, schedule: Schedule, selection: Selection, *, max_staleness: int, over_age: OverAge = "wait"
+        self,
+        schedule: Schedule,
+        selection: Selection,
+        *,
+        max_staleness: int,
+        over_age: OverAge = "wait",
+        spread: SpreadFilter | None = None,
     ) -> None:
         """`over_age`: "mask" masks the tokens of a batch that are older than `max_staleness` steps; with "wait" the
-        selection must keep the bound, and a token above it raises StalenessInvariantError."""
+        selection must keep the bound, and a token above it raises StalenessInvariantError. `spread`: drops groups."""
         if over_age not in ("wait", "mask"):
             raise ValueError(f"over_age={over_age!r} must be 'wait' or 'mask'")
         self._schedule = schedule
         self._selection = selection
         self._max_staleness = max_staleness
         self._over_age = over_age
+        self._spread = spread
         self.next_step = 0
         """The step that select() expects."""
         self.taken: list[int] = []
@@ -52,6 +60,11 @@ class MemoryStore:
         self._error: BaseException | None = None
         self._num_masked = 0  # tokens of acknowledged batches
         self._last: dict[str, float] = {}
+
+    @property
+    def num_dropped(self) -> int:
+        """Slots whose groups were dropped, since the beginning of the stream."""
+        return self._spread.num_dropped if self._spread else 0
 
     def start(self, position: int, version: int) -> None:
         """Open the slot of `position`, which is sampled from weights of `version` on."""
@@ -64,9 +77,12 @@ class MemoryStore:
             self._changed.notify_all()
 
     async def put(self, position: int, group: Group) -> None:
-        """Store the finished group of a slot."""
+        """Store the finished group of a slot, or drop both."""
         async with self._changed:
-            self._slots.finish(position, group)
+            if self._spread and self._spread.drops(position, group):
+                self._slots.drop(position)
+            else:
+                self._slots.finish(position, group)
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
@@ -102,6 +118,8 @@ class MemoryStore:
         if self._over_age == "mask":
             groups = [[self._mask(trajectory, step) for trajectory in group] for group in groups]
         self._last |= age_metrics(groups, step, self._max_staleness)
+        if self._spread:
+            self._last |= self._spread.select(self.taken, groups)
         return groups
 
     def acknowledge(self, step: int) -> None:
@@ -109,6 +127,8 @@ class MemoryStore:
         if self._selected.step < step:
             self._num_masked += self._selected.num_masked
             self._selected = _Selected(step=self.next_step)
+            if self._spread:
+                self._spread.acknowledge()
 
     def _mask(self, trajectory: Trajectory, step: int) -> Trajectory:
         masked, num_masked = mask_over_age(trajectory, step - self._max_staleness)
@@ -136,6 +156,7 @@ class MemoryStore:
             "masked_tokens": self._num_masked,
             "ready": [(version, p, [_to_plain(t) for t in group]) for version, p, group in ready],
             "in_flight": [(self._slots.started[p], p) for p in self.in_flight()],
+            "spread": self._spread.state_dict() if self._spread else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_ready: bool = True) -> None:
@@ -143,6 +164,8 @@ class MemoryStore:
         ready ones are sampled again."""
         self.skip_to(state["next_step"])
         self._num_masked = state["masked_tokens"]
+        if self._spread:
+            self._spread.load_state_dict(state["spread"])
         started = {position: version for version, position, *_ in [*state["ready"], *state["in_flight"]]}
         ready = state["ready"] if keep_ready else ()
         self._slots = PromptSlots(started, {position: [Trajectory(**t) for t in group] for _, position, group in ready})
@@ -151,6 +174,8 @@ class MemoryStore:
         """Begin at `step`, with no slot started."""
         self.next_step = step
         self._selected = _Selected(step=step)
+        if self._spread:
+            self._spread.begin_at(self._schedule.consumed_before(step))
 
     def _num_steps(self) -> str:
         return "endless" if self._schedule.total_epochs == ENDLESS else str(self._schedule.total_steps)
