@@ -14,6 +14,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.monitoring.sample_writer import SampleWriter
+from core.monitoring.samples import Sample
 from core.rollout_settings import RolloutSettings
 from rollout.data.prompts import PromptDataset
 from rollout.evaluation import Judged, end_token_ids, sample_and_judge
@@ -54,6 +56,7 @@ class RolloutService:
             seed=settings.seed,
         )
         self._producer = self._make_producer(settings, workflow)
+        self._samples = SampleWriter(settings.samples, lambda tokens: str(self._tokenizer.decode(tokens)))
 
     def _load_data(self, settings: RolloutSettings) -> None:
         load = partial(
@@ -107,6 +110,7 @@ class RolloutService:
         kept."""
         if state is not None:
             self._load(version, state, ignore_changes=ignore_changes)
+        self._samples.begin(version)
         self._producer.set_version(version)
         await self._producer.__aenter__()
 
@@ -123,14 +127,20 @@ class RolloutService:
         """Return the next batch, packed, and the figures of the producer and of the workflow."""
         groups = await self._producer.take(version)
         batch = await asyncio.to_thread(pack_trajectories, groups, self._producer.taken)
+        await self._samples.write(groups, batch.positions, step=version + 1)
         return batch, self._producer.stats() | batch.workflow_figures()
 
     def set_version(self, version: int) -> None:
         self._producer.set_version(version)
 
+    async def samples(self) -> list[Sample]:
+        """Return the best, worst and longest answer of the last batch."""
+        return await self._samples.notable()
+
     async def state_dict(self) -> Any:
         """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
-        cursor."""
+        cursor. The samples of the last batch are in their file then."""
+        await self._samples.written()
         return {"group_size": self._group_size, "producer": await self._producer.state_dict()}
 
     async def evaluate(self) -> dict[str, float]:
@@ -162,6 +172,7 @@ class RolloutService:
     async def close(self) -> None:
         """Cancel what runs and end the reward workers."""
         await self._producer.__aexit__(None, None, None)
+        await self._samples.close()
         await self.router.close()
         await self._rewards.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from core.monitoring.samples import SampleSettings
 from rollout.experience import OverAge
 from rollout.types import SamplingParams
 
@@ -56,6 +57,8 @@ class RolloutSettings:
     """Name in WORKFLOWS, or package.module:Class."""
     reward: str
     """Name in REWARDS, or package.module:function."""
+    samples: SampleSettings
+    """Answers that are written as text."""
     reward_workers: int
     """Processes that judge completions."""
     reward_timeout_seconds: float

@@ -238,6 +238,7 @@ class PPOTrainer:
             seconds=seconds, phases=phases, metrics={**ordered, **figures, **ages_metrics},
             headline=f"task_reward {metrics['task_reward']:.3f}",
         )  # fmt: skip
+        self._monitor.samples(step + 1, self._rollout.samples)
 
 
 def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | None, temperature: float) -> list[_Pass]:

@@ -63,7 +63,7 @@ ORDER = {
     "tools": (
         "scratch_model demo_plot",
         "demo",
-        "curves eval loss",
+        "curves eval loss samples",
         "convert chaos_run mutants",
         "chaos bench nightly",
     ),

@@ -35,6 +35,7 @@ from core.config.runtime import (
     LaunchConfig,
     MonitorConfig,
     RewardConfig,
+    SamplesConfig,
     WandBConfig,
     WorkflowConfig,
 )
@@ -145,6 +146,7 @@ class PPOMATHOptions(Section):
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
     workflow: WorkflowConfig = section(WorkflowConfig, "Workflow and prompt template")
     reward: RewardConfig = section(RewardConfig, "Scoring of completions")
+    samples: SamplesConfig = section(SamplesConfig, "Answers of training as text")
     push: PushConfig = section(PushConfig, "Weight updates, sent by the trainer to the generators")
     evaluation: EvaluationConfig = section(EvaluationConfig, "Evaluation during training", needs="exp_ctrl.eval_freq_*")
 

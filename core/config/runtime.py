@@ -96,6 +96,27 @@ class EvaluationConfig(Section):
         return [self.path] if isinstance(self.path, str) else list(self.path or ())
 
 
+class SamplesConfig(Section):
+    """Prompts and answers of training as text, to be read with `python -m tools.samples RUN`."""
+
+    share: float = key(
+        0.1,
+        "Share of the prompts of each step whose answers go to samples.jsonl in the log folder, of one at least, with "
+        "the best, worst and longest answer of the step. 0: none",
+        ge=0,
+        le=1,
+    )
+    log_freq_steps: int | None = key(
+        10,
+        "Show the best, worst and longest answer in the log, TensorBoard, Weights & Biases and MLflow after the first "
+        "step and every N steps. null: never",
+        ge=1,
+        needs="samples.share > 0",
+    )
+    max_file_mib: int = key(64, "Begin another file when samples.jsonl has this size", ge=1, needs="samples.share > 0")
+    keep_files: int = key(8, "Files of samples to keep; older ones are deleted", ge=1, needs="samples.share > 0")
+
+
 class LaunchConfig(Section):
     """Processes."""
 

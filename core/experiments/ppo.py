@@ -98,6 +98,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
             total_steps=schedule.total_steps,
             done_steps=start.state.step,
             elapsed=start.state.elapsed_seconds,
+            sample_steps=config.samples.log_freq_steps if config.samples.share else None,
         ) as monitor:
             _train(config, paths, workers, weights, memory, schedule, monitor, recover, start, facts, attempt)
         workers.rollout.close()

@@ -16,6 +16,7 @@ from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool, HealthSettings
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
+from core.monitoring.samples import SampleSettings
 from core.recovery.memory import MemoryLimits
 from core.rollout_settings import RolloutSettings
 from core.trainer import EngineRef
@@ -163,7 +164,7 @@ def start_ppo_workers(
         memory=memory,
     )
     # Before the trainer's ranks, whose first one is waited for.
-    rollout = RolloutClient(cluster, generators, rollout_settings(config, allocation))
+    rollout = RolloutClient(cluster, generators, rollout_settings(config, allocation, cluster.log_folder))
     return PPOWorkers(
         actor=_engine_ref("actor", config, allocation, groups),
         critic=_engine_ref("critic", config, allocation, groups) if config.uses_critic else None,
@@ -326,8 +327,8 @@ def build_engine(
     ref.group.build(ref.name, settings, optimizer)
 
 
-def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> RolloutSettings:
-    """Take the settings of the rollout side from the configuration."""
+def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) -> RolloutSettings:
+    """Take the settings of the rollout side from the configuration. `logs`: folder of the samples."""
     gen, evaluation = config.ppo.gen, config.evaluation
     sampling = SamplingParams(
         max_new_tokens=gen.max_new_tokens,
@@ -362,6 +363,12 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation) -> RolloutSe
         ),
         workflow=config.workflow.type,
         prompt_template=config.workflow.prompt_template,
+        samples=SampleSettings(
+            folder=str(logs),
+            share=config.samples.share,
+            max_file_bytes=config.samples.max_file_mib * 2**20,
+            keep_files=config.samples.keep_files,
+        ),
         reward=config.reward.function,
         reward_workers=config.reward.num_workers,
         reward_timeout_seconds=config.reward.timeout_seconds,

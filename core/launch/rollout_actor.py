@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.stored_batch import Ref, StoredBatch, StoredFields
+    from core.monitoring.samples import Sample
     from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ class RolloutActor:
     async def replace_generator(self, index: int, actor: Any) -> None:
         """Use `actor`, another process with the weights of the current version, in place of a lost generator."""
         self._service.router.replace(index, ActorGenerator(actor))
+
+    async def samples(self) -> list[Sample]:
+        return await self._service.samples()
 
     async def evaluate(self) -> dict[str, float]:
         return await self._service.evaluate()

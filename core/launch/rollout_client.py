@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from core.data.stored_batch import Ref, StoredBatch, StoredFields
     from core.launch.generators import GeneratorPool
+    from core.monitoring.samples import Sample
     from core.rollout_settings import RolloutSettings
     from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
@@ -93,6 +94,10 @@ class RolloutClient:
 
     def state_dict(self) -> object:
         return self._call(RolloutActor.state_dict)
+
+    def samples(self) -> list[Sample]:
+        """Return the best, worst and longest answer of the last batch as text; empty if samples.share=0."""
+        return self._call(RolloutActor.samples)
 
     def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
         """Return accuracy and completion length over the evaluation set. `meanwhile`: see take()."""

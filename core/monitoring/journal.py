@@ -21,7 +21,7 @@ class Journal:
         """`continue_after`: rows of later steps are removed first, they will be written anew. None: all rows stay."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if continue_after is not None and path.exists():
-            _drop_later(path, continue_after)
+            drop_later(path, continue_after)
         self._path = path
         # Without a buffer a row that found no room is not tried once more when the file is closed.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
@@ -45,11 +45,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def _drop_later(path: Path, step: int) -> None:
+def drop_later(path: Path, step: int) -> bool:
+    """Remove the rows of steps after `step`, and a row that was cut off, from a journal that is not open. Return
+    whether there were any."""
     kept = path.with_name(f".{path.name}.kept")
     with open(path) as rows, open(kept, "w") as out:
         for row in rows:
             # A row that was cut off by a kill belongs to a step that was not committed.
             if row.endswith("\n") and json.loads(row)["step"] <= step:
                 out.write(row)
+    changed = kept.stat().st_size != path.stat().st_size
     os.rename(kept, path)
+    return changed

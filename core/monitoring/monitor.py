@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from core.errors import could_not_write
 from core.monitoring.journal import Journal
+from core.monitoring.samples import Sample, headline, log_text
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,13 @@ class MetricSink(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class SampleSink(Protocol):
+    """A sink that takes text too."""
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
+
 class TensorBoardSink:
     """Event files under {logs}/tensorboard."""
 
@@ -74,8 +82,19 @@ class TensorBoardSink:
         except OSError as error:  # of an earlier step: its thread writes later
             raise could_not_write(f"TensorBoard metrics of step {step}", self._folder, error) from error
 
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            # Four spaces: the page shows Markdown, and the text stays as it is.
+            text = "\n\n".join(_markdown_block(part) for part in (headline(sample), sample.prompt, sample.answer))
+            for name in sample.notable:
+                self._writer.add_text(f"samples/{name}", text, step)
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _markdown_block(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 class Monitor:
@@ -90,8 +109,10 @@ class Monitor:
         total_steps: int,
         done_steps: int,
         elapsed: float,
+        sample_steps: int | None = None,
     ) -> None:
-        self._sinks = sinks
+        """`sample_steps`: samples() reports after the first step and every this many steps. None: never."""
+        self._sinks, self._sample_steps = sinks, sample_steps
         self._consumed = consumed
         self._elapsed = elapsed
         self._finished_here = 0
@@ -132,6 +153,17 @@ class Monitor:
         """Write the prompts of the stream that step `step` (counting from 1) trained on."""
         if self._consumed is not None:
             self._consumed.write(step, {"prompts": positions.tolist()})
+
+    def samples(self, step: int, read: Callable[[], Sequence[Sample]]) -> None:
+        """Report the answers that `read` returns, if they are due after step `step` (counting from 1)."""
+        if self._sample_steps is None or (step > 1 and step % self._sample_steps):
+            return
+        samples = read()
+        for sample in samples:
+            logger.info("%s", log_text(sample))
+        for sink in self._sinks:
+            if isinstance(sink, SampleSink):
+                sink.write_samples(step, samples)
 
     def staleness(self, ages: np.ndarray) -> None:
         """Log the age of the batch: trajectories by age in steps."""

@@ -10,9 +10,18 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from core.monitoring.samples import Sample
+
+SAMPLE_COLUMNS = (
+    "step", "query_id", "index", "reward", "answer_tokens", "finish_reason", "oldest_version", "newest_version",
+    "prompt", "answer",
+)  # fmt: skip
+"""Columns of the table of samples, after the column "notable"."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +70,13 @@ class WandbSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log a table of the samples, one row each."""
+        import wandb
+
+        rows = [[", ".join(s.notable), *(getattr(s, name) for name in SAMPLE_COLUMNS)] for s in samples]
+        self._run.log({"samples": wandb.Table(columns=["notable", *SAMPLE_COLUMNS], data=rows)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -93,6 +109,10 @@ class MLflowSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in metrics.items()}, step=step)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Store the samples as a JSON artifact of the step."""
+        self._mlflow.log_dict({"samples": [asdict(s) for s in samples]}, f"samples/step-{step:06d}.json")
 
     def close(self) -> None:
         self._mlflow.end_run()

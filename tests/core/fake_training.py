@@ -31,6 +31,7 @@ from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.data.stored_batch import StoredBatch, StoredFields
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.samples import Sample
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
@@ -190,6 +191,7 @@ def train(
     checkpoints: RecoverStore | None = None,
     tokens_per_mb: int = 16384,
     fits: Mapping[str, int] | None = None,
+    sample_steps: int | None = None,
     **settings: Any,
 ) -> Run:
     """Run the loop over `steps`; `settings` replace those of PLAIN under the names of the configuration.
@@ -216,6 +218,7 @@ def train(
                 total_steps=schedule.total_steps,
                 done_steps=start.step,
                 elapsed=start.elapsed_seconds,
+                sample_steps=sample_steps,
             )  # fmt: skip
         )
         trainer = PPOTrainer(
@@ -465,6 +468,15 @@ class _Rollout:
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Any]]) -> tuple[StoredFields, Scored]:
         return self._batch.score(pickle.loads(pickle.dumps(scoring)), results)
+
+    def samples(self) -> list[Sample]:
+        step = self._first + self._taken
+        sample = Sample(
+            step=step, query_id="q", position=0, index=0, prompt="1+1=", answer=f"answer of step {step}", reward=1.0,
+            finish_reason="stop", prompt_tokens=2, answer_tokens=3, oldest_version=0, newest_version=0,
+            notable=("best",),
+        )  # fmt: skip
+        return [sample]
 
     def set_version(self, version: int) -> None:
         self._run.events.append(f"set_version {version}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from core.data.rollout_batch import RolloutBatch
+from core.monitoring.journal import read_rows
+from core.monitoring.sample_file import read_samples
+from core.monitoring.samples import SampleSettings
 from core.rollout_service import RolloutService, named
 from core.rollout_settings import RolloutSettings
 from rollout.inference.embedded.generator import EmbeddedGenerator
@@ -19,9 +23,16 @@ from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 from rollout.workflows import SingleTurnMathWorkflow
 
+NO_SAMPLES = SampleSettings(folder="", share=0.0, max_file_bytes=1, keep_files=1)
+
 
 def service(
-    assets, generator: Generator, eval_paths: list[str], workflow: str = "math", reward: str = "math"
+    assets,
+    generator: Generator,
+    eval_paths: list[str],
+    workflow: str = "math",
+    reward: str = "math",
+    samples: SampleSettings = NO_SAMPLES,
 ) -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
     settings = RolloutSettings(
@@ -30,7 +41,7 @@ def service(
         in_order=False, num_epochs=1, num_steps=None,
         sampling=sampling, eval_sampling=replace(sampling, temperature=0.0), max_in_flight=4, workflow=workflow,
         prompt_template="{prompt}",
-        reward=reward, reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
+        samples=samples, reward=reward, reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
         health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
     )  # fmt: skip
     return RolloutService([generator], settings)
@@ -160,6 +171,41 @@ def test_what_a_workflow_reports_is_among_the_figures_of_its_batch(assets) -> No
         "length/mean": lens.mean(), "length/min": lens.min(), "length/max": lens.max(),
     }  # fmt: skip
     assert "rollout/num_ready" in figures
+
+
+def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(assets, tmp_path: Path) -> None:
+    settings = SampleSettings(folder=str(tmp_path), share=1.0, max_file_bytes=10**9, keep_files=2)
+    (tmp_path / "samples.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+
+    async def main() -> tuple[RolloutBatch, list[str]]:
+        generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
+        made = service(assets, generator, [], samples=settings)
+        decode = made._samples._decode
+        made._samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]  # no row before the others wait
+        try:
+            await made.start()
+            await made.begin(0, None, ignore_changes=False)
+            batch, _ = await made.take(0)
+            await made.state_dict()
+            assert len(read_rows(tmp_path / "samples.jsonl")) == 8, "and none of an earlier run"
+            notable = await made.samples()
+            return batch, [name for sample in notable for name in sample.notable]
+        finally:
+            await made.close()
+
+    batch, notable = asyncio.run(main())
+    assert sorted(notable) == ["best", "longest", "worst"]
+    samples = list(read_samples(tmp_path))
+    assert {s.step for s in samples} == {1}
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    for i, sample in enumerate(samples):
+        begin, end = batch.cu_seqlens[i : i + 2]
+        split = begin + batch.prompt_lens[i]
+        assert sample.prompt == tokenizer.decode(batch.token_ids[begin:split])
+        assert sample.answer == tokenizer.decode(batch.token_ids[split:end])
+        assert (sample.position, sample.index) == (batch.positions[i // 2], i % 2)
+        assert sample.reward == batch.rewards[i]
+        assert sample.finish_reason == ("length" if batch.no_eos[i] else "stop")
 
 
 def test_sets_are_called_after_their_files_or_folders() -> None:

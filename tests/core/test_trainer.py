@@ -561,7 +561,9 @@ def test_the_report_holds_the_figures_of_rollout_and_push_and_the_prompts_consum
 def test_the_log_holds_the_lines_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stale = Step(groups=[[Answer(sampled=[-1.0], reward=1.0, versions=[v]) for v in (1, 0, 1)]])
-    train(pair(1.0, 1.0), stale, pair(1.0, 1.0))
+    train(pair(1.0, 1.0), stale, pair(1.0, 1.0), sample_steps=2)
+    answers = [line for line in caplog.text.splitlines() if "answer: answer" in line]
+    assert answers == ["  answer: answer of step 1", "  answer: answer of step 2"]
     assert "Epoch 1/1 step 2/3 (global step 2) finishes. Average #tokens per batch is 96." in caplog.text
     assert "Staleness of the batch (age in steps: trajectories): {0: 2, 1: 1}" in caplog.text
     assert (

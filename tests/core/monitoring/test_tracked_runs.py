@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,14 @@ import pytest
 
 from core.config.load import load_config
 from core.experiments.common import metric_sinks
+from core.monitoring.samples import Sample
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, WandbSink
 from core.paths import RunPaths
+
+SAMPLE = Sample(
+    step=3, query_id="q7", position=7, index=0, prompt="1+1=", answer="2 <end>", reward=1.0, finish_reason="stop",
+    prompt_tokens=4, answer_tokens=2, oldest_version=1, newest_version=2, notable=("best", "longest"),
+)  # fmt: skip
 
 
 def runs_of(folder: Path, *, go_on: bool = True) -> TrackedRuns:
@@ -96,6 +103,27 @@ def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ids = sorted(folder.name.rpartition("-")[2] for folder in (tmp_path / "wandb").glob("offline-run-*"))
     assert len(ids) == 3 and len(set(ids)) == 2, "each attempt leaves a folder; those of one run bear its id"
     assert ids.count(str(runs_of(tmp_path).get("wandb"))) == 1
+
+
+def test_samples_are_an_artifact_of_the_mlflow_run(mlflow: MLflow) -> None:
+    sink = MLflowSink(runs=runs_of(mlflow.folder), uri=mlflow.uri, experiment="e", name="trial")
+    sink.write_samples(3, [SAMPLE])
+    sink.close()
+    run_id = runs_of(mlflow.folder).get("mlflow")
+    (stored,) = mlflow.module.artifacts.load_dict(f"runs:/{run_id}/samples/step-000003.json")["samples"]
+    assert stored["answer"] == "2 <end>" and stored["notable"] == ["best", "longest"]
+
+
+def test_samples_are_a_table_of_the_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sink = WandbSink(runs=runs_of(tmp_path), folder=tmp_path, mode="offline", project="p", name="trial", config={})
+    sink.write_samples(3, [SAMPLE])
+    sink.close()
+    (table,) = (tmp_path / "wandb").rglob("samples_*.table.json")
+    stored = json.loads(table.read_text())
+    (row,) = (dict(zip(stored["columns"], row, strict=True)) for row in stored["data"])
+    assert row["notable"] == "best, longest" and row["answer"] == "2 <end>" and row["reward"] == 1.0
 
 
 @pytest.mark.parametrize(("continue_after", "num_runs"), [(None, 2), (-1, 1), (3, 1)])

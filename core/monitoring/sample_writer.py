@@ -1,0 +1,65 @@
+"""Writes the samples of each batch beside the training: in the rollout process, where tokens and tokenizer are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from core.monitoring.sample_file import SampleFile
+from core.monitoring.samples import Decode, Sample, SampleSettings, choose_samples
+from rollout.types import Trajectory
+
+
+class SampleWriter:
+    """One file of samples, and the notable ones of the last batch. A thread decodes and writes; the next batch waits
+    for it. Raises OSError from the call after a failed write."""
+
+    def __init__(self, settings: SampleSettings, decode: Decode) -> None:
+        self._settings, self._decode = settings, decode
+        self._file: SampleFile | None = None
+        self._writing: asyncio.Task[list[Sample]] | None = None
+        self._notable: list[Sample] = []
+
+    def begin(self, step: int) -> None:
+        """Open the file of a run that continues after `step` steps."""
+        if self._settings.share:
+            self._file = SampleFile(
+                Path(self._settings.folder), continue_after=step, max_bytes=self._settings.max_file_bytes,
+                keep=self._settings.keep_files,
+            )  # fmt: skip
+
+    async def write(self, groups: Sequence[Sequence[Trajectory]], positions: np.ndarray, *, step: int) -> None:
+        """Start writing the samples of a batch, after those of the last one."""
+        await self.written()
+        if self._file is not None:
+            self._writing = asyncio.create_task(
+                asyncio.to_thread(self._write, self._file, groups, positions.tolist(), step)
+            )
+
+    def _write(
+        self, file: SampleFile, groups: Sequence[Sequence[Trajectory]], positions: Sequence[int], step: int
+    ) -> list[Sample]:
+        samples = choose_samples(groups, positions, self._decode, step=step, share=self._settings.share)
+        file.write(samples)
+        return [sample for sample in samples if sample.notable]
+
+    async def written(self) -> None:
+        """Wait until the samples of the last batch are in the file."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._notable = await writing
+
+    async def notable(self) -> list[Sample]:
+        """Return the best, worst and longest answer of the last batch."""
+        await self.written()
+        return self._notable
+
+    async def close(self) -> None:
+        """Write what is left and close the file."""
+        await self.written()
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,194 @@
+"""Sampled answers as text: what `samples.jsonl` holds, and the best, worst and longest answer of a step.
+
+Invariant: which prompts are written is a function of their query_id alone, so that the same prompts appear in every
+epoch and in every run over the same data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollout.types import PROMPT_VERSION, Trajectory
+
+Decode = Callable[[np.ndarray], str]
+"""Token ids -> text, special tokens included."""
+
+_SHOWN_CHARS = 400
+"""Of a text in a log line, from its start and its end together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Which answers are kept as text, and where."""
+
+    folder: str
+    """samples.jsonl and the files before it."""
+    share: float
+    """Of the prompts of a step, in [0, 1]. 0: no answer is written."""
+    max_file_bytes: int
+    """A file that is at least as large is closed, and another one begins."""
+    keep_files: int
+    """Files that are kept, the current one included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Consecutive tokens of one origin."""
+
+    by: str
+    """"model", or "environment" for tokens that no policy sampled."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer of a step as text."""
+
+    step: int
+    """Counts from 1."""
+    query_id: str
+    position: int
+    """Of the prompt in the stream of prompts; see consumed.jsonl."""
+    index: int
+    """Of the answer in the group of its prompt."""
+    prompt: str
+    answer: str
+    reward: float
+    finish_reason: str
+    prompt_tokens: int
+    answer_tokens: int
+    """All tokens after the prompt."""
+    oldest_version: int
+    newest_version: int
+    """Of the weights that sampled it."""
+    notable: tuple[str, ...] = ()
+    """Of "best", "worst", "longest" among all answers of the step."""
+    turns: tuple[Turn, ...] = ()
+    """The parts of an answer that has tokens of an environment too; empty: the model wrote all of it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the workflow reports of it."""
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the row of samples.jsonl, without its step."""
+        row = asdict(self)
+        del row["step"]
+        return row
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Sample:
+        """Return the inverse of to_row(), of a row with its step. Raises TypeError for a row of another file."""
+        turns = tuple(Turn(**turn) for turn in row.get("turns", ()))
+        return cls(**{**row, "notable": tuple(row.get("notable", ())), "turns": turns})
+
+
+def choose_samples(
+    groups: Sequence[Sequence[Trajectory]], positions: Sequence[int], decode: Decode, *, step: int, share: float
+) -> list[Sample]:
+    """Return the answers of a step to keep: all of about `share` of the prompts, of one at least, and the best, the
+    worst and the longest answer of the step. `positions`: of each group's prompt in the stream."""
+    every = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+    notable = _notable({(g, i): groups[g][i] for g, i in every})
+    places = [_place(group[0].query_id) for group in groups]
+    picked = {g for g, place in enumerate(places) if place < share} or {int(np.argmin(places))}
+    return [
+        _sample(
+            groups[g][i], decode, step=step, position=int(positions[g]), index=i, notable=notable.get((g, i), ())
+        )
+        for g, i in every
+        if g in picked or (g, i) in notable
+    ]  # fmt: skip
+
+
+def _notable(by_place: Mapping[tuple[int, int], Trajectory]) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Return what is notable about an answer; of equal ones the first is."""
+    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    choices: tuple[tuple[str, Callable[[tuple[int, int]], float]], ...] = (
+        ("best", lambda place: by_place[place].reward),
+        ("worst", lambda place: -by_place[place].reward),
+        ("longest", lambda place: len(by_place[place].token_ids) - _prompt_length(by_place[place])),
+    )
+    for name, value in choices:
+        place = max(by_place, key=value)
+        found[place] = (*found.get(place, ()), name)
+    return found
+
+
+def _place(query_id: str) -> float:
+    """Return a number in [0, 1) for a prompt, the same in every run."""
+    return int.from_bytes(hashlib.blake2b(query_id.encode(errors="replace"), digest_size=6).digest()) / 2**48
+
+
+def _prompt_length(trajectory: Trajectory) -> int:
+    return int(np.argmax(trajectory.versions != PROMPT_VERSION))
+
+
+def _sample(
+    trajectory: Trajectory, decode: Decode, *, step: int, position: int, index: int, notable: tuple[str, ...]
+) -> Sample:
+    begin = _prompt_length(trajectory)
+    tokens, versions = trajectory.token_ids, trajectory.versions
+    sampled = versions[versions != PROMPT_VERSION]
+    return Sample(
+        step=step,
+        query_id=trajectory.query_id,
+        position=position,
+        index=index,
+        prompt=decode(tokens[:begin]),
+        answer=decode(tokens[begin:]),
+        reward=float(trajectory.reward),
+        finish_reason=trajectory.finish_reason,
+        prompt_tokens=begin,
+        answer_tokens=len(tokens) - begin,
+        oldest_version=int(sampled.min()),
+        newest_version=int(sampled.max()),
+        notable=notable,
+        turns=_turns(tokens[begin:], versions[begin:] != PROMPT_VERSION, decode),
+        metrics={name: float(value) for name, value in trajectory.metrics.items()},
+    )
+
+
+def _turns(tokens: np.ndarray, by_model: np.ndarray, decode: Decode) -> tuple[Turn, ...]:
+    if by_model.all():
+        return ()
+    cuts = [0, *(np.flatnonzero(np.diff(by_model)) + 1).tolist(), len(tokens)]
+    return tuple(
+        Turn(by="model" if by_model[begin] else "environment", text=decode(tokens[begin:end]))
+        for begin, end in zip(cuts, cuts[1:], strict=False)
+    )
+
+
+def printable(text: str) -> str:
+    """Return the text without characters that control a terminal: they are written as escapes, line ends stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, chars: int = _SHOWN_CHARS) -> str:
+    """Return the start and the end of a long text, with the number of characters between them."""
+    if len(text) <= chars:
+        return text
+    head, tail = text[: chars // 2], text[len(text) - chars // 2 :]
+    return f"{head} [... {len(text) - len(head) - len(tail)} characters ...] {tail}"
+
+
+def headline(sample: Sample) -> str:
+    """Return what is known of an answer, in one line."""
+    versions = f"{sample.oldest_version}"
+    if sample.newest_version != sample.oldest_version:
+        versions += f" to {sample.newest_version}"
+    return (
+        f"reward {sample.reward:.3f}, {sample.answer_tokens} tokens ({sample.finish_reason}), weights of version "
+        f"{versions}, prompt {printable(sample.query_id)}, answer {sample.index}"
+    )
+
+
+def log_text(sample: Sample) -> str:
+    """Return an answer as the log shows it: a headline, then prompt and answer, shortened."""
+    parts = [f"Step {sample.step}, {' and '.join(sample.notable)} answer: {headline(sample)}"]
+    for name, text in (("prompt", sample.prompt), ("answer", sample.answer)):
+        parts.append(f"  {name}: " + printable(shortened(text)).replace("\n", "\n    "))
+    return "\n".join(parts)

@@ -1,0 +1,270 @@
+"""Show the answers that a run sampled in training: filter and search them, or put two steps or two runs side by side.
+
+    python -m tools.samples RUN                                    # the last step that has samples
+    python -m tools.samples RUN --step 10..20 --best --full
+    python -m tools.samples RUN --reward '<=0' --finish length --search 'therefore|hence'
+    python -m tools.samples RUN --step 10 --against 200            # two steps side by side
+    python -m tools.samples RUN --against OTHER_RUN                # two runs side by side
+    python -m tools.samples RUN --step 1..100 --json > some.jsonl  # the rows that are left, for other programs
+
+RUN is the log folder of a run, {fileroot}/logs/<user>/<experiment>/<trial>, or any folder above it with one run. The
+files are those of samples.share; see docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from core.monitoring.sample_file import read_samples
+from core.monitoring.samples import Sample, headline, printable, shortened
+
+Keep = Callable[[Sample], bool]
+
+_OPERATORS = {
+    "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+    "<": operator.lt, ">": operator.gt, "=": operator.eq,
+}  # fmt: skip
+_SHORT, _FULL = 800, sys.maxsize
+
+
+class BadRequest(ValueError):
+    """What was asked for does not exist, or cannot be read."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A range of steps, both ends included."""
+
+    first: int
+    last: int
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show what the arguments ask for; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    console = Console()
+    try:
+        if arguments.against is None:
+            _show(_chosen(_folder(arguments.run), arguments.step, arguments), arguments, console)
+        else:
+            _compare(arguments, console)
+    except BadRequest as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.samples", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run")
+    parser.add_argument("--step", type=_steps, metavar="N[..M]", help="steps to show; default: the last one")
+    parser.add_argument("--against", metavar="N[..M] | RUN", help="show these steps, or another run, beside the first")
+    parser.add_argument("--reward", type=_reward, metavar="'>0.5'", help="keep answers with such a reward")
+    parser.add_argument("--finish", choices=("stop", "length"), help="keep answers that ended in this way")
+    parser.add_argument("--query", metavar="ID", help="keep answers to this prompt (query_id)")
+    parser.add_argument("--search", type=_pattern, metavar="REGEX", help="keep answers or prompts with a match")
+    for name in ("best", "worst", "longest"):
+        parser.add_argument(f"--{name}", action="store_true", help=f"keep the {name} answer of each step")
+    parser.add_argument("--sort", choices=("step", "reward", "length"), default="step", help="order; default: step")
+    parser.add_argument("--limit", type=int, default=10, metavar="N", help="answers to show; 0: all; default: 10")
+    parser.add_argument("--full", action="store_true", help="show whole texts instead of their start and end")
+    parser.add_argument("--json", action="store_true", help="write rows instead of panels")
+    return parser
+
+
+def _steps(text: str) -> Steps:
+    first, dots, last = text.partition("..")
+    if not first.isdigit() or (dots and not last.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step and no range of steps; write 10 or 10..20")
+    return Steps(int(first), int(last or first))
+
+
+def _reward(text: str) -> Callable[[float], bool]:
+    found = re.fullmatch(r"\s*(<=|>=|==|!=|<|>|=)\s*(\S+)\s*", text)
+    try:
+        compare, limit = _OPERATORS[found[1]], float(found[2])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no condition; write '>0.5', '<=0' or '=1'") from None
+    return lambda reward: bool(compare(reward, limit))
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder with samples.jsonl at or below `path`. Raises BadRequest unless there is exactly one."""
+    path = path.expanduser()
+    found = [path] if (path / "samples.jsonl").exists() else sorted(p.parent for p in path.rglob("samples.jsonl"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadRequest(f"{path}: {len(found)} runs are below it; choose one of " + ", ".join(map(str, found)))
+    raise BadRequest(
+        f"{path}: no samples.jsonl there or below; give the log folder of a run, which the run shows at its start "
+        "(samples.share=0 writes none)"
+    )
+
+
+def _chosen(folder: Path, steps: Steps | None, arguments: argparse.Namespace) -> list[Sample]:
+    """Return the samples of a run that the conditions keep; of its last step where no step is given."""
+    keep = _conditions(arguments)
+    samples: list[Sample] = []
+    try:
+        for sample in read_samples(folder):
+            if steps is None and samples and sample.step > samples[0].step:
+                samples.clear()
+            if steps is None or sample.step in steps:
+                samples.append(sample)
+    except (OSError, ValueError) as error:
+        raise BadRequest(str(error)) from error
+    if not samples:
+        where = f" of steps {steps.first} to {steps.last}" if steps else ""
+        raise BadRequest(f"{folder}: there are no samples{where}")
+    kept = [s for s in samples if all(k(s) for k in keep)]
+    order: dict[str, Callable[[Sample], float]] = {
+        "step": lambda s: s.step, "reward": lambda s: -s.reward, "length": lambda s: -s.answer_tokens
+    }  # fmt: skip
+    return sorted(kept, key=order[arguments.sort])
+
+
+def _conditions(arguments: argparse.Namespace) -> list[Keep]:
+    keep: list[Keep] = []
+    if arguments.reward is not None:
+        keep.append(lambda s: arguments.reward(s.reward))
+    if arguments.finish is not None:
+        keep.append(lambda s: s.finish_reason == arguments.finish)
+    if arguments.query is not None:
+        keep.append(lambda s: s.query_id == arguments.query)
+    if arguments.search is not None:
+        keep.append(lambda s: any(arguments.search.search(text) for text in (s.prompt, s.answer)))
+    wanted = {name for name in ("best", "worst", "longest") if getattr(arguments, name)}
+    if wanted:
+        keep.append(lambda s: bool(wanted & set(s.notable)))
+    return keep
+
+
+def _show(samples: Sequence[Sample], arguments: argparse.Namespace, console: Console) -> None:
+    shown = samples[: arguments.limit or None]
+    if arguments.json:
+        for sample in shown:
+            sys.stdout.write(json.dumps({"step": sample.step, **sample.to_row()}) + "\n")
+        return
+    for sample in shown:
+        console.print(_panel(sample, arguments))
+    console.print(f"{len(shown)} of {len(samples)} answers shown" + _hint(shown, samples))
+
+
+def _hint(shown: Sequence[Sample], samples: Sequence[Sample]) -> str:
+    return "; --limit 0 shows all" if len(shown) < len(samples) else ""
+
+
+def _panel(sample: Sample, arguments: argparse.Namespace) -> Panel:
+    chars = _FULL if arguments.full else _SHORT
+    notable = f" ({', '.join(sample.notable)})" if sample.notable else ""
+    parts = [Text(printable(shortened(sample.prompt, chars)), style="dim")]
+    if sample.turns:
+        for turn in sample.turns:
+            style = "" if turn.by == "model" else "italic cyan"
+            parts.append(_marked(f"[{turn.by}] {shortened(turn.text, chars)}", arguments, style))
+    else:
+        parts.append(_marked(shortened(sample.answer, chars), arguments))
+    return Panel(
+        Group(*parts), title=Text(f"step {sample.step}{notable}"), title_align="left",
+        subtitle=Text(headline(sample)), subtitle_align="left", border_style="green" if sample.reward > 0 else "red",
+    )  # fmt: skip
+
+
+def _marked(text: str, arguments: argparse.Namespace, style: str = "") -> Text:
+    marked = Text(printable(text), style=style)
+    if arguments.search is not None:
+        marked.highlight_regex(arguments.search, style="reverse")
+    return marked
+
+
+def _compare(arguments: argparse.Namespace, console: Console) -> None:
+    """Show two steps of a run, or two runs, in two columns: the same answer to the same prompt in a row where both have
+    it, otherwise in the order of each side."""
+    run = _folder(arguments.run)
+    if re.fullmatch(r"\d+(\.\.\d+)?", arguments.against):
+        if arguments.step is None:
+            raise BadRequest(f"--against {arguments.against}: which steps beside these? Add --step N")
+        sides = (run, arguments.step), (run, _steps(arguments.against))
+    else:
+        sides = (run, arguments.step), (_folder(Path(arguments.against)), arguments.step)
+    left, right = (_chosen(folder, steps, arguments) for folder, steps in sides)
+    rows, common = _pairs(left, right)
+    table = Table(show_lines=True, expand=True)
+    for (folder, _), samples in zip(sides, (left, right), strict=True):
+        table.add_column(Text(_title(folder, samples)), ratio=1)
+    for pair in rows[: arguments.limit or None]:
+        table.add_row(*("" if sample is None else _cell(sample, arguments) for sample in pair))
+    console.print(table)
+    console.print(
+        f"{min(len(rows), arguments.limit or len(rows))} of {len(rows)} rows shown, {common} of them with the same "
+        "prompt on both sides"
+    )
+
+
+def _pairs(
+    left: Sequence[Sample], right: Sequence[Sample]
+) -> tuple[list[tuple[Sample | None, Sample | None]], int]:  # fmt: skip
+    """Return rows of two columns, those with the same prompt first, and the number of these."""
+    waiting: dict[tuple[str, int], list[Sample]] = {}
+    for sample in right:
+        waiting.setdefault((sample.query_id, sample.index), []).append(sample)
+    both: list[tuple[Sample | None, Sample | None]] = []
+    alone: list[Sample] = []
+    for sample in left:
+        partners = waiting.get((sample.query_id, sample.index))
+        if partners:
+            both.append((sample, partners.pop(0)))
+        else:
+            alone.append(sample)
+    taken = {id(b) for _, b in both}
+    others = [sample for sample in right if id(sample) not in taken]
+    longer = max(len(alone), len(others))
+    rest = [
+        (alone[i] if i < len(alone) else None, others[i] if i < len(others) else None) for i in range(longer)
+    ]  # fmt: skip
+    return both + rest, len(both)
+
+
+def _title(folder: Path, samples: Sequence[Sample]) -> str:
+    steps = sorted({sample.step for sample in samples})
+    shown = "no step" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    mean = f", mean reward {sum(s.reward for s in samples) / len(samples):.3f}" if samples else ""
+    return f"{folder.parent.name}/{folder.name}: {shown}, {len(samples)} answers{mean}"
+
+
+def _cell(sample: Sample, arguments: argparse.Namespace) -> Group:
+    chars = _FULL if arguments.full else _SHORT // 2
+    return Group(
+        Text(f"step {sample.step}: {headline(sample)}", style="green" if sample.reward > 0 else "red"),
+        Text(printable(shortened(sample.prompt, chars)), style="dim"),
+        _marked(shortened(sample.answer, chars), arguments),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
