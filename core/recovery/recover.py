@@ -2,7 +2,8 @@
 
     {fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/
                                           {engine}/      the trainer's distributed checkpoint, one folder an engine
-                                          rollout.pkl    data cursor, buffer, prompts in flight with their tokens
+                                          rollout.json   data cursor, buffer, prompts in flight with their tokens
+                                          rollout.npz    the arrays of rollout.json (core/recovery/plain_state.py)
                                           run.json       step, version, and the settings that must not change
                                           manifest.json  size and checksum of each of these files
                                           COMMITTED      seals the manifest (core/recovery/manifest.py)
@@ -17,7 +18,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import re
 import shutil
 import threading
@@ -30,10 +30,12 @@ from pathlib import Path
 from core.errors import LaunchError, could_not_write, first_line, is_of_disk
 from core.processes.signals import raise_if_interrupted
 from core.recovery.manifest import DamagedError, move_into_place, seal, verify
+from core.recovery.plain_state import StateError, read_state, write_state
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"globalstep(\d+)")
+_ROLLOUT, _PICKLED_ROLLOUT = "rollout", "rollout.pkl"
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
 _LOOK_EVERY_SECONDS = 0.2
@@ -206,8 +208,7 @@ class RecoverStore:
         """Write a checkpoint; when this returns or raises, nothing half-written is left."""
         began = time.perf_counter()
         try:
-            with open(temporary / "rollout.pkl", "wb") as f:
-                pickle.dump(rollout_state, f, protocol=pickle.HIGHEST_PROTOCOL)
+            write_state(temporary, _ROLLOUT, rollout_state)
             with open(temporary / "run.json", "w") as f:
                 json.dump({"identity": asdict(self._identity), "state": asdict(state)}, f)
             wait_engines(stop)
@@ -252,11 +253,13 @@ class RecoverStore:
         return could_not_write(f"the recover checkpoint of step {step}", self._folder, error)
 
     def load(self, checkpoint: Path, *, ignore_changes: bool = False) -> Recovered:
-        """Return the driver's and the rollout's state. Raises RecoverError if the configuration changed in a way that
-        the checkpoint cannot follow, unless recover_ignore_changes is set."""
-        with open(checkpoint / "run.json") as f:
-            saved = json.load(f)
-        identity = RunIdentity(**saved["identity"])
+        """Return the driver's and the rollout's state; no file of the checkpoint can run code.
+
+        Raises RecoverError if the configuration changed in a way that the checkpoint cannot follow, unless
+        recover_ignore_changes is set, and where an earlier release wrote it."""
+        if (checkpoint / _PICKLED_ROLLOUT).exists():
+            raise RecoverError(_earlier_format(checkpoint))
+        identity, state = _read_run(checkpoint / "run.json")
         changes = [
             f"{key}={now} (the checkpoint has {before})"
             for key, now in asdict(self._identity).items()
@@ -268,8 +271,26 @@ class RecoverStore:
                 "set recover_ignore_changes=true to keep model and optimizer and drop the rest; or start a new run "
                 "with another trial_name or recover_mode=disabled"
             )
-        with open(checkpoint / "rollout.pkl", "rb") as f:
-            rollout_state = pickle.load(f)
-        return Recovered(
-            state=RunState(**saved["state"]), rollout_state=rollout_state, identity=identity, changes=tuple(changes)
-        )
+        try:
+            rollout_state = read_state(checkpoint, _ROLLOUT)
+        except StateError as error:
+            raise RecoverError(f"{error}; remove {checkpoint} to continue from the checkpoint before it") from error
+        return Recovered(state=state, rollout_state=rollout_state, identity=identity, changes=tuple(changes))
+
+
+def _read_run(path: Path) -> tuple[RunIdentity, RunState]:
+    try:
+        saved = json.loads(path.read_bytes())
+        return RunIdentity(**saved["identity"]), RunState(**saved["state"])
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise RecoverError(
+            f"{path}: not what a run writes ({error!r}); remove its folder to continue from the checkpoint before it"
+        ) from error
+
+
+def _earlier_format(checkpoint: Path) -> str:
+    return (
+        f"{checkpoint}: an earlier release wrote this checkpoint; its {_PICKLED_ROLLOUT} is a pickle, which can run code, "
+        "and is not read. Continue with the release that wrote it; or start a new trial_name from its weights: "
+        f"python -m tools.convert --checkpoint_path {checkpoint} --output_path FOLDER, then actor.path=FOLDER"
+    )

@@ -14,6 +14,7 @@ import gc
 import io
 import json
 import logging
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from mcore_adapter.checkpoint.files import CopiedCheckpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy, gathered_by, gathered_sizes
+from mcore_adapter.checkpoint.restricted import RestrictedStrategy
 from mcore_adapter.hf.weights import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.optimizer import TrainOptimizer
@@ -172,7 +174,7 @@ def load_checkpoint(
         raise FileNotFoundError(f"{path}: no complete checkpoint in this folder (metadata.json is missing)")
     try:
         saved = dist_checkpointing.load_common_state_dict(str(path))["slipstream"]
-    except RuntimeError as error:  # torch's word for a damaged file
+    except (RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:  # damaged, or names forbidden classes
         raise OSError(f"{path / 'common.pt'}: cannot be read: {error}") from error
     if optimizer is not None and not saved["has_optimizer"]:
         raise ValueError(f"{path}: this checkpoint has no optimizer state; it was saved by an inference-only engine")
@@ -183,7 +185,7 @@ def load_checkpoint(
     if same_place:
         state["rng"] = _rng_object(parallel)
     try:
-        loaded = dist_checkpointing.load(state, str(path))
+        loaded = dist_checkpointing.load(state, str(path), RestrictedStrategy())
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"{path}: the checkpoint cannot be read, rank {rank}: {cause}") from error

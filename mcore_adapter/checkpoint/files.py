@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from mcore_adapter.checkpoint.outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
+from mcore_adapter.checkpoint.restricted import load_plain
 from mcore_adapter.hf.safetensors_folder import copy_tokenizer
 from mcore_adapter.out_of_memory import is_out_of_memory
 
@@ -108,6 +109,8 @@ class CopiedCheckpoint:
         if isinstance(written, Exception):
             self._make_room()
         if self._rank != 0:
+            if isinstance(written, OSError):  # a plain one: reports may name no other classes
+                written = OSError(str(written))
             put_whole(self._report_of(self._rank), pickle.dumps(written))
             return
         error = None
@@ -137,6 +140,6 @@ class CopiedCheckpoint:
             if not self._path.exists():
                 raise FileNotFoundError(f"{self._path} was removed while it was written")
             time.sleep(LOOK_EVERY_SECONDS)
-        written: Written = pickle.loads(report.read_bytes())
+        written: Written = load_plain(report.read_bytes())
         report.unlink()
         return written

@@ -17,7 +17,6 @@ from typing import IO, Any, cast
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from mcore_adapter.checkpoint.checkpoint import model_state
+from mcore_adapter.checkpoint.restricted import RestrictedReader
 from mcore_adapter.device import Device
 from mcore_adapter.hf.file_rows import FileRows, write_rows
 from mcore_adapter.hf.safetensors_folder import WeightsError
@@ -108,7 +108,7 @@ class StoredTensors:
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError where the list of tensors cannot be read."""
-        self._folder, self._reader = folder, dcp.FileSystemReader(folder)
+        self._folder, self._reader = folder, RestrictedReader(folder)
         try:
             metadata = self._reader.read_metadata()
         except UNREADABLE as error:

@@ -225,7 +225,7 @@ def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
 def test_an_interrupted_write_is_invisible_and_the_next_one_clears_it_away(tmp_path: Path) -> None:
     store = RecoverStore(tmp_path, IDENTITY)
     (tmp_path / ".writing-globalstep4-123").mkdir(parents=True)
-    (tmp_path / ".writing-globalstep4-123" / "rollout.pkl").write_bytes(b"half")
+    (tmp_path / ".writing-globalstep4-123" / "rollout.json").write_bytes(b"half")
     assert store.newest() is None
     dump(store, 4)
     assert names(tmp_path) == ["globalstep4"]
@@ -256,7 +256,7 @@ def test_the_manifest_lists_every_file_with_its_size_and_checksum(tmp_path: Path
     dump(RecoverStore(tmp_path, IDENTITY), 2)
     folder = tmp_path / "globalstep2"
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    assert sorted(files) == ["actor/weights", "rollout.pkl", "run.json"]
+    assert sorted(files) == ["actor/weights", "rollout.json", "rollout.npz", "run.json"]
     assert files["actor/weights"]["size"] == 100 and len(files["actor/weights"]["checksum"]) == 32
 
 

@@ -70,7 +70,8 @@ def test_a_checkpoint_with_any_file_cut_flipped_or_missing_is_never_loaded(
     assert sorted(p.name for p in two_checkpoints.iterdir()) == ["globalstep2", "globalstep3"]
     files = [p.relative_to(two_checkpoints) for p in two_checkpoints.glob("globalstep3/**/*") if p.is_file()]
     named = {p.name for p in files}
-    assert {"manifest.json", "COMMITTED", "run.json", "rollout.pkl", "metadata.json", ".metadata", "common.pt"} <= named
+    assert {"manifest.json", "COMMITTED", "run.json", "rollout.json", "rollout.npz"} <= named
+    assert {"metadata.json", ".metadata", "common.pt"} <= named
     rng = random.Random(1)
     for number, name in enumerate(files):
         for damage in ("cut", "empty", "flip first", "flip", "flip last", "longer", "missing"):
