@@ -61,6 +61,26 @@ def due_by_brute_force(
     return any(in_time([k for k in started if k not in batch]) for batch in combinations(sorted(finished), size))
 
 
+def test_a_select_that_waits_for_an_old_slot_ends_when_the_slot_restarts() -> None:
+    async def main() -> list[str]:
+        store = make_store(Schedule(num_prompts=6, batch_size=1, total_epochs=1), max_staleness=1)
+        store.start(0, 0)
+        store.start(1, 0)
+        await store.put(1, group(1, 0))
+        assert names(await store.select(0)) == ["q1"]
+        store.start(2, 1)
+        await store.put(2, group(2, 1))
+        selecting = asyncio.create_task(store.select(1))
+        await settle()
+        assert not selecting.done(), "slot 0 would be two steps old in step 2"
+        await store.restart(0, 1)
+        await settle()
+        assert selecting.done()
+        return names(selecting.result())
+
+    assert run_virtual(main()) == ["q2"]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     max_staleness=st.integers(0, 3),
