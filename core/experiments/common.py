@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.monitoring.background import BackgroundTracker, Tracker
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
-from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, WandbSink
+from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
 
 if TYPE_CHECKING:
@@ -85,32 +88,52 @@ def rows_that_stay(config: ExperimentConfig, start: Start) -> int | None:
 
 
 def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: int | None) -> list[MetricSink]:
-    """Return the sinks of this run's scalars; see rows_that_stay."""
+    """Return the sinks in this run's log folder; see rows_that_stay."""
     sinks: list[MetricSink] = [Journal(paths.logs / "metrics.jsonl", continue_after=continue_after)]
     if config.monitor.tensorboard:
         sinks.append(TensorBoardSink(paths.logs / "tensorboard", continue_after=continue_after))
-    runs = TrackedRuns(paths.logs / "tracked_runs.json", go_on=continue_after is not None)
+    return sinks
+
+
+def open_trackers(config: ExperimentConfig, paths: RunPaths, *, go_on: bool) -> list[MetricSink]:
+    """Return the experiment trackers of this run: those of the run that it continues if `go_on`.
+
+    Call it before any process is started. Raises TrackerError where one cannot be used. One that this trial used
+    before only costs a warning: an attempt does not fail for it."""
+    runs = TrackedRuns(paths.logs / "tracked_runs.json", go_on=go_on)
+    opened: list[MetricSink] = []
+    for service, open_one in _trackers(config, paths, runs).items():
+        began = runs.get(service) is not None
+        try:
+            opened.append(BackgroundTracker(open_one()))
+        except TrackerError as error:
+            if not began:
+                raise
+            logger.warning("%s. Training continues without it; if the run was deleted, remove %s.", error, runs.file)
+    return opened
+
+
+def _trackers(config: ExperimentConfig, paths: RunPaths, runs: TrackedRuns) -> dict[str, Callable[[], Tracker]]:
+    trackers: dict[str, Callable[[], Tracker]] = {}
     if config.wandb.mode != "disabled":
-        sinks.append(
-            WandbSink(
-                runs=runs,
-                mode=config.wandb.mode,
-                entity=config.wandb.entity,
-                project=config.wandb.project or config.experiment_name,
-                name=config.wandb.name or config.trial_name,
-                group=config.wandb.group,
-                tags=config.wandb.tags,
-                config=config.masked().model_dump(mode="json"),
-                folder=paths.logs,
-            )
+        trackers["wandb"] = partial(
+            WandbSink,
+            runs=runs,
+            mode=config.wandb.mode,
+            entity=config.wandb.entity,
+            project=config.wandb.project or config.experiment_name,
+            name=config.wandb.name or config.trial_name,
+            group=config.wandb.group,
+            tags=config.wandb.tags,
+            config=config.masked().model_dump(mode="json"),
+            folder=paths.logs,
         )
     if config.monitor.mlflow_uri is not None:
-        sinks.append(
-            MLflowSink(
-                runs=runs,
-                uri=config.monitor.mlflow_uri,
-                experiment=config.experiment_name,
-                name=config.trial_name,
-            )
+        trackers["mlflow"] = partial(
+            MLflowSink,
+            runs=runs,
+            uri=config.monitor.mlflow_uri,
+            experiment=config.experiment_name,
+            name=config.trial_name,
         )
-    return sinks
+    return trackers

@@ -10,7 +10,15 @@ import torch
 from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import build_algorithm, case_settings
 from core.config.allocation import resolve_allocation
-from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
+from core.experiments.common import (
+    Start,
+    find_start,
+    fit_to_schedule,
+    metric_sinks,
+    open_trackers,
+    rows_that_stay,
+    save_model,
+)
 from core.experiments.workers import (
     PPOWorkers,
     build_ppo_engines,
@@ -55,6 +63,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
     )
     start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
     attempt.tell(began=start.state.step, step=start.state.step)
+    trackers = open_trackers(config, paths, go_on=rows_that_stay(config, start) is not None)
     patience = config.launch.startup_timeout_seconds
     with Cluster(
         ray_address=config.launch.ray_address,
@@ -93,7 +102,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         forget_modules()
         with Monitor(
             console=console,
-            sinks=metric_sinks(config, paths, continue_after=rows_that_stay(config, start)),
+            sinks=[*metric_sinks(config, paths, continue_after=rows_that_stay(config, start)), *trackers],
             consumed=Journal(paths.logs / "consumed.jsonl", continue_after=rows_that_stay(config, start)),
             total_steps=schedule.total_steps,
             done_steps=start.state.step,

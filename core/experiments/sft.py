@@ -12,7 +12,15 @@ from core.algorithms.sft import SFT
 from core.config.allocation import resolve_allocation
 from core.data.answers import AnswerDataset
 from core.data.batch_writer import BatchWriter, assemble
-from core.experiments.common import Start, find_start, fit_to_schedule, metric_sinks, rows_that_stay, save_model
+from core.experiments.common import (
+    Start,
+    find_start,
+    fit_to_schedule,
+    metric_sinks,
+    open_trackers,
+    rows_that_stay,
+    save_model,
+)
 from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
 from core.launch.cluster import Cluster
 from core.monitoring.monitor import Monitor, StepTimer
@@ -123,6 +131,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
     )
     start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
     attempt.tell(began=start.state.step, step=start.state.step)
+    trackers = open_trackers(config, paths, go_on=rows_that_stay(config, start) is not None)
     memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
     memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -150,7 +159,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         forget_modules()
         with Monitor(
             console=console,
-            sinks=metric_sinks(config, paths, continue_after=rows_that_stay(config, start)),
+            sinks=[*metric_sinks(config, paths, continue_after=rows_that_stay(config, start)), *trackers],
             consumed=None,
             total_steps=schedule.total_steps,
             done_steps=start.state.step,

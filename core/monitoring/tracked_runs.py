@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from core.errors import first_line
 from core.monitoring.samples import Sample
 
 SAMPLE_COLUMNS = (
@@ -23,7 +26,14 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 """Columns of the table of samples, after the column "notable"."""
 
+_MLFLOW_BATCH = 1000
+"""Metrics of one request: MLflow's limit."""
+
 logger = logging.getLogger(__name__)
+
+
+class TrackerError(ValueError):
+    """A tracker cannot be used. The message names the key and the way out."""
 
 
 class TrackedRuns:
@@ -49,21 +59,20 @@ class TrackedRuns:
 class WandbSink:
     """A Weights & Biases run (extra `wandb`); further keyword arguments are those of wandb.init."""
 
+    name = "Weights & Biases"
+
     def __init__(self, *, runs: TrackedRuns, folder: Path, **options: Any) -> None:
-        """Raises RuntimeError when a run that was begun cannot be continued."""
+        """Raises TrackerError when the service refuses the run or does not answer."""
         import wandb
 
-        known = runs.get("wandb")
-        run_id = known or uuid.uuid4().hex[:12]
+        run_id = runs.get("wandb") or uuid.uuid4().hex[:12]
         try:
             # Another allocation or number of steps is allowed; the configuration is then that of the last attempt.
             self._run = wandb.init(dir=str(folder), id=run_id, resume="allow", allow_val_change=True, **options)
-        except wandb.errors.Error as error:
-            if known is None:
-                raise
-            raise RuntimeError(
-                f"wandb.mode={options.get('mode')}: run {run_id} of this trial cannot be continued: {error}. If it was "
-                f"deleted there, remove {runs.file} to start a new one"
+        except (wandb.errors.Error, ValueError) as error:
+            raise TrackerError(
+                f"wandb.mode={options.get('mode')}: Weights & Biases refused run {run_id}: {first_line(error)}; check "
+                "WANDB_API_KEY, wandb.entity and wandb.project, or write offline or disabled"
             ) from error
         runs.put("wandb", run_id)
 
@@ -84,35 +93,69 @@ class WandbSink:
 class MLflowSink:
     """An MLflow run (extra `mlflow`)."""
 
+    name = "MLflow"
+
     def __init__(self, *, runs: TrackedRuns, uri: str, experiment: str, name: str) -> None:
-        """Another run begins, with a warning, where that of an earlier attempt is not at `uri` any more."""
+        """Another run begins, with a warning, where that of an earlier attempt is not at `uri` any more. Raises
+        TrackerError when the server refuses or does not answer."""
+        # Seven times, with pauses that double, is MLflow's own: minutes at the start, and at every step.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         import mlflow
 
-        self._mlflow = mlflow
-        mlflow.set_tracking_uri(uri)
-        experiment_id = mlflow.set_experiment(experiment).experiment_id
-        known = runs.get("mlflow")
-        if known is not None and not self._is_there(known, experiment_id):
-            logger.warning("monitor.mlflow_uri=%s: run %s of this trial does not exist; starting a new one", uri, known)
-            known = None
-        run = mlflow.start_run(run_id=known) if known is not None else mlflow.start_run(run_name=name)
-        runs.put("mlflow", run.info.run_id)
+        self._client = mlflow.MlflowClient(uri)
+        try:
+            self._run_id = self._open(runs.get("mlflow"), uri, experiment, name)
+        except mlflow.MlflowException as error:
+            why = without_password(first_line(error))
+            raise TrackerError(
+                f"monitor.mlflow_uri={without_password(uri)}: {why}; start the server, or correct the "
+                "address, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or write null"
+            ) from error
+        runs.put("mlflow", self._run_id)
+
+    def _open(self, known: str | None, uri: str, experiment: str, name: str) -> str:
+        """Return the id of the run, which is active then."""
+        found = self._client.get_experiment_by_name(experiment)
+        experiment_id = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        if known is not None and self._is_there(known, experiment_id):
+            self._client.update_run(known, status="RUNNING")
+            return known
+        if known is not None:
+            shown = without_password(uri)
+            logger.warning(
+                "monitor.mlflow_uri=%s: run %s of this trial does not exist; starting a new one", shown, known
+            )
+        run_id: str = self._client.create_run(experiment_id, run_name=name).info.run_id
+        return run_id
 
     def _is_there(self, run_id: str, experiment_id: str) -> bool:
+        from mlflow import MlflowException
+
         try:
-            info = self._mlflow.get_run(run_id).info
-        except self._mlflow.MlflowException as error:
+            info = self._client.get_run(run_id).info
+        except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return False
         return bool(info.lifecycle_stage == "active" and info.experiment_id == experiment_id)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in metrics.items()}, step=step)
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        rows = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()]
+        for begin in range(0, len(rows), _MLFLOW_BATCH):
+            self._client.log_batch(self._run_id, metrics=rows[begin : begin + _MLFLOW_BATCH])
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Store the samples as a JSON artifact of the step."""
-        self._mlflow.log_dict({"samples": [asdict(s) for s in samples]}, f"samples/step-{step:06d}.json")
+        rows = {"samples": [asdict(s) for s in samples]}
+        self._client.log_dict(self._run_id, rows, f"samples/step-{step:06d}.json")
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        self._client.set_terminated(self._run_id)
+
+
+def without_password(address: str) -> str:
+    """Return an address to be shown: without user and password."""
+    return re.sub(r"(?<=://)[^/@]*@", "***@", address)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from core.config.experiments import ExperimentConfig
 from core.config.load import load_config
-from core.experiments.common import metric_sinks
+from core.experiments import common
+from core.experiments.common import open_trackers
 from core.monitoring.samples import Sample
-from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, WandbSink
+from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink, without_password
 from core.paths import RunPaths
 
 SAMPLE = Sample(
@@ -32,6 +34,12 @@ def test_the_ids_outlive_the_process_and_a_run_that_begins_anew_does_not_see_the
     assert runs_of(tmp_path, go_on=False).get("wandb") is None
     runs_of(tmp_path, go_on=False).put("wandb", "c3")
     assert runs_of(tmp_path).get("wandb") == "c3" and runs_of(tmp_path).get("mlflow") is None
+
+
+def sft_config(*overrides: str) -> ExperimentConfig:
+    required = ["experiment_name=e", "trial_name=trial", "allocation_mode=d1m1p1", "n_gpus_per_node=1"]
+    paths = ["model.path=/m", "dataset.train_path=/d.jsonl"]
+    return load_config("sft", None, [*required, *paths, *overrides]).config
 
 
 class MLflow:
@@ -110,7 +118,9 @@ def test_samples_are_an_artifact_of_the_mlflow_run(mlflow: MLflow) -> None:
     sink.write_samples(3, [SAMPLE])
     sink.close()
     run_id = runs_of(mlflow.folder).get("mlflow")
-    (stored,) = mlflow.module.artifacts.load_dict(f"runs:/{run_id}/samples/step-000003.json")["samples"]
+    (file,) = (mlflow.folder / "store").rglob("step-000003.json")
+    assert str(run_id) in str(file)
+    (stored,) = json.loads(file.read_text())["samples"]
     assert stored["answer"] == "2 <end>" and stored["notable"] == ["best", "longest"]
 
 
@@ -126,20 +136,47 @@ def test_samples_are_a_table_of_the_wandb_run(tmp_path: Path, monkeypatch: pytes
     assert row["notable"] == "best, longest" and row["answer"] == "2 <end>" and row["reward"] == 1.0
 
 
-@pytest.mark.parametrize(("continue_after", "num_runs"), [(None, 2), (-1, 1), (3, 1)])
+@pytest.mark.parametrize(("go_on", "num_runs"), [(False, 2), (True, 1)])
 def test_only_a_run_that_recovers_or_may_goes_on_in_the_same_one(
-    mlflow: MLflow, tmp_path: Path, continue_after: int | None, num_runs: int
+    mlflow: MLflow, tmp_path: Path, go_on: bool, num_runs: int
 ) -> None:
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("")
-    overrides = [
-        "experiment_name=e", "trial_name=trial", "allocation_mode=d1m1p1", "n_gpus_per_node=1",
-        "model.path=/m", f"dataset.train_path={data}", f"monitor.mlflow_uri={mlflow.uri}", "monitor.tensorboard=false",
-    ]  # fmt: skip
-    config = load_config("sft", None, overrides).config
+    config = sft_config(f"monitor.mlflow_uri={mlflow.uri}")
     for _ in range(2):
-        paths = RunPaths.for_trial(str(tmp_path), "e", "trial")
-        for sink in metric_sinks(config, paths, continue_after=continue_after):
-            sink.write(1, {"loss": 1.0})
-            sink.close()
+        (sink,) = open_trackers(config, RunPaths.for_trial(str(tmp_path), "e", "trial"), go_on=go_on)
+        sink.write(1, {"loss": 1.0})
+        sink.close()
     assert len(mlflow.histories()) == num_runs
+
+
+def test_an_address_without_a_server_is_one_line_that_names_the_key_and_hides_the_password(mlflow: MLflow) -> None:
+    with pytest.raises(
+        TrackerError, match=r"^monitor\.mlflow_uri=http://\*\*\*@127\.0\.0\.1:9: .*start the server"
+    ) as error:
+        MLflowSink(runs=runs_of(mlflow.folder), uri="http://me:pass@127.0.0.1:9", experiment="e", name="trial")
+    assert "pass@" not in str(error.value) and "\n" not in str(error.value)
+    assert without_password("file:/store") == "file:/store"
+
+
+def test_a_key_that_is_none_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "garbage")
+    with pytest.raises(TrackerError, match=r"^wandb\.mode=online: .*API key.*; check WANDB_API_KEY"):
+        WandbSink(runs=runs_of(tmp_path), folder=tmp_path, mode="online", project="p", name="trial")
+
+
+def test_a_tracker_that_cannot_be_used_ends_the_first_attempt_and_only_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(**options: object) -> WandbSink:
+        raise TrackerError("wandb.mode=offline: no")
+
+    monkeypatch.setattr(common, "WandbSink", refuse)
+    config, paths = sft_config("wandb.mode=offline"), RunPaths.for_trial(str(tmp_path), "e", "trial")
+    with pytest.raises(TrackerError):
+        open_trackers(config, paths, go_on=True)
+    TrackedRuns(paths.logs / "tracked_runs.json", go_on=True).put("wandb", "a1")
+    assert open_trackers(config, paths, go_on=True) == []
+    assert "wandb.mode=offline: no. Training continues without it; if the run was deleted, remove " in caplog.text
+    with pytest.raises(TrackerError):
+        open_trackers(config, paths, go_on=False)
