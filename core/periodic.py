@@ -1,4 +1,4 @@
-"""What is due after a step: evaluation, saved model, recover checkpoint.
+"""What is due after a step: evaluation, saved model, recover checkpoint; the last two also when a signal ends the run.
 
 Invariant: a recover checkpoint is begun when all records of its step have been written, so that a run that continues
 from it neither repeats nor misses a row.
@@ -6,19 +6,24 @@ from it neither repeats nor misses a row.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.monitoring.monitor import StepTimer
+from core.processes.signals import EndNow, interruptible, postponed
 from core.recovery.recover import RecoverStore, RunState, WaitWritten
 from core.schedule import DueTimer, Frequency
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from core.config.runtime import ExperimentSaveEvalControl
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,57 +49,116 @@ def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTime
     ckpt = Frequency(epochs=control.ckpt_freq_epochs, steps=control.ckpt_freq_steps, seconds=control.ckpt_freq_secs)
     return {
         "eval": DueTimer(evaluate, now=now),
-        "save": DueTimer(save, now=now),
+        "save": DueTimer(save, now=now, at_end=True),
         # The tutorial's rule: the first recover checkpoint follows the second step.
-        "ckpt": DueTimer(ckpt, now=now, first_step=2),
+        "ckpt": DueTimer(ckpt, now=now, first_step=2, at_end=True),
     }
 
 
 @dataclass(kw_only=True)
 class PeriodicActions:
     """Runs after every step what is due. `recover` None: no recover checkpoints are written. `start`: where the run
-    begins; the count continues from what was due last before that checkpoint."""
+    begins; the count continues from what was due last before that checkpoint. `interrupt_seconds`: that a signal leaves
+    to finish a step, and to save."""
 
     schedule: Schedule
     control: ExperimentSaveEvalControl
     actions: Actions
     recover: RecoverStore | None
     start: RunState
+    interrupt_seconds: float = 30.0
     _timers: dict[str, DueTimer] = field(init=False)
+    _last: dict[str, int] = field(init=False)
+    """Step of the last one, by kind."""
+    _finished: int = field(init=False)
+    """Steps whose records are all written."""
 
     def __post_init__(self) -> None:
         now = time.monotonic()
         self._timers = _timers(self.control, now)
         for name, state in self.start.extra.get("timers", {}).items():  # type: ignore[attr-defined]
             self._timers[name].load_state_dict(state, now=now)
+        self._finished = self.start.step
+        self._last = {"save": self.start.step, "ckpt": self.start.step}
+
+    @contextmanager
+    def saved_at_interrupt(self) -> Iterator[None]:
+        """Save checkpoint and model of the last finished step when a signal ends the block, then raise it again."""
+        try:
+            yield
+        except EndNow as end:
+            logger.error("Step %d was not finished (%s): nothing more is saved.", self._finished + 1, end)
+            raise
+        except KeyboardInterrupt:
+            with postponed(self.interrupt_seconds):
+                self._save_now()
+            raise
+        if self.recover is not None:
+            with postponed(self.interrupt_seconds):
+                self.recover.wait()
+
+    def whole_step(self) -> AbstractContextManager[None]:
+        """Return a block that a signal leaves time to finish: what changes the weights, to the end of the step."""
+        return postponed(self.interrupt_seconds)
 
     def after_step(self, step: int, timer: StepTimer) -> None:
         """Evaluate and save the model when due; `step` steps are finished and the generators have its weights."""
         self.actions.tell_step(step)
         if self.control.benchmark_steps is not None:
             return
-        epoch, epoch_step = self.schedule.position(step)
         if self.actions.evaluate is not None and self._is_due("eval", step):
             with timer("evaluate"):
-                self.actions.evaluate(step)
+                self._evaluate(self.actions.evaluate, step)
         if self._is_due("save", step):
             with timer("save"):
-                self.actions.save_model(f"epoch{epoch}epochstep{epoch_step}globalstep{step}")
+                self._save_model(step)
 
     def after_report(self, step: int, timer: StepTimer) -> None:
         """Begin a recover checkpoint when due; the step's metrics are written. Raises the error of the last one, if it
         failed."""
+        self._finished = step
         if self.control.benchmark_steps is not None or self.recover is None:
             return
         self.recover.raise_if_failed()
         if self._is_due("ckpt", step):
             with timer("recover checkpoint"):
-                began = time.perf_counter()
-                elapsed, extra = self.actions.driver_state()
-                now = time.monotonic()
-                extra = extra | {"timers": {name: due.state_dict(now=now) for name, due in self._timers.items()}}
-                state = RunState(step=step, version=step, elapsed_seconds=elapsed, extra=extra)
-                self.recover.begin(state, self.actions.rollout_state, self.actions.begin_save, began=began)
+                self._checkpoint(self.recover, step)
+
+    def _evaluate(self, evaluate: Callable[[int], None], step: int) -> None:
+        """Evaluate, unless a signal comes: the step is saved without its evaluation then."""
+        try:
+            with interruptible():
+                evaluate(step)
+        except EndNow:
+            raise
+        except KeyboardInterrupt:
+            logger.warning("The evaluation of step %d was interrupted.", step)
+
+    def _save_model(self, step: int) -> None:
+        epoch, epoch_step = self.schedule.position(step)
+        self.actions.save_model(f"epoch{epoch}epochstep{epoch_step}globalstep{step}")
+        self._last["save"] = step
+
+    def _checkpoint(self, recover: RecoverStore, step: int) -> None:
+        began = time.perf_counter()
+        elapsed, extra = self.actions.driver_state()
+        now = time.monotonic()
+        extra = extra | {"timers": {name: due.state_dict(now=now) for name, due in self._timers.items()}}
+        state = RunState(step=step, version=step, elapsed_seconds=elapsed, extra=extra)
+        recover.begin(state, self.actions.rollout_state, self.actions.begin_save, began=began)
+        self._last["ckpt"] = step
+
+    def _save_now(self) -> None:
+        """Save what the last finished step has not saved: the checkpoint is written beside the model."""
+        step = self._finished
+        if self.control.benchmark_steps is not None:
+            return
+        if self.recover is not None and self._last["ckpt"] < step:
+            self._checkpoint(self.recover, step)
+        if self._last["save"] < step:
+            self._save_model(step)
+        if self.recover is not None:
+            self.recover.wait()
 
     def _is_due(self, what: str, step: int) -> bool:
         epoch, epoch_step = self.schedule.position(step)

@@ -27,10 +27,11 @@ from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load_config
 from core.config.rules import config_warnings
 from core.config.show import help_text, ignored_lines, listing
-from core.errors import first_line, is_of_disk
+from core.errors import could_not_write, first_line, is_of_disk
 from core.monitoring.logs import log_to_terminal
 from core.paths import RunningError, RunPaths, sole_run
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
+from core.run_record import command_line, how_to_continue, where_the_model_is, write_record
 
 logger = logging.getLogger("quickstart")
 
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = "external_configs.cluster_config.fileroot"
             wrong = f"cannot write {error.filename}: {error.strerror}"
             return _refuse(f"{key}: {wrong}; set it to a folder that you may write")
-        return _start(arguments.experiment, loaded, paths, console, dry_run=arguments.dry_run)
+        command = None if arguments.dry_run else command_line(argv)
+        return _start(arguments.experiment, loaded, paths, console, command)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +102,10 @@ def _refuse(message: str, *, count: int = 1) -> int:
     return BAD_INPUT
 
 
-def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Console, *, dry_run: bool) -> int:
+def _start(
+    experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Console, command: Sequence[str] | None
+) -> int:
+    """Log what will run, then run it. `command`: the words that start it again; None: a dry run."""
     config = loaded.config
     console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
@@ -113,9 +118,16 @@ def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Cons
     console.print(allocation_table(config))
     for line in device_lines(config):
         logger.info(line)
-    if dry_run:
+    if command is None:
         logger.info("Dry run: every check passed; nothing was started.")
         return 0
+    try:
+        changes = write_record(config, paths, command)
+    except OSError as error:
+        logger.error("%s", could_not_write("the configuration", paths.logs, error))
+        return FAILED
+    if changes:
+        logger.warning("Changed since the last start of this trial: %s.", "; ".join(changes))
     logger.info("Launching experiments with %s...", config.mode.upper())
     if config.mode == "local":
         os.environ.pop("RAY_ADDRESS", None)
@@ -123,21 +135,24 @@ def _start(experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Cons
         os.environ.setdefault(name, value)
     retries = config.recover_retries if config.recover_mode == "auto" else 0
     return run_attempts(
-        lambda attempt: _attempt(config, paths, console, attempt),
+        lambda attempt: _attempt(config, paths, console, attempt, command),
         retries=retries,
         silence_seconds=config.deadlines.driver_seconds,
+        end_seconds=2 * config.deadlines.interrupt_seconds + 30,
         log_folder=paths.logs,
     )
 
 
-def _attempt(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> int:
+def _attempt(
+    config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt, command: Sequence[str]
+) -> int:
     """Run one attempt and return the exit code. Unless it is final, another attempt may follow."""
     try:
         _run(config, paths, console, attempt)
-        logger.info("Training is complete.")
+        logger.info("Training is complete. %s", where_the_model_is(config, paths))
         return DONE
     except KeyboardInterrupt:
-        logger.error("Interrupted.")
+        logger.error("Interrupted. %s", how_to_continue(config, paths, command))
         attempt.tell(final=True, cause="interrupted")
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:

@@ -34,11 +34,15 @@ class Frequency:
 
 class DueTimer:
     """Computes when a `Frequency` is due again. Nothing is due before `first_step`, which is itself due whatever the
-    frequency (None: no such step)."""
+    frequency (None: no such step). `at_end`: the last step of a run is due, whatever the frequency; otherwise it is due
+    whenever any step is."""
 
-    def __init__(self, frequency: Frequency, *, now: float, first_step: int | None = None) -> None:
+    def __init__(
+        self, frequency: Frequency, *, now: float, first_step: int | None = None, at_end: bool = False
+    ) -> None:
         self._frequency = frequency
         self._first_step = first_step
+        self._at_end = at_end or frequency != Frequency(epochs=None, steps=None, seconds=None)
         self._last_seconds = now
         self._steps = 0
 
@@ -51,18 +55,17 @@ class DueTimer:
         self._steps, self._last_seconds = int(state["steps"]), now - state["seconds"]
 
     def due(self, *, step: int, ends_epoch: bool, epoch: int, now: float, is_last: bool = False) -> bool:
-        """Call once after every step (counting from 1); a true answer starts the count anew. The last step of a run is
-        due whenever any is."""
+        """Call once after every step (counting from 1); a true answer starts the count anew."""
         self._steps += 1
         freq = self._frequency
-        if self._first_step is not None and step < self._first_step:
+        if self._first_step is not None and step < self._first_step and not is_last:
             return False
         is_due = (
             step == self._first_step
             or (freq.steps is not None and self._steps >= freq.steps)
             or (freq.seconds is not None and now - self._last_seconds >= freq.seconds)
             or (freq.epochs is not None and ends_epoch and epoch % freq.epochs == 0)
-            or (is_last and freq != Frequency(epochs=None, steps=None, seconds=None))
+            or (is_last and self._at_end)
         )
         if is_due:
             self._steps = 0

@@ -156,21 +156,22 @@ class PPOTrainer:
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
                 batch, facts, figures = self._rollout.take(self._request(step), meanwhile=self._weights.sync_rejoined)
-            with self._timer("offload generators"):
-                self._weights.offload_generators()
-            for group in self._groups:
-                group.open_batch(batch)
-            metrics = self._score() | facts.metrics
-            metrics |= self._update(facts.num_minibatches)
-            for group in self._groups:
-                group.close_batch()
-            with self._timer("push"):
-                pushed = self._weights.push(step + 1)
-                self._rollout.set_version(step + 1)
-            periodic.after_step(step + 1, self._timer)
-            figures |= pushed.metrics()
-            self._report(step, facts, metrics, figures)
-            periodic.after_report(step + 1, self._timer)
+            with periodic.whole_step():
+                with self._timer("offload generators"):
+                    self._weights.offload_generators()
+                for group in self._groups:
+                    group.open_batch(batch)
+                metrics = self._score() | facts.metrics
+                metrics |= self._update(facts.num_minibatches)
+                for group in self._groups:
+                    group.close_batch()
+                with self._timer("push"):
+                    pushed = self._weights.push(step + 1)
+                    self._rollout.set_version(step + 1)
+                periodic.after_step(step + 1, self._timer)
+                figures |= pushed.metrics()
+                self._report(step, facts, metrics, figures)
+                periodic.after_report(step + 1, self._timer)
 
     @property
     def state(self) -> dict[str, object]:

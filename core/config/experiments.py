@@ -90,7 +90,9 @@ class CommonExperimentConfig(Section):
         "embedded.d1m1p1+d1m1p1", "Layouts of generators and trainer. d, m, p: data, tensor, pipeline parallel size"
     )
     recover_mode: Literal["auto", "resume", "disabled"] = key(
-        "disabled", "auto: continue from the newest recover checkpoint, if any. resume: fail without one"
+        "auto",
+        "auto: continue from the newest recover checkpoint, if any. resume: fail without one. disabled: begin at step "
+        "0 and write none",
     )
     recover_retries: int = key(
         1,
@@ -115,6 +117,11 @@ class CommonExperimentConfig(Section):
     launch: LaunchConfig = section(LaunchConfig, "Ray cluster, devices and start of the processes")
     deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts of operations; an exceeded one ends the attempt")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
+
+    @property
+    def recovers(self) -> bool:
+        """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
+        return self.recover_mode != "disabled" and self.exp_ctrl.benchmark_steps is None
 
     def masked(self) -> Self:
         """Return the same, to be printed or uploaded: without secrets."""

@@ -142,12 +142,17 @@ class DeadlineConfig(Section):
         3600.0, "Timeout of one driver call: an update, log-probabilities of a batch, a saved model", gt=0
     )
     batch_seconds: float = key(3600.0, "Timeout of the next batch or an evaluation", gt=0)
+    interrupt_seconds: float = key(
+        30.0,
+        "After Ctrl-C or SIGTERM: time to finish the running step, then time to save the recover checkpoint and the "
+        "model. A second signal ends the run at once",
+        ge=0,
+    )
     driver_seconds: float = key(
         300.0,
-        "Heartbeat timeout of the driver, which sends a heartbeat every second. After the timeout the driver is killed "
-        "and another attempt starts",
+        "Heartbeat timeout of the driver, which sends a heartbeat every second. After the timeout the driver is "
+        "killed; with recover_mode=auto another attempt starts",
         ge=5,
-        needs="recover_mode=auto",
     )
 
 
@@ -214,6 +219,11 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 """In the name of an environment variable: its value is not shown."""
 
 
+def is_secret(name: str) -> bool:
+    """Return whether the value under this name is masked wherever it would be shown."""
+    return bool(_SECRET.search(name))
+
+
 class ExternalConfigs(Section):
     """The cluster around the run."""
 
@@ -222,5 +232,5 @@ class ExternalConfigs(Section):
 
     def masked(self) -> ExternalConfigs:
         """Return the same, to be shown: *** for secrets."""
-        envs = {name: "***" if _SECRET.search(name) else value for name, value in self.envs.items()}
+        envs = {name: "***" if is_secret(name) else value for name, value in self.envs.items()}
         return self.model_copy(update={"envs": envs})

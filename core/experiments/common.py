@@ -39,18 +39,18 @@ class Start:
     """What differs from that run and is let go."""
 
 
-def find_start(recover: RecoverStore, recover_mode: str, folder: Path, *, ignore_changes: bool = False) -> Start:
+def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) -> Start:
     """Return the newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds
     none."""
-    checkpoint = recover.newest() if recover_mode != "disabled" else None
+    checkpoint = recover.newest() if config.recovers else None
     if checkpoint is None:
-        if recover_mode == "resume":
+        if config.recover_mode == "resume":
             raise ValueError(
                 f"recover_mode=resume: there is no valid recover checkpoint in {folder}; check experiment_name and "
                 "trial_name, or start a new run with recover_mode=auto"
             )
         return Start(state=_BEGINNING, rollout_state=None, checkpoint=None)
-    found = recover.load(checkpoint, ignore_changes=ignore_changes)
+    found = recover.load(checkpoint, ignore_changes=config.recover_ignore_changes)
     return Start(
         state=found.state, rollout_state=found.rollout_state, checkpoint=checkpoint, identity=found.identity,
         changes=found.changes,
@@ -82,7 +82,7 @@ def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_
 def rows_that_stay(config: ExperimentConfig, start: Start) -> int | None:
     """Return the last step whose rows a run that begins at `start` finds in its logs; None: whatever is there is not
     ours."""
-    if config.recover_mode == "disabled":
+    if not config.recovers:
         return None
     return -1 if start.checkpoint is None else start.state.step
 

@@ -61,7 +61,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         keep=config.recover_keep,
         timeout_seconds=config.deadlines.call_seconds,
     )
-    start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
+    start = find_start(recover, config, paths.recover)
     attempt.tell(began=start.state.step, step=start.state.step)
     trackers = open_trackers(config, paths, go_on=rows_that_stay(config, start) is not None)
     patience = config.launch.startup_timeout_seconds
@@ -89,7 +89,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
             workers.generators.wait_started(patience)
             weights.offload_generators()
         build_ppo_engines(config, workers, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
-        saves = config.recover_mode != "disabled"
+        saves = config.recovers
         if saves and start.checkpoint is None:
             workers.trained.prepare_saves()
         workers.generators.wait_started(patience)
@@ -171,12 +171,13 @@ def _train(
             rollout_state=workers.rollout.state_dict,
             driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
         ),
-        recover=None if config.recover_mode == "disabled" else recover,
+        recover=recover if config.recovers else None,
         start=start.state,
+        interrupt_seconds=config.deadlines.interrupt_seconds,
     )
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None:
         evaluate(0)
     workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
-    with recover:
+    with recover, periodic.saved_at_interrupt():
         trainer.run(start.state, periodic)

@@ -71,26 +71,31 @@ class SFTTrainer:
 
     def run(self, start: RunState, periodic: PeriodicActions) -> None:
         """Train from `start` to the end of the schedule; periodic saves and evaluates when due."""
-        timer = self._timer
         for step in range(start.step + 1, self._schedule.total_steps + 1):
-            epoch, epoch_step = self._schedule.position(step)
-            with timer("data"):
-                batch = self._train.batch(epoch, epoch_step, self._batch_size)
-                self._open(batch, trains=True)
-            with timer("update"):
-                metrics = self._engine.train_step(0, self._objective, self._memory)
-            metrics = {"loss": metrics["nll"], "ppl": math.exp(min(metrics["nll"], 700.0)), **metrics}
-            periodic.after_step(step, timer)
-            self._monitor.rpc("trainDefault", metrics)
-            seconds, phases = timer.finish()
-            self._monitor.step(
-                step=step, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
-                steps_per_epoch=self._schedule.steps_per_epoch,
-                mean_batch_tokens=self._train.mean_tokens * self._batch_size, seconds=seconds, phases=phases,
-                metrics={**metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences)},
-                headline=f"loss {metrics['loss']:.3f}",
-            )  # fmt: skip
-            periodic.after_report(step, timer)
+            with periodic.whole_step():
+                self._step(step, periodic)
+
+    def _step(self, step: int, periodic: PeriodicActions) -> None:
+        """Train on the batch of `step`, counting from 1; save, evaluate and report."""
+        timer = self._timer
+        epoch, epoch_step = self._schedule.position(step)
+        with timer("data"):
+            batch = self._train.batch(epoch, epoch_step, self._batch_size)
+            self._open(batch, trains=True)
+        with timer("update"):
+            metrics = self._engine.train_step(0, self._objective, self._memory)
+        metrics = {"loss": metrics["nll"], "ppl": math.exp(min(metrics["nll"], 700.0)), **metrics}
+        periodic.after_step(step, timer)
+        self._monitor.rpc("trainDefault", metrics)
+        seconds, phases = timer.finish()
+        self._monitor.step(
+            step=step, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
+            steps_per_epoch=self._schedule.steps_per_epoch,
+            mean_batch_tokens=self._train.mean_tokens * self._batch_size, seconds=seconds, phases=phases,
+            metrics={**metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences)},
+            headline=f"loss {metrics['loss']:.3f}",
+        )  # fmt: skip
+        periodic.after_report(step, timer)
 
     def _open(self, batch: PackedBatch, *, trains: bool) -> None:
         """Place a batch in the object store for the ranks; one minibatch of all of it where they train."""
@@ -129,7 +134,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         keep=config.recover_keep,
         timeout_seconds=config.deadlines.call_seconds,
     )
-    start = find_start(recover, config.recover_mode, paths.recover, ignore_changes=config.recover_ignore_changes)
+    start = find_start(recover, config, paths.recover)
     attempt.tell(began=start.state.step, step=start.state.step)
     trackers = open_trackers(config, paths, go_on=rows_that_stay(config, start) is not None)
     memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
@@ -154,7 +159,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         if start.checkpoint is not None:
             engines.load(start.checkpoint)
             logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
-        if config.recover_mode != "disabled":
+        if config.recovers:
             engines.prepare_saves()
         forget_modules()
         with Monitor(
@@ -181,10 +186,11 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
                     rollout_state=train.state_dict,
                     driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),
                 ),
-                recover=None if config.recover_mode == "disabled" else recover,
+                recover=recover if config.recovers else None,
                 start=start.state,
+                interrupt_seconds=config.deadlines.interrupt_seconds,
             )
-            with recover:
+            with recover, periodic.saved_at_interrupt():
                 trainer.run(start.state, periodic)
 
 

@@ -89,6 +89,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             else:
                 _check_reachable(self._address)
                 ray.init(address=self._address, **common)
+        except KeyboardInterrupt:
+            self._end()
+            raise
         except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
             self._end()
             raise LaunchError(

@@ -40,6 +40,7 @@ _WITHOUT_GOODBYE = (
     "error: the run ended without a message: its process was killed, or its Ray cluster failed. All its processes "
     "have ended; the same command with recover_mode=auto continues from the newest recover checkpoint\n"
 )
+_KILLED = "error: the driver was killed, because Ray's processes had not run for {seconds:.0f} s: {why}\n"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,18 @@ def shared_inodes(process: Path) -> Iterator[int]:
             yield link.stat().st_ino
 
 
+def state_of(process: psutil.Process) -> str:
+    """Return "" for a process that runs; otherwise its name and what keeps it: it has exited, or is stopped."""
+    try:
+        name = f"{process.name()} (process {process.pid})"
+        stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return f"process {process.pid} has exited"
+    if stopped:
+        return f"{name} is stopped (SIGSTOP)"
+    return "" if _holds_something(process) else f"{name} has exited"
+
+
 def watchdog(driver: psutil.Process, names: Sequence[str]) -> bool:
     """Return when the driver and everything it started are gone: whether it ended in order. See start_watchdog()."""
     me = psutil.Process()
@@ -126,11 +139,12 @@ def watchdog(driver: psutil.Process, names: Sequence[str]) -> bool:
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_SECONDS)[0]:
         family |= descendants(driver)
         rays |= {p for p in family - rays if _is_child(p, driver, _RAYS)}
-        if all(map(_holds_something, rays)):
+        if not (why := ", ".join(filter(None, map(state_of, rays)))):
             with_ray = time.monotonic()
-        elif time.monotonic() - with_ray > _WITHOUT_RAY_SECONDS:
-            with contextlib.suppress(psutil.NoSuchProcess):
+        elif (seconds := time.monotonic() - with_ray) > _WITHOUT_RAY_SECONDS:
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 driver.kill()
+                sys.stderr.write(_KILLED.format(seconds=seconds, why=why))
         # psutil compares process id and start time: an id that was given anew is not in the family.
         family = {p for p in family if p.is_running()} - {me}
     for process in family.copy():

@@ -3,39 +3,103 @@
 Python turns a signal into an exception wherever the main thread happens to be. In a destructor, or in a callback out of
 Ray's own code, that exception is printed and lost. Invariant: a signal is therefore remembered as well, and everything
 that waits for workers asks for it.
+
+A step that has begun is finished first, so that its state can be saved: see `postponed`.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
-from contextlib import AbstractContextManager
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-_received: int | None = None
+logger = logging.getLogger(__name__)
+
+_SAME_SECONDS = 1.0
+"""Signals that come together count as one: `timeout` sends its signal to a command and to its process group."""
+_received: list[tuple[int, float]] = []
+"""Number and time (time.monotonic) of each signal since Interrupts was entered."""
+_seconds: float | None = None
+"""That the innermost `postponed` block leaves after the first signal; None: outside of one."""
+_began = 0.0
+"""When that block began."""
+_logged = False
+
+
+class EndNow(KeyboardInterrupt):
+    """A second signal, or a first one whose time to finish is over: what runs is not in a state to be saved."""
 
 
 class Interrupts(AbstractContextManager["Interrupts"]):
-    """While entered, SIGINT and SIGTERM raise KeyboardInterrupt in the main thread and are remembered."""
+    """While entered, SIGINT and SIGTERM raise KeyboardInterrupt in the main thread and are remembered. In any other
+    thread this does nothing: Python leaves signals to the main one."""
 
     def __enter__(self) -> Interrupts:
-        self._before: dict[int, Any] = {s: signal.signal(s, _interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, _interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        global _received
+        global _seconds, _logged
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        _received = None
+        _received.clear()
+        _seconds, _logged = None, False
+
+
+@contextmanager
+def postponed(seconds: float) -> Iterator[None]:
+    """Let the block finish when a signal comes, or came before: on leaving it, the signal raises KeyboardInterrupt.
+
+    `seconds`: after the first signal, or after the start of the block where that is later. Then, and at a second
+    signal, EndNow is raised."""
+    global _seconds, _began
+    before, _seconds, _began = (_seconds, _began), seconds, time.monotonic()
+    try:
+        yield
+    finally:
+        _seconds, _began = before
+    raise_if_interrupted()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside `postponed`: a part that a signal ends at once, with KeyboardInterrupt."""
+    global _seconds
+    before, _seconds = _seconds, None
+    try:
+        raise_if_interrupted()
+        yield
+    finally:
+        _seconds = before
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if a signal came since Interrupts was entered."""
-    if _received is not None:
-        raise KeyboardInterrupt(f"signal {_received}")
+    """Raise KeyboardInterrupt if a signal came since Interrupts was entered, unless the time of `postponed` lasts."""
+    global _logged
+    if not _received:
+        return
+    if _seconds is None:
+        raise KeyboardInterrupt(f"signal {_received[0][0]}")
+    if not _logged:
+        _logged = True
+        logger.warning(
+            "Signal %d: finishing what has begun and saving, within %.0f s; another signal ends the run at once.",
+            _received[0][0], _seconds,
+        )  # fmt: skip
+    if time.monotonic() > max(_received[0][1], _began) + _seconds:
+        raise EndNow(f"signal {_received[0][0]}, and not finished {_seconds:g} s later")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    global _received
-    _received = number
-    raise KeyboardInterrupt(f"signal {number}")
+    _received.append((number, time.monotonic()))
+    if _seconds is None:
+        raise KeyboardInterrupt(f"signal {number}")
+    if _received[-1][1] - _received[0][1] > _SAME_SECONDS:
+        raise EndNow(f"signal {number}, the second")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -85,29 +86,35 @@ class Attempt:
         )
 
 
-def run_attempts(run: Callable[[Attempt], int], *, retries: int, silence_seconds: float, log_folder: Path) -> int:
+def run_attempts(
+    run: Callable[[Attempt], int],
+    *,
+    retries: int,
+    silence_seconds: float,
+    log_folder: Path,
+    end_seconds: float = 2 * _END_SECONDS,
+) -> int:
     """Call `run(attempt)`, in processes of their own, until one ends well or in a way that is final: its exit code.
 
     An attempt that began no further than the one before counts as one without progress; after `retries` restarts
     without progress the run ends with a summary of all attempts. A process that gave no sign of life for
-    `silence_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed. `retries` 0: one
-    call, in this process, without a heartbeat timeout.
+    `silence_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed; so is one that
+    still runs `end_seconds` after Ctrl-C or SIGTERM. `retries` 0: one attempt, whose exit code is returned.
     """
-    if retries == 0:
-        return run(Attempt())
     with _Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
-        return _supervise(run, retries, silence_seconds, log_folder, forwarding)
+        limits = _Limits(silence_seconds=silence_seconds, end_seconds=end_seconds)
+        return _supervise(run, retries, limits, log_folder, forwarding)
 
 
 def _supervise(
-    run: Callable[[Attempt], int], retries: int, silence_seconds: float, log_folder: Path, forwarding: _Forwarding
+    run: Callable[[Attempt], int], retries: int, limits: _Limits, log_folder: Path, forwarding: _Forwarding
 ) -> int:
     attempts: list[Attempt] = []
     without_progress = 0
     _adopt_orphans()
     while True:
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
-        code = _in_child(attempt, silence_seconds, log_folder, forwarding)
+        code = _in_child(attempt, limits, log_folder, forwarding)
         if code is None:
             try:
                 register_process(_DRIVER, log_folder)
@@ -123,6 +130,10 @@ def _supervise(
             if len(attempts) > 1:
                 logger.info("This run took %d attempts:\n%s", len(attempts), _table(attempts))
             return code
+        if retries == 0:
+            if code < 0:
+                logger.error("The run failed after step %d: %s.", attempt.step, attempt.cause)
+            return max(code, FAILED)
         progress = len(attempts) > 1 and attempt.began > attempts[-2].began
         without_progress = 1 if progress else without_progress + 1
         if without_progress > retries:
@@ -148,7 +159,17 @@ def _beat(attempt: Attempt) -> None:
         attempt.tell()
 
 
-def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path, forwarding: _Forwarding) -> int | None:
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    """After which a driver is killed."""
+
+    silence_seconds: float
+    """Without a heartbeat."""
+    end_seconds: float
+    """After the first signal."""
+
+
+def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: _Forwarding) -> int | None:
     """Fork. In the child: None, and `attempt` reports to its parent. In the parent: the child's exit code, once it and
     all that it started are gone; `attempt` is filled in."""
     for stream in (sys.stdout, sys.stderr):
@@ -164,7 +185,7 @@ def _in_child(attempt: Attempt, silence_seconds: float, log_folder: Path, forwar
     os.close(attempt.pipe)
     attempt.pipe = None
     with os.fdopen(reading, "rb") as pipe:
-        watch = _Watch(child, silence_seconds, log_folder, forwarding)
+        watch = _Watch(child, limits, log_folder, forwarding)
         status = _listen(pipe.fileno(), child, attempt, watch)
     forwarding.forget_child()
     attempt.seconds = time.monotonic() - begin
@@ -188,8 +209,8 @@ class _Watch:
     """Ends a driver that is silent for too long; sooner when it was asked to end. What counts is the time that this
     process ran itself: when all of the machine, or of its container, stood still, the driver's begins anew."""
 
-    def __init__(self, child: int, limit_seconds: float, log_folder: Path, forwarding: _Forwarding) -> None:
-        self._child, self._limit, self._log_folder, self._forwarding = child, limit_seconds, log_folder, forwarding
+    def __init__(self, child: int, limits: _Limits, log_folder: Path, forwarding: _Forwarding) -> None:
+        self._child, self._limits, self._log_folder, self._forwarding = child, limits, log_folder, forwarding
         self._silent = 0.0
         self._looked = time.monotonic()
         self.verdict = ""
@@ -200,17 +221,22 @@ class _Watch:
         now = time.monotonic()
         self._silent = 0.0 if heard else self._silent + min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
-        limit = min(self._limit, _END_SECONDS) if self._forwarding.came else self._limit
-        if self._silent <= limit or self.verdict:
+        limit = self._limits.silence_seconds
+        limit = min(limit, _END_SECONDS) if self._forwarding.came else limit
+        late = self._forwarding.seconds_since > self._limits.end_seconds
+        if self.verdict or (self._silent <= limit and not late):
             return
-        said = f"no heartbeat for {self._silent:.0f} s in phase {attempt.phase!r}"
+        if self._silent > limit:
+            verb, said = "sent", f"no heartbeat for {self._silent:.0f} s in phase {attempt.phase!r}"
+            key = f" (deadlines.driver_seconds={self._limits.silence_seconds:g})"
+        else:
+            verb, said = "had", f"not ended {self._limits.end_seconds:.0f} s after a signal, in phase {attempt.phase!r}"
+            key = " (twice deadlines.interrupt_seconds, and 30 s to end)"
         state = "running"
         with suppress(OSError):  # a full disk; the driver is killed all the same
             state = ask_for_stacks(self._log_folder, [_DRIVER], why=said).get(_DRIVER, state)
-        self.verdict = (
-            f"the driver ({state}) sent {said} (deadlines.driver_seconds={self._limit:g}) and was killed; its stacks "
-            f"are in {self._log_folder / FOLDER}"
-        )
+        where = self._log_folder / FOLDER
+        self.verdict = f"the driver ({state}) {verb} {said}{key} and was killed; its stacks are in {where}"
         logger.error("%s", self.verdict)  # now: a process that waits for a device may stay for long
         os.kill(self._child, signal.SIGKILL)
 
@@ -244,7 +270,10 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
     def __enter__(self) -> _Forwarding:
         self._child: int | None = None
         self._numbers: list[int] = []
-        self._before: dict[int, Any] = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._first = math.inf
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # Python has signals handled there only
+            self._before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -264,6 +293,11 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
         """True if there was one."""
         return bool(self._numbers)
 
+    @property
+    def seconds_since(self) -> float:
+        """Seconds since the first one; negative without one."""
+        return time.monotonic() - self._first
+
     def fork(self) -> int:
         """Call os.fork(): the signals go to the child from now on, those that came already included. Both are blocked
         until the child has its own handlers: in those that it inherits a signal would be lost."""
@@ -281,6 +315,7 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
         return child
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._first = min(self._first, time.monotonic())
         self._numbers.append(number)
         if self._child is not None:
             with suppress(ProcessLookupError):

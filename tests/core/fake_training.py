@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -512,6 +512,9 @@ class _Housekeeping:
 
     def after_report(self, step: int, timer: StepTimer) -> None:
         self._run.events.append(f"after_report {step}")
+
+    def whole_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _Sink:

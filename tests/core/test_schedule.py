@@ -70,17 +70,19 @@ def test_steps_and_epochs_are_counted_separately() -> None:
     assert due_steps(DueTimer(NEVER, now=0.0), 10, seconds_per_step=1e9) == []
 
 
-def test_the_last_step_is_due_whenever_any_is() -> None:
-    last = {"step": 7, "ends_epoch": False, "epoch": 1, "now": 7.0, "is_last": True}
+def test_the_last_step_is_due_whenever_any_is_and_always_where_the_end_is() -> None:
+    last = {"step": 1, "ends_epoch": False, "epoch": 1, "now": 7.0, "is_last": True}
     assert DueTimer(Frequency(epochs=1, steps=None, seconds=None), now=0.0).due(**last)
     assert not DueTimer(NEVER, now=0.0).due(**last)
+    assert DueTimer(NEVER, now=0.0, first_step=2, at_end=True).due(**last)
+    assert not DueTimer(NEVER, now=0.0, at_end=True).due(**{**last, "is_last": False})
 
 
 def test_a_run_keeps_the_rows_up_to_its_checkpoint_and_none_where_it_begins_anew(tmp_path: Path) -> None:
     def kept(mode: str, step: int, checkpoint: Path | None) -> int | None:
         state = RunState(step=step, version=step, elapsed_seconds=0.0, extra={})
         start = Start(state=state, rollout_state=None, checkpoint=checkpoint)
-        return rows_that_stay(SimpleNamespace(recover_mode=mode), start)  # type: ignore[arg-type]
+        return rows_that_stay(SimpleNamespace(recovers=mode == "auto"), start)  # type: ignore[arg-type]
 
     assert kept("auto", 5, tmp_path) == 5
     assert kept("auto", 0, None) == -1, "not even those of the evaluation before the first step"

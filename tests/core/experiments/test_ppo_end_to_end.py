@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shutil
 import signal
@@ -157,17 +158,30 @@ def test_a_model_of_random_weights_needs_none_on_the_disk(assets, run_command, t
     assert trained_steps(command) == list(range(1, 6))
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_everything_in_order(assets, run_command, end: int) -> None:
+@pytest.mark.parametrize(("end", "mode"), [(signal.SIGINT, "auto"), (signal.SIGTERM, "disabled")])
+def test_ctrl_c_and_sigterm_save_and_end_everything_in_order(assets, run_command, end: int, mode: str) -> None:
+    """SIGTERM goes to the whole process group, as from `timeout` and batch systems."""
+    long = {"total_train_epochs": 10000, "save_freq_epochs": None}
     command = run_command(
-        "ppo-math", ppo(assets, allocation_mode="mock.d1m1p1+d1m1p1", exp_ctrl={"total_train_epochs": 10000})
+        "ppo-math", ppo(assets, allocation_mode="mock.d1m1p1+d1m1p1", exp_ctrl=long, recover_mode=mode)
     )
     command.wait_for("global step 3)")
     command.remember_family()
-    command.process.send_signal(end)
+    if end == signal.SIGINT:
+        command.process.send_signal(end)
+    else:
+        os.killpg(command.process.pid, end)
     assert command.finish(timeout=60) == 130, command.output()[-4000:]
     assert command.survivors(timeout=20) == []
-    assert "Traceback" not in command.output() and WITHOUT_GOODBYE not in command.output()
+    output, last = command.output(), trained_steps(command)[-1]
+    assert "Traceback" not in output and WITHOUT_GOODBYE not in output
+    (model,) = (command.checkpoints / "actor").iterdir()
+    assert model.name.endswith(f"globalstep{last}") and (model / "model.safetensors").is_file()
+    checkpoints = [path.name for path in command.root.glob("recover/*/test/trial/globalstep*")]
+    if mode == "auto":
+        assert f"globalstep{last}" in checkpoints and "Interrupted. Continue with: " in output
+    else:
+        assert checkpoints == [] and f"Interrupted. recover_mode=disabled: there is no checkpoint to continue" in output
 
 
 def test_a_lost_generator_that_is_the_only_one_comes_back_while_the_run_waits(assets, run_command) -> None:

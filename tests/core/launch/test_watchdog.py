@@ -2,10 +2,15 @@
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from core.launch.watchdog import unused_shared_memory
+import psutil
+
+from core.launch.watchdog import state_of, unused_shared_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -25,3 +30,20 @@ def test_what_a_living_process_uses_is_no_leftover() -> None:
         leftover.unlink()
         segment.close()
         segment.unlink()
+
+
+def test_a_process_that_is_stopped_does_not_run() -> None:
+    """A stopped raylet answers as little as one that has exited."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as started:
+        process = psutil.Process(started.pid)
+        assert state_of(process) == ""
+        process.send_signal(signal.SIGSTOP)
+        while process.status() != psutil.STATUS_STOPPED:
+            pass
+        assert state_of(process).endswith(f"(process {started.pid}) is stopped (SIGSTOP)")
+        process.send_signal(signal.SIGCONT)
+        while process.status() == psutil.STATUS_STOPPED:
+            pass
+        assert state_of(process) == ""
+        process.kill()
+    assert state_of(process) == f"process {started.pid} has exited"

@@ -30,8 +30,9 @@ def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_LOGS", str(tmp_path))
 
 
-def script(body: str, *, retries: int, silence_seconds: float = 60) -> list[str]:
-    settings = f"retries={retries}, silence_seconds={silence_seconds}, log_folder=Path(os.environ['TEST_LOGS'])"
+def script(body: str, *, retries: int, silence_seconds: float = 60, end_seconds: float = 60) -> list[str]:
+    limits = f"retries={retries}, silence_seconds={silence_seconds}, end_seconds={end_seconds}"
+    settings = f"{limits}, log_folder=Path(os.environ['TEST_LOGS'])"
     return [sys.executable, "-c", f"{BEFORE}\n{body}\nsys.exit(run_attempts(attempt, {settings}))"]
 
 
@@ -217,6 +218,34 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def test_a_driver_that_does_not_end_after_a_signal_is_killed_with_its_stacks(tmp_path: Path) -> None:
+    """Its heartbeats come from another thread than the one that hangs. Also with a single attempt."""
+    body = """
+def attempt(self):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    print("ready", flush=True)
+    while True:
+        time.sleep(1)
+"""
+    process = subprocess.Popen(script(body, retries=0, end_seconds=1), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert "the driver (running) had not ended 1 s after a signal, in phase 'starting'" in said
+    assert "in attempt" in (tmp_path / "stacks" / "driver.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("return 0", DONE), ("return 1", FAILED), ("os.kill(os.getpid(), signal.SIGKILL)", FAILED)]
+)
+def test_without_retries_there_is_one_attempt_with_its_exit_code_and_cause(end: str, code: int) -> None:
+    found, said = run(f"def attempt(self):\n    print('an attempt', flush=True)\n    {end}", retries=0)
+    assert found == code and said.count("an attempt") == 1
+    assert ("The run failed after step 0: the driver was killed by SIGKILL" in said) == ("kill" in end)
+
+
 def test_an_attempt_ends_with_the_process_that_the_user_started() -> None:
     body = "def attempt(self):\n    print(os.getpid(), flush=True)\n    time.sleep(60)"
     process = subprocess.Popen(script(body, retries=1), cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -314,7 +343,7 @@ def test_what_a_lost_process_says_is_not_final_and_every_error_says_something(
 
     monkeypatch.setattr(quickstart, "_run", fail)
     attempt = Attempt()
-    assert quickstart._attempt(None, None, None, attempt) == FAILED  # type: ignore[arg-type]
+    assert quickstart._attempt(None, None, None, attempt, []) == FAILED  # type: ignore[arg-type]
     assert attempt.final is final
     assert said in attempt.cause and said in caplog.messages[-1]
 

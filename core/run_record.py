@@ -1,0 +1,152 @@
+"""What a run was started with, in its log folder: the resolved configuration, the command line and the versions.
+
+    {logs}/config.yaml     every key with its value; `--config` reads it
+    {logs}/starts.jsonl    one row for each start of the trial: time, command line, folder, host, versions
+
+Secrets are masked in both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from core.config.runtime import is_secret
+
+if TYPE_CHECKING:
+    from core.config.experiments import ExperimentConfig
+    from core.paths import RunPaths
+
+CONFIG, STARTS = "config.yaml", "starts.jsonl"
+_LIBRARIES = ("slipstream", "torch", "megatron-core", "ray", "transformers", "sglang", "numpy")
+_MAX_CHANGES = 10
+_MODEL = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
+
+
+def command_line(argv: Sequence[str] | None) -> list[str]:
+    """Return the words that start this run again; `argv` are those of a caller in Python, None: those of the
+    process."""
+    if argv is None:
+        return list(sys.orig_argv)
+    return [sys.executable, "-m", "core.quickstart", *argv]
+
+
+def write_record(config: ExperimentConfig, paths: RunPaths, command: Sequence[str]) -> list[str]:
+    """Write configuration, command line and versions; return what differs from the configuration of the last start, as
+    "key: before -> now". Raises OSError."""
+    file = paths.logs / CONFIG
+    now = _plain(config)
+    before = _read(file)
+    with open(paths.logs / STARTS, "a", encoding="utf-8") as f:
+        f.write(json.dumps(_start(command)) + "\n")
+    text = yaml.safe_dump(now, sort_keys=False, allow_unicode=True)
+    file.write_text(f"# {config.NAME}: every key of the newest start of this trial\n{text}", encoding="utf-8")
+    if before is None:
+        return []
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
+    more = [f"and {len(changed) - _MAX_CHANGES} more"] if len(changed) > _MAX_CHANGES else []
+    return changed[:_MAX_CHANGES] + more
+
+
+def how_to_continue(config: ExperimentConfig, paths: RunPaths, command: Sequence[str]) -> str:
+    """Return what a user does to continue an interrupted run: the command, or why there is none."""
+    model = newest_model(paths)
+    if config.recovers:
+        return f"Continue with: {shlex.join(_masked(_lasting(command, paths)))}"
+    if model is not None:
+        return f"recover_mode={config.recover_mode}: there is no checkpoint to continue from. The model is in {model}"
+    return f"recover_mode={config.recover_mode}: nothing was saved"
+
+
+def where_the_model_is(config: ExperimentConfig, paths: RunPaths) -> str:
+    """Return the folder of the newest saved model as a sentence."""
+    if config.exp_ctrl.benchmark_steps is not None:
+        return "No model was saved: exp_ctrl.benchmark_steps is set."
+    model = newest_model(paths)
+    return f"No model was saved below {paths.checkpoints}." if model is None else f"The model is in {model}"
+
+
+def newest_model(paths: RunPaths) -> Path | None:
+    """Return the folder of the newest model that the trial has saved; the actor's where a critic is trained, too."""
+    found = [
+        (int(name[1]), folder.parent.name != "critic", folder)
+        for folder in paths.checkpoints.glob("*/epoch*globalstep*")
+        if (name := _MODEL.fullmatch(folder.name)) and (folder / "config.json").is_file()
+    ]
+    return max(found)[2] if found else None
+
+
+def _plain(config: ExperimentConfig) -> dict[str, Any]:
+    tree = config.masked().model_dump(mode="json", by_alias=True)
+    if any(section.device_mapping is not None for section in config.placed_roles.values()):
+        tree["allocation_mode"] = "manual"  # the roles' own mappings decide
+    return tree
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _start(command: Sequence[str]) -> dict[str, Any]:
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(_masked(command)),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "versions": dict(_versions()),
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for library in _LIBRARIES:
+        try:
+            yield library, metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _masked(command: Sequence[str]) -> list[str]:
+    """Return the words with *** for the values of secrets: those of overrides `a.b.NAME=value`."""
+
+    def masked(word: str) -> str:
+        key, equals, _ = word.partition("=")
+        hidden = is_secret(key) or (key == "external_configs.envs" and is_secret(word))
+        return f"{key}=***" if equals and hidden else word
+
+    return [masked(word) for word in command]
+
+
+def _lasting(command: Sequence[str], paths: RunPaths) -> list[str]:
+    """Return the command with the record in place of the temporary configuration file of slipstream.train()."""
+    words, prefix = list(command), str(Path(tempfile.gettempdir()) / "slipstream-")
+    for i, word in enumerate(words[1:], start=1):
+        if words[i - 1] == "--config" and word.startswith(prefix):
+            words[i] = str(paths.logs / CONFIG)
+    return words

@@ -1,0 +1,183 @@
+"""What a run saves at its end, and when a signal ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from core.config.runtime import ExperimentSaveEvalControl
+from core.monitoring.monitor import StepTimer
+from core.periodic import Actions, PeriodicActions
+from core.processes.signals import EndNow, Interrupts, raise_if_interrupted
+from core.recovery.recover import RunState
+from rollout.experience import Schedule
+
+
+class Run:
+    """A run of `steps` steps whose parts are counted; `during` is called in the middle of every step."""
+
+    def __init__(
+        self, *, steps: int = 3, during: Callable[[int], None] = lambda step: None, interrupt_seconds: float = 60.0,
+        evaluate: Callable[[int], None] | None = None, recovers: bool = True, **control: Any,
+    ) -> None:  # fmt: skip
+        self.models: list[str] = []
+        self.checkpoints: list[int] = []
+        self.waits = 0
+        self.trained = 0
+        self._during, self._steps = during, steps
+        start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+        self._periodic = PeriodicActions(
+            schedule=Schedule(num_prompts=steps, batch_size=1, total_epochs=1),
+            control=ExperimentSaveEvalControl(**{"ckpt_freq_secs": None, **control}),
+            actions=Actions(
+                tell_step=lambda step: None, evaluate=evaluate, save_model=self.models.append,
+                begin_save=lambda folder: lambda stop: None, rollout_state=lambda: None, driver_state=lambda: (0.0, {}),
+            ),
+            recover=self if recovers else None,  # type: ignore[arg-type]
+            start=start,
+            interrupt_seconds=interrupt_seconds,
+        )  # fmt: skip
+
+    def raise_if_failed(self) -> None:
+        """As RecoverStore."""
+
+    def begin(self, state: RunState, *args: object, began: float) -> None:
+        self.checkpoints.append(state.step)
+
+    def wait(self) -> None:
+        raise_if_interrupted()
+        self.waits += 1
+
+    def train(self, before: Callable[[int], None] = lambda step: None) -> None:
+        timer = StepTimer(lambda phase: None)
+        with self._periodic.saved_at_interrupt():
+            for step in range(1, self._steps + 1):
+                before(step)  # waits for its batch
+                with self._periodic.whole_step():
+                    self._during(step)
+                    raise_if_interrupted()
+                    self.trained += 1
+                    self._periodic.after_step(step, timer)
+                    self._periodic.after_report(step, timer)
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    with Interrupts():
+        yield
+
+
+def at(step: int, do: Callable[[], None]) -> Callable[[int], None]:
+    return lambda now: do() if now == step else None
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def name_of(step: int) -> str:
+    return f"epoch1epochstep{step}globalstep{step}"
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_last_step_saves_model_and_checkpoint_though_no_frequency_is_set(steps: int) -> None:
+    run = Run(steps=steps)
+    run.train()
+    assert run.models == [name_of(steps)]
+    assert run.checkpoints == ([1] if steps == 1 else [2, 3])
+    assert run.waits == 1, "the run waits until the checkpoint is on the disk"
+
+
+def test_a_benchmark_saves_nothing() -> None:
+    run = Run(benchmark_steps=3)
+    run.train()
+    assert (run.models, run.checkpoints) == ([], [])
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_step_lets_it_finish_and_saves_it(end: int) -> None:
+    run = Run(steps=9, during=at(5, lambda: os.kill(os.getpid(), end)))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.trained == 5
+    assert run.models == [name_of(5)] and run.checkpoints == [2, 5] and run.waits == 1
+
+
+def test_a_signal_while_a_batch_is_waited_for_saves_the_last_step_at_once() -> None:
+    run = Run(steps=9)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(before=at(5, ctrl_c))
+    assert run.trained == 4
+    assert run.models == [name_of(4)] and run.checkpoints == [2, 4]
+
+
+def test_what_is_saved_already_and_what_has_not_begun_is_not_saved_again() -> None:
+    run = Run(steps=9, save_freq_steps=1, ckpt_freq_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(before=at(5, ctrl_c))
+    assert run.models == [name_of(step) for step in (1, 2, 3, 4)] and run.checkpoints == [2, 3, 4]
+    run = Run(steps=9)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(before=at(1, ctrl_c))
+    assert (run.models, run.checkpoints) == ([], [])
+
+
+def test_without_recover_checkpoints_a_signal_still_saves_the_model() -> None:
+    run = Run(steps=9, recovers=False)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(before=at(5, ctrl_c))
+    assert run.models == [name_of(4)] and run.checkpoints == []
+
+
+def test_a_step_that_does_not_finish_in_time_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(steps=9, during=at(5, ctrl_c), interrupt_seconds=0.0)
+    with pytest.raises(EndNow):
+        run.train()
+    assert run.trained == 4 and run.models == [] and run.checkpoints == [2]
+    assert "Step 5 was not finished" in caplog.text
+
+
+def test_a_second_signal_ends_a_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.processes.signals._SAME_SECONDS", -1.0)
+
+    def twice() -> None:
+        ctrl_c()
+        ctrl_c()
+        raise AssertionError("the second signal ends this")
+
+    run = Run(steps=9, during=at(5, twice))
+    with pytest.raises(EndNow):
+        run.train()
+    assert run.models == []
+
+
+def test_signals_that_come_together_are_one() -> None:
+    """As from `timeout`, which sends one to the command and one to its process group."""
+
+    def twice() -> None:
+        ctrl_c()
+        ctrl_c()
+
+    run = Run(steps=9, during=at(5, twice))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.models == [name_of(5)]
+
+
+def test_a_signal_ends_an_evaluation_and_saves_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    evaluated: list[int] = []
+
+    def evaluate(step: int) -> None:
+        if step == 4:
+            ctrl_c()
+        evaluated.append(step)
+
+    run = Run(steps=9, evaluate=evaluate, eval_freq_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert evaluated == [2] and run.models == [name_of(4)] and run.checkpoints == [2, 4]
+    assert "The evaluation of step 4 was interrupted" in caplog.text

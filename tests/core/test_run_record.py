@@ -1,0 +1,136 @@
+"""What a run was started with, as its log folder has it, and what the terminal shows of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_inputs import write_run
+
+from core import quickstart
+from core.config.experiments import ExperimentConfig
+from core.config.load import load_config
+from core.paths import RunPaths
+from core.processes.supervise import DONE, INTERRUPTED, Attempt
+from core.run_record import command_line, how_to_continue, write_record
+
+
+def loaded(folder: Path, *overrides: str) -> tuple[ExperimentConfig, RunPaths]:
+    config = load_config("ppo-math", folder / "run.yaml", list(overrides)).config
+    paths = RunPaths.for_trial(str(folder / "out"), config.experiment_name, config.trial_name)
+    paths.logs.mkdir(parents=True, exist_ok=True)
+    return config, paths
+
+
+def saved(folder: Path, engine: str, name: str) -> None:
+    (folder / engine / name).mkdir(parents=True)
+    (folder / engine / name / "config.json").touch()
+
+
+def test_the_recorded_configuration_starts_the_same_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    config, paths = loaded(tmp_path, "group_size=2", "actor.optimizer.lr=1e-5", "staleness.max_staleness=3")
+    assert write_record(config, paths, ["python"]) == []
+    again = load_config("ppo-math", paths.logs / "config.yaml", []).config
+    assert again.model_dump() == config.model_dump()
+
+
+def test_roles_with_slots_of_their_own_are_recorded_so_that_they_load(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    mapped = ["actor_gen.device_mapping='[0]'", "actor_train.device_mapping='[1]'"]
+    config, paths = loaded(tmp_path, *mapped)
+    write_record(config, paths, ["python"])
+    again = load_config("ppo-math", paths.logs / "config.yaml", []).config
+    assert again.actor_gen == config.actor_gen and again.actor_train == config.actor_train
+
+
+def test_every_start_has_its_command_line_and_versions_and_no_secret(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    overrides = ["external_configs.envs={MY_TOKEN: hunter2}", "external_configs.envs.MY_KEY=hunter2"]
+    config, paths = loaded(tmp_path, overrides[0])
+    for trial in ("first one", "second"):
+        write_record(config, paths, ["python", "-m", "core.quickstart", trial, *overrides])
+    starts = [json.loads(line) for line in (paths.logs / "starts.jsonl").read_text().splitlines()]
+    masked = "'external_configs.envs=***' 'external_configs.envs.MY_KEY=***'"
+    assert [row["command"] for row in starts] == [
+        f"python -m core.quickstart 'first one' {masked}", f"python -m core.quickstart second {masked}"
+    ]  # fmt: skip
+    assert {"torch", "ray", "numpy"} <= starts[0]["versions"].keys() and starts[0]["folder"] == str(Path.cwd())
+    assert all("hunter2" not in file.read_text() for file in paths.logs.iterdir())
+
+
+def test_what_changed_since_the_last_start_is_returned(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    config, paths = loaded(tmp_path)
+    write_record(config, paths, ["python"])
+    assert write_record(config, paths, ["python"]) == []
+    config, paths = loaded(tmp_path, "actor.optimizer.lr=1e-3")
+    before = loaded(tmp_path)[0].actor.optimizer.lr  # type: ignore[union-attr]
+    assert write_record(config, paths, ["python"]) == [f"actor.optimizer.lr: {before} -> 0.001"]
+
+
+def attempt(
+    config: ExperimentConfig, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None
+) -> int:
+    def run(*args: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(quickstart, "_run", run)
+    words = ["python", "-m", "core.quickstart", "ppo-math", "--config", "my run.yaml", "seed=3", "x.API_KEY=hunter2"]
+    return quickstart._attempt(config, paths, None, Attempt(), words)  # type: ignore[arg-type]
+
+
+def test_complete_names_the_folder_of_the_newest_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path)
+    config, paths = loaded(tmp_path)
+    caplog.set_level("INFO")
+    assert attempt(config, paths, monkeypatch, None) == DONE
+    assert caplog.messages[-1] == f"Training is complete. No model was saved below {paths.checkpoints}."
+    for engine in ("actor", "critic"):
+        for name in ("epoch1epochstep9globalstep9", "epoch1epochstep10globalstep10"):
+            saved(paths.checkpoints, engine, name)
+    (paths.checkpoints / "actor" / "epoch1epochstep11globalstep11").mkdir()  # was killed while it wrote
+    attempt(config, paths, monkeypatch, None)
+    newest = paths.checkpoints / "actor" / "epoch1epochstep10globalstep10"
+    assert caplog.messages[-1] == f"Training is complete. The model is in {newest}"
+
+
+def test_interrupted_names_the_command_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path)
+    config, paths = loaded(tmp_path)
+    assert attempt(config, paths, monkeypatch, KeyboardInterrupt) == INTERRUPTED
+    command = "python -m core.quickstart ppo-math --config 'my run.yaml' seed=3 'x.API_KEY=***'"
+    assert caplog.messages[-1] == f"Interrupted. Continue with: {command}"
+    config, paths = loaded(tmp_path, "recover_mode=disabled")
+    saved(paths.checkpoints, "actor", "epoch1epochstep4globalstep4")
+    attempt(config, paths, monkeypatch, KeyboardInterrupt)
+    assert caplog.messages[-1].endswith(f"The model is in {paths.checkpoints}/actor/epoch1epochstep4globalstep4")
+
+
+def test_a_temporary_configuration_file_is_replaced_by_the_recorded_one(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    config, paths = loaded(tmp_path)
+    file = Path(tempfile.gettempdir()) / "slipstream-abc" / "config.yaml"
+    said = how_to_continue(config, paths, ["python", "--config", str(file)])
+    assert said == f"Continue with: python --config {paths.logs}/config.yaml"
+
+
+def test_a_caller_in_python_gets_a_command_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command_line(["sft", "--config", "x.yaml"])[1:] == ["-m", "core.quickstart", "sft", "--config", "x.yaml"]
+    monkeypatch.setattr("sys.orig_argv", ["/bin/python", "-X", "dev", "-m", "core.quickstart", "sft"])
+    assert command_line(None) == ["/bin/python", "-X", "dev", "-m", "core.quickstart", "sft"]
+
+
+def test_a_run_without_recover_mode_continues_from_its_checkpoints(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert loaded(tmp_path)[0].recovers
+    assert not loaded(tmp_path, "recover_mode=disabled")[0].recovers
+    assert not loaded(tmp_path, "exp_ctrl.benchmark_steps=3")[0].recovers
