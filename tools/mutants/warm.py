@@ -54,10 +54,10 @@ def run(*, tests: list[str], tree: str, output: str, limit_seconds: float) -> di
         _run_here(tests, tree, output)
     code = None
     while time.monotonic() - start < limit_seconds and code is None:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
+        ended, status = os.waitpid(-1, os.WNOHANG)  # orphans of the job too, as an init process does
+        if ended == child:
             code = os.waitstatus_to_exitcode(status)
-        else:
+        elif not ended:
             time.sleep(_POLL_SECONDS)
     seconds = time.monotonic() - start
     _end_children()
