@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.monitoring.sample_writer import SampleWriter
 from core.monitoring.samples import Sample
 from core.rollout_settings import RolloutSettings
 from rollout.data.prompts import PromptDataset
+from rollout.data.tokenizer import load_tokenizer
 from rollout.evaluation import Judged, end_token_ids, sample_and_judge
 from rollout.experience import make_experience
 from rollout.inference.router import Router
@@ -33,7 +33,7 @@ class RolloutService:
     """Owns the sampling side of a run. `begin` starts it; `take` hands out batches; `close` ends every task it made."""
 
     def __init__(self, generators: Sequence[Generator], settings: RolloutSettings) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
+        self._tokenizer = load_tokenizer(settings.tokenizer_path)
         stop = end_token_ids(self._tokenizer, {})
         self._eval_sampling = replace(settings.eval_sampling, stop_token_ids=stop)
         self._load_data(settings)

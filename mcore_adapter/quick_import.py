@@ -2,7 +2,7 @@
 
 Megatron decorates its fused functions with torch.compile while it is imported. That loads torch's compiler, a third of
 the import time of a trainer rank, also where none of these functions is ever called. Here the compiler is loaded at
-the first call of such a function.
+the first call of such a function. The same holds for the optimizers of torch.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ def install() -> None:
         sys.meta_path.insert(0, _MegatronFinder())
 
 
+def _leave_optimizers_to_python() -> None:
+    """Let methods of torch's optimizers run without the compiler, which they would import to exclude themselves from
+    compilation. Nothing here compiles an optimizer."""
+    import torch
+
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None:
+            method.__dict__.setdefault("__dynamo_disable", method)
+
+
 def _with_late_compiler(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     import torch
 
@@ -49,6 +60,7 @@ def _with_late_compiler(execute: Callable[[ModuleType], None], module: ModuleTyp
         execute(module)
     finally:
         torch.compile = compiler
+    _leave_optimizers_to_python()
 
 
 def _compiled_when_called(compiler: Callable[..., Any], function: Any = None, **options: Any) -> Any:

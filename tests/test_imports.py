@@ -112,6 +112,13 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",
         "mcore_adapter.quick_import": "torch",
     },
+    "torch loads for seconds: not in a generator without a model": {
+        "core.data.wire": "torch",
+        "core.launch.generator_actor": "torch",
+    },
+    "transformers.generation loads for seconds: what would import it is replaced meanwhile": {
+        "rollout.data.tokenizer": "transformers",
+    },
     "triton: only where there is a GPU": {
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.expert_products": "mcore_adapter.cuda.experts",

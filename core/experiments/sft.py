@@ -6,8 +6,6 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer
-
 from core.algorithms.sft import SFT
 from core.config.allocation import resolve_allocation
 from core.data.answers import AnswerDataset
@@ -31,6 +29,7 @@ from core.recovery.recover import RecoverStore, RunIdentity, RunState
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef
 from rollout.data.rows import DatasetError
+from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
     trackers = open_trackers(config, paths, go_on=rows_that_stay(config, start) is not None)
     memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
     memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
     options: dict[str, Any] = {"max_seqlen": data.max_seqlen, "seed": config.seed, "shuffle": config.shuffle_dataset}
     train = AnswerDataset(data.train_path, tokenizer, **options)
     valid = AnswerDataset(data.valid_path, tokenizer, **options) if data.valid_path else None

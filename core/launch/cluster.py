@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from allocation import Allocation
 from core.config.push import SHARED_MEMORY_NAMES
 from core.errors import LaunchError, first_line
+from core.launch.ray_parts import without_autoscaler_and_log_monitor
 from core.launch.wait import Waiter
 from core.launch.watchdog import start_watchdog
 from core.processes.signals import Interrupts
@@ -85,7 +86,10 @@ class Cluster(AbstractContextManager["Cluster"]):
             if self._address is None:
                 # Ray counts by itself where all GPUs may be used.
                 gpus = None if self.gpus_allowed == "all" else len(query_gpus())
-                ray.init(address="local", num_cpus=self._num_actors, num_gpus=gpus, include_dashboard=False, **common)
+                with without_autoscaler_and_log_monitor():
+                    ray.init(
+                        address="local", num_cpus=self._num_actors, num_gpus=gpus, include_dashboard=False, **common
+                    )
             else:
                 _check_reachable(self._address)
                 ray.init(address=self._address, **common)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
-import torch
 
 from core.data.wire import bucket_from_wire, bucket_to_wire
 from core.launch.generator_stub import GeneratorStub
@@ -29,8 +28,12 @@ class GeneratorActor:
 
     def __init__(self, name: str, log_file: str, backend: str, threads: int, settings: BackendSettings):
         log_to_file(name, log_file)
-        torch.set_num_threads(threads)
         self._backend = BACKENDS[backend]
+        self._holds_weights = self._backend.capabilities.holds_weights
+        if self._holds_weights:
+            import torch
+
+            torch.set_num_threads(threads)
         self._settings = replace(
             settings,
             name=name,
@@ -56,7 +59,7 @@ class GeneratorActor:
     async def receive(self, handles: list[Any], version: int) -> float:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
         wires = await asyncio.gather(*handles)
-        buckets = [bucket_from_wire(wire) for wire in wires]
+        buckets = [bucket_from_wire(wire) for wire in wires] if self._holds_weights else []
         async with self._receiving:  # a push is repeated when another generator has died in it
             start = time.perf_counter()
             await self._generator.pause()
@@ -74,7 +77,8 @@ class GeneratorActor:
         await self._generator.pause()
 
     async def update_weights(self, wire: dict[str, Any]) -> None:
-        await self._generator.update_weights(bucket_from_wire(wire))
+        if self._holds_weights:
+            await self._generator.update_weights(bucket_from_wire(wire))
 
     async def resume(self, version: int) -> float:
         """Resume sampling; return the seconds since pause()."""

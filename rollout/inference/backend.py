@@ -51,6 +51,8 @@ class Capabilities:
     """Whether a replica can leave the memory of its GPUs to a trainer and take it back."""
     restarts: bool = True
     """Whether one replica can be started again while the others continue."""
+    holds_weights: bool = True
+    """Whether a replica has a model. Without one it gets no tensors, and its process does not import torch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,11 @@ class Command:
         self._family |= {p.pid: p for p in found}
         return set(self._family)
 
+    def scripts(self) -> set[str]:
+        """Names of the Python files that the remembered processes run."""
+        lines = [p.cmdline() for p in self._family.values() if p.is_running()]
+        return {Path(word).name for line in lines for word in line if word.endswith(".py")}
+
     def survivors(self, timeout: float) -> list[psutil.Process]:
         """What of the family is still there after at most `timeout` seconds."""
         _, alive = psutil.wait_procs(list(self._family.values()), timeout=timeout)

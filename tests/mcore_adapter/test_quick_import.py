@@ -10,11 +10,14 @@ from mcore_adapter import quick_import
 SHOW = """
 import sys
 import mcore_adapter.engine, torch
-print("megatron.core" in sys.modules, "torch._inductor.compile_fx" in sys.modules, torch.compile.__module__)
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.zero_grad()
+print("megatron.core" in sys.modules, "torch._dynamo" in sys.modules, torch.compile.__module__)
 """
 
 
-def test_importing_the_engine_loads_megatron_and_no_compiler() -> None:
+def test_the_engine_and_optimizers_load_megatron_and_no_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", "torch"]
 

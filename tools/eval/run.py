@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
+from rollout.data.tokenizer import load_tokenizer
 from rollout.evaluation import (
     Answer,
     AnswerFile,
@@ -196,7 +195,7 @@ async def evaluate(settings: EvalSettings) -> str:
     else:
         _check_same(output / SETTINGS, given_model)  # before the model of the answers gives way to another one
     model = hugging_face_folder(settings.model_path, output)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     template = question_template(settings.prompt_template, tokenizer)
     for b in settings.benchmarks:
         logger.info(

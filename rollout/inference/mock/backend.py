@@ -17,8 +17,9 @@ class MockBackend:
 
     label = "mock generator"
     capabilities = Capabilities(
-        devices=("cpu",), transports=("local",), staged_transports=("local",), staged_interrupts=ALL_INTERRUPTS
-    )
+        devices=("cpu",), transports=("local",), staged_transports=("local",), staged_interrupts=ALL_INTERRUPTS,
+        holds_weights=False,
+    )  # fmt: skip
     memory_flag = None
     shared_memory_names = ()
 

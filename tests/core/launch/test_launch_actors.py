@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,3 +85,30 @@ def test_completions_on_their_way_to_the_rollout_side_are_still_told_to_a_checkp
         assert list(await actor.partial()) == ["b"], "whoever asks for more has what was answered before"
 
     asyncio.run(run())
+
+
+MOCK_REPLICA = """
+import asyncio, sys
+from pathlib import Path
+
+from core.launch.generator_actor import GeneratorActor
+from rollout.inference.backend import BackendSettings
+
+async def receive():
+    folder = sys.argv[1]
+    settings = BackendSettings(model_path=folder, dtype="float32", device="cpu", max_running=1)
+    actor = GeneratorActor.__ray_metadata__.modified_class("generator-0", f"{folder}/log", "mock", 1, settings)
+    await actor.start()
+    await actor.receive([asyncio.sleep(0, {"layout": [], "bytes": b""})], version=3)
+    return (await actor.health()).version
+
+version = asyncio.run(receive())  # from now on the output goes to the log file
+(Path(sys.argv[1]) / "found").write_text(f"{version} {'torch' in sys.modules}")
+"""
+
+
+def test_a_generator_without_a_model_takes_a_version_and_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    command = [sys.executable, "-c", MOCK_REPLICA, str(tmp_path)]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "found").read_text() == "3 False"

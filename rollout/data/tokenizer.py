@@ -1,0 +1,55 @@
+"""The tokenizer of a Hugging Face folder, loaded without the modelling code of transformers.
+
+AutoTokenizer imports transformers.generation for one base class that only models with code of their own need. That
+loads torch's compiler and torch.distributed.tensor, a third of the start of the process that samples. Here the class is
+imported when such a model is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import transformers.generation
+
+_CLASS = "GenerationMixin"
+_READER = "add_generation_mixin_to_remote_model"
+
+
+class _NotImported:
+    """Stands for GenerationMixin while transformers.models.auto is imported."""
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Return the tokenizer of the folder `path`, as AutoTokenizer.from_pretrained does."""
+    return _auto_tokenizer().from_pretrained(path)
+
+
+def _auto_tokenizer() -> Any:
+    generation = transformers.generation
+    if "transformers.models.auto.auto_factory" in sys.modules or _CLASS in vars(generation):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
+    setattr(generation, _CLASS, _NotImported)
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        delattr(generation, _CLASS)
+    _import_when_called(sys.modules["transformers.models.auto.auto_factory"])
+    return AutoTokenizer
+
+
+def _import_when_called(factory: ModuleType) -> None:
+    """Let the one function that reads GenerationMixin import it first."""
+    function = getattr(factory, _READER)
+
+    @functools.wraps(function)
+    def call(model_class: type) -> type:
+        setattr(factory, _CLASS, getattr(transformers.generation, _CLASS))
+        return function(model_class)
+
+    setattr(factory, _READER, call)
