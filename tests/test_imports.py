@@ -52,7 +52,7 @@ ORDER = {
         "monitoring data",
         "algorithms",
         "config",
-        "schedule rollout_settings step_batch",
+        "schedule rollout_settings step_batch run_record",
         "weight_sync recovery rollout_service",
         "periodic launch",
         "trainer",

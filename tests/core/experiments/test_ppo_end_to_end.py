@@ -182,7 +182,7 @@ def test_ctrl_c_and_sigterm_save_and_end_everything_in_order(assets, run_command
     if mode == "auto":
         assert f"globalstep{last}" in checkpoints and "Interrupted. Continue with: " in output
     else:
-        assert checkpoints == [] and f"Interrupted. recover_mode=disabled: there is no checkpoint to continue" in output
+        assert checkpoints == [] and "Interrupted. recover_mode=disabled: there is no checkpoint to continue" in output
 
 
 def test_a_lost_generator_that_is_the_only_one_comes_back_while_the_run_waits(assets, run_command) -> None:
