@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from core.paths import RunPaths
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
-_LIBRARIES = ("slipstream", "torch", "megatron-core", "ray", "transformers", "sglang", "numpy")
 _MAX_CHANGES = 10
 _MODEL = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
 
@@ -120,16 +119,8 @@ def _start(command: Sequence[str]) -> dict[str, Any]:
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "versions": dict(_versions()),
+        "versions": {found.name: found.version for found in metadata.distributions()},
     }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for library in _LIBRARIES:
-        try:
-            yield library, metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
 
 
 def _masked(command: Sequence[str]) -> list[str]:
