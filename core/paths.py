@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+RUNNING = ".running"
+"""File in the log folder that a run holds a lock on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
@@ -41,7 +44,7 @@ def sole_run(logs: Path, *, patience_seconds: float = 10.0) -> Iterator[None]:
     was just killed has `patience_seconds` to end."""
     logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_seconds
-    with open(logs / ".running", "a+") as file:
+    with open(logs / RUNNING, "a+") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,6 +27,7 @@ from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load_config
 from core.config.rules import config_warnings
 from core.config.show import help_text, ignored_lines, listing
+from core.earlier_runs import begins_anew, set_aside
 from core.errors import could_not_write, first_line, is_of_disk
 from core.monitoring.logs import log_to_terminal
 from core.paths import RunningError, RunPaths, sole_run
@@ -57,10 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cluster = loaded.config.external_configs.cluster_config
     paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
     log_file = None if arguments.dry_run else paths.logs / "master_worker.log"
+    aside: RunPaths | None = None
     with ExitStack() as running:
         try:
             if log_file is not None:
                 running.enter_context(sole_run(paths.logs))
+                if begins_anew(loaded.config, paths):
+                    aside = set_aside(paths)
             log_to_terminal(log_file, level=loaded.config.monitor.log_level, console=console)
         except RunningError as error:
             return _refuse(str(error))
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             wrong = f"cannot write {error.filename}: {error.strerror}"
             return _refuse(f"{key}: {wrong}; set it to a folder that you may write")
         command = None if arguments.dry_run else command_line(argv)
-        return _start(arguments.experiment, loaded, paths, console, command)
+        return _start(arguments.experiment, loaded, paths, console, command, aside=aside)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,9 +107,16 @@ def _refuse(message: str, *, count: int = 1) -> int:
 
 
 def _start(
-    experiment: str, loaded: LoadedConfig, paths: RunPaths, console: Console, command: Sequence[str] | None
+    experiment: str,
+    loaded: LoadedConfig,
+    paths: RunPaths,
+    console: Console,
+    command: Sequence[str] | None,
+    *,
+    aside: RunPaths | None,
 ) -> int:
-    """Log what will run, then run it. `command`: the words that start it again; None: a dry run."""
+    """Log what will run, then run it. `command`: the words that start it again; None: a dry run. `aside`: the folders
+    that an earlier run of the trial has now."""
     config = loaded.config
     console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
@@ -115,6 +126,13 @@ def _start(
         logger.warning(warning)
     logger.info("Logs will be dumped to %s", paths.logs)
     logger.info("Model checkpoints will be saved to %s", paths.checkpoints)
+    if command is None and begins_anew(config, paths):
+        logger.info("An earlier run of this trial is there; a start gives it a dated trial name and begins anew.")
+    if aside is not None:
+        logger.warning(
+            "An earlier run of this trial is there; it is trial_name=%s from now on, with logs in %s. This run begins "
+            "anew (recover_mode=%s).", aside.logs.name, aside.logs, config.recover_mode,
+        )  # fmt: skip
     console.print(allocation_table(config))
     for line in device_lines(config):
         logger.info(line)

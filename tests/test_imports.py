@@ -48,6 +48,7 @@ ORDER = {
     ),
     "core": (
         "errors paths",
+        "earlier_runs",
         "processes",
         "monitoring data",
         "algorithms",

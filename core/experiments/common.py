@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.earlier_runs import near_trials
 from core.monitoring.background import BackgroundTracker, Tracker
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
@@ -44,11 +45,15 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
     none."""
     checkpoint = recover.newest() if config.recovers else None
     if checkpoint is None:
-        if config.recover_mode == "resume":
-            raise ValueError(
-                f"recover_mode=resume: there is no valid recover checkpoint in {folder}; check experiment_name and "
-                "trial_name, or start a new run with recover_mode=auto"
-            )
+        if config.recovers:
+            near = near_trials(folder)
+            others = f" (trials with one: {', '.join(near)})" if near else ""
+            missing = f"recover_mode={config.recover_mode}: there is no valid recover checkpoint in {folder}{others}"
+            if config.recover_mode == "resume":
+                raise ValueError(
+                    f"{missing}; check experiment_name and trial_name, or start a new run with recover_mode=auto"
+                )
+            logger.info("%s; training starts from the beginning.", missing)
         return Start(state=_BEGINNING, rollout_state=None, checkpoint=None)
     found = recover.load(checkpoint, ignore_changes=config.recover_ignore_changes)
     return Start(
@@ -79,15 +84,13 @@ def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_
         logger.info("Saved %s to %s", engine.name, target)
 
 
-def rows_that_stay(config: ExperimentConfig, start: Start) -> int | None:
-    """Return the last step whose rows a run that begins at `start` finds in its logs; None: whatever is there is not
-    ours."""
-    if not config.recovers:
-        return None
+def rows_that_stay(start: Start) -> int:
+    """Return the last step whose rows a run that begins at `start` keeps in its logs; -1: none, not even those of the
+    evaluation before the first step. What an earlier run wrote was set aside (core/earlier_runs.py)."""
     return -1 if start.checkpoint is None else start.state.step
 
 
-def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: int | None) -> list[MetricSink]:
+def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: int) -> list[MetricSink]:
     """Return the sinks in this run's log folder; see rows_that_stay."""
     sinks: list[MetricSink] = [Journal(paths.logs / "metrics.jsonl", continue_after=continue_after)]
     if config.monitor.tensorboard:
@@ -95,12 +98,12 @@ def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: i
     return sinks
 
 
-def open_trackers(config: ExperimentConfig, paths: RunPaths, *, go_on: bool) -> list[MetricSink]:
-    """Return the experiment trackers of this run: those of the run that it continues if `go_on`.
+def open_trackers(config: ExperimentConfig, paths: RunPaths) -> list[MetricSink]:
+    """Return the experiment trackers of this run, those of its earlier attempts included.
 
     Call it before any process is started. Raises TrackerError where one cannot be used. One that this trial used
     before only costs a warning: an attempt does not fail for it."""
-    runs = TrackedRuns(paths.logs / "tracked_runs.json", go_on=go_on)
+    runs = TrackedRuns(paths.logs / "tracked_runs.json")
     opened: list[MetricSink] = []
     for service, open_one in _trackers(config, paths, runs).items():
         began = runs.get(service) is not None

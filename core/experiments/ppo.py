@@ -63,7 +63,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
     )
     start = find_start(recover, config, paths.recover)
     attempt.tell(began=start.state.step, step=start.state.step)
-    trackers = open_trackers(config, paths, go_on=rows_that_stay(config, start) is not None)
+    trackers = open_trackers(config, paths)
     patience = config.launch.startup_timeout_seconds
     with Cluster(
         ray_address=config.launch.ray_address,
@@ -102,8 +102,8 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         forget_modules()
         with Monitor(
             console=console,
-            sinks=[*metric_sinks(config, paths, continue_after=rows_that_stay(config, start)), *trackers],
-            consumed=Journal(paths.logs / "consumed.jsonl", continue_after=rows_that_stay(config, start)),
+            sinks=[*metric_sinks(config, paths, continue_after=rows_that_stay(start)), *trackers],
+            consumed=Journal(paths.logs / "consumed.jsonl", continue_after=rows_that_stay(start)),
             total_steps=schedule.total_steps,
             done_steps=start.state.step,
             elapsed=start.state.elapsed_seconds,

@@ -135,7 +135,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
     )
     start = find_start(recover, config, paths.recover)
     attempt.tell(began=start.state.step, step=start.state.step)
-    trackers = open_trackers(config, paths, go_on=rows_that_stay(config, start) is not None)
+    trackers = open_trackers(config, paths)
     memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
     memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
     tokenizer = load_tokenizer(config.model.path)
@@ -163,7 +163,7 @@ def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attem
         forget_modules()
         with Monitor(
             console=console,
-            sinks=[*metric_sinks(config, paths, continue_after=rows_that_stay(config, start)), *trackers],
+            sinks=[*metric_sinks(config, paths, continue_after=rows_that_stay(start)), *trackers],
             consumed=None,
             total_steps=schedule.total_steps,
             done_steps=start.state.step,

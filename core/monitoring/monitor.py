@@ -68,12 +68,11 @@ class SampleSink(Protocol):
 class TensorBoardSink:
     """Event files under {logs}/tensorboard."""
 
-    def __init__(self, folder: Path, *, continue_after: int | None) -> None:
+    def __init__(self, folder: Path, *, continue_after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if continue_after is None else continue_after + 1
         self._folder = folder
-        self._writer = SummaryWriter(str(folder), max_queue=50, purge_step=purge)
+        self._writer = SummaryWriter(str(folder), max_queue=50, purge_step=continue_after + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:

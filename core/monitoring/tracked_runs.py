@@ -1,5 +1,6 @@
 """Runs of Weights & Biases and MLflow as metric sinks. A trial has one of each: the next attempt, and the same command
-started again with recover_mode=auto, continue it.
+started again with recover_mode=auto, continue it. A run that begins anew finds no ids: those of the earlier one went
+aside with its logs.
 
 Their values of steps after the recovered checkpoint remain: both only take more (docs/reliability.md).
 """
@@ -37,11 +38,11 @@ class TrackerError(ValueError):
 
 
 class TrackedRuns:
-    """The ids of a trial's runs in `file`, beside its logs. Unless the run continues, the file is of another run."""
+    """The ids of a trial's runs in `file`, beside its logs."""
 
-    def __init__(self, file: Path, *, go_on: bool) -> None:
+    def __init__(self, file: Path) -> None:
         self.file = file
-        self._ids: dict[str, str] = json.loads(file.read_text()) if go_on and file.exists() else {}
+        self._ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
 
     def get(self, service: str) -> str | None:
         """Return the id of the run to continue; None: there is none yet."""

@@ -1,9 +1,12 @@
 """The command line as a user runs it: a real process, its output, its exit code."""
 
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -131,6 +134,38 @@ def test_only_recover_mode_auto_makes_further_attempts(
     monkeypatch.setattr(quickstart, "log_to_terminal", lambda *_, **__: None)
     arguments = ["ppo-math", "--config", str(write_run(tmp_path)), f"recover_mode={mode}", "recover_retries=7"]
     assert quickstart.main(arguments) == 0 and made == [retries]
+
+
+def test_an_earlier_run_of_the_trial_is_set_aside_before_the_log_begins_and_not_by_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "run_attempts", lambda *_, **__: 0)
+    logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs
+    logs.mkdir(parents=True)
+    (logs / "metrics.jsonl").write_text("rows")
+    (logs / "master_worker.log").write_text("earlier\n")
+    arguments = ["ppo-math", "--config", str(write_run(tmp_path)), "recover_mode=disabled"]
+    with root_logger_restored():
+        assert quickstart.main([*arguments, "--dry-run"]) == 0
+        assert [p.name for p in logs.parent.iterdir()] == ["one"]
+        assert "a start gives it a dated trial name and begins anew" in capsys.readouterr().out
+        assert quickstart.main(arguments) == 0
+    (aside,) = logs.parent.glob("one.*")
+    assert (aside / "metrics.jsonl").read_text() == "rows" and not (logs / "metrics.jsonl").exists()
+    assert (aside / "master_worker.log").read_text() == "earlier\n"
+    log = (logs / "master_worker.log").read_text()
+    assert f"WARNING: An earlier run of this trial is there; it is trial_name={aside.name} from now on" in log
+
+
+@contextmanager
+def root_logger_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:

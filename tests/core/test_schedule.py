@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -79,14 +78,12 @@ def test_the_last_step_is_due_whenever_any_is_and_always_where_the_end_is() -> N
 
 
 def test_a_run_keeps_the_rows_up_to_its_checkpoint_and_none_where_it_begins_anew(tmp_path: Path) -> None:
-    def kept(mode: str, step: int, checkpoint: Path | None) -> int | None:
+    def kept(step: int, checkpoint: Path | None) -> int:
         state = RunState(step=step, version=step, elapsed_seconds=0.0, extra={})
-        start = Start(state=state, rollout_state=None, checkpoint=checkpoint)
-        return rows_that_stay(SimpleNamespace(recovers=mode == "auto"), start)  # type: ignore[arg-type]
+        return rows_that_stay(Start(state=state, rollout_state=None, checkpoint=checkpoint))
 
-    assert kept("auto", 5, tmp_path) == 5
-    assert kept("auto", 0, None) == -1, "not even those of the evaluation before the first step"
-    assert kept("disabled", 0, None) is None
+    assert kept(5, tmp_path) == 5
+    assert kept(0, None) == -1, "not even those of the evaluation before the first step"
 
 
 class Store:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,10 +54,9 @@ def test_secrets_are_neither_listed_nor_uploaded(tmp_path: Path, monkeypatch: py
     names = ["WANDB_API_KEY", "HF_TOKEN", "my_secret", "DB_PASSWORD"]
     config = load_config("ppo-math", path, [f"external_configs.envs.{name}=hidden" for name in names]).config
     uploaded: dict[str, Any] = {}
-    monkeypatch.setattr(run, "WandbSink", lambda **options: uploaded.update(options))
+    monkeypatch.setattr(run, "WandbSink", lambda **options: uploaded.update(options) or SimpleNamespace(name="W&B"))
     config = config.model_copy(update={"wandb": config.wandb.model_copy(update={"mode": "offline"})})
-    config = config.model_copy(update={"monitor": config.monitor.model_copy(update={"tensorboard": False})})
-    run.metric_sinks(config, RunPaths.for_trial(str(tmp_path), "e", "t"), continue_after=None)
+    run.open_trackers(config, RunPaths.for_trial(str(tmp_path), "e", "t"))
     assert "'REAL_GPU_MEMORY_KILL_THRESHOLD': '1', 'WANDB_API_KEY': '***'" in listing(config)
     assert uploaded["config"]["external_configs"]["envs"]["HF_TOKEN"] == "***"
     assert "hidden" not in listing(config) + str(uploaded)

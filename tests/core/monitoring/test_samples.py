@@ -131,7 +131,7 @@ def test_samples_are_reported_after_the_first_step_and_every_few_steps(
 def test_tensorboard_shows_the_text_of_a_sample_under_what_is_notable(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoardSink(tmp_path, continue_after=None)
+    sink = TensorBoardSink(tmp_path, continue_after=-1)
     sink.write_samples(7, choose([[answer("q", 1.0), answer("q", 0.0, versions=(1, 1, 1))]]))
     sink.close()
     events = EventAccumulator(str(tmp_path))

@@ -23,17 +23,21 @@ SAMPLE = Sample(
 )  # fmt: skip
 
 
-def runs_of(folder: Path, *, go_on: bool = True) -> TrackedRuns:
-    return TrackedRuns(folder / "logs" / "tracked_runs.json", go_on=go_on)
+def runs_of(folder: Path) -> TrackedRuns:
+    return TrackedRuns(folder / "logs" / "tracked_runs.json")
 
 
-def test_the_ids_outlive_the_process_and_a_run_that_begins_anew_does_not_see_them(tmp_path: Path) -> None:
+def set_aside(folder: Path) -> None:
+    """As a run does that begins anew."""
+    (folder / "logs" / "tracked_runs.json").unlink()
+
+
+def test_the_ids_of_both_services_outlive_the_process(tmp_path: Path) -> None:
     runs_of(tmp_path).put("wandb", "a1")
     runs_of(tmp_path).put("mlflow", "b2")
     assert runs_of(tmp_path).get("wandb") == "a1" and runs_of(tmp_path).get("mlflow") == "b2"
-    assert runs_of(tmp_path, go_on=False).get("wandb") is None
-    runs_of(tmp_path, go_on=False).put("wandb", "c3")
-    assert runs_of(tmp_path).get("wandb") == "c3" and runs_of(tmp_path).get("mlflow") is None
+    set_aside(tmp_path)
+    assert runs_of(tmp_path).get("wandb") is None
 
 
 def sft_config(*overrides: str) -> ExperimentConfig:
@@ -49,8 +53,8 @@ class MLflow:
         self.module = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed (extra mlflow)")
         self.folder, self.uri = folder, f"file:{folder / 'store'}"
 
-    def attempt(self, steps: list[int], *, go_on: bool = True) -> None:
-        sink = MLflowSink(runs=runs_of(self.folder, go_on=go_on), uri=self.uri, experiment="e", name="trial")
+    def attempt(self, steps: list[int]) -> None:
+        sink = MLflowSink(runs=runs_of(self.folder), uri=self.uri, experiment="e", name="trial")
         for step in steps:
             sink.write(step, {"loss": step / 10, "pass@1": 0.5})
         sink.close()
@@ -73,7 +77,8 @@ def test_attempts_share_one_mlflow_run_and_steps_that_are_repeated_are_there_twi
     mlflow.attempt([1, 2, 3, 4])
     mlflow.attempt([3, 4, 5])  # recovered after step 2
     assert mlflow.histories() == [[1, 2, 3, 3, 4, 4, 5]]
-    mlflow.attempt([1], go_on=False)
+    set_aside(mlflow.folder)
+    mlflow.attempt([1])
     assert sorted(mlflow.histories()) == [[1], [1, 2, 3, 3, 4, 4, 5]]
 
 
@@ -97,9 +102,9 @@ def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
     monkeypatch.setenv("WANDB_SILENT", "true")
 
-    def attempt(step: int, *, go_on: bool = True, **config: Any) -> None:
+    def attempt(step: int, **config: Any) -> None:
         sink = WandbSink(
-            runs=runs_of(tmp_path, go_on=go_on), folder=tmp_path, mode="offline", project="p", name="trial",
+            runs=runs_of(tmp_path), folder=tmp_path, mode="offline", project="p", name="trial",
             config=config,
         )  # fmt: skip
         sink.write(step, {"loss": 0.5})
@@ -107,7 +112,8 @@ def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
     attempt(1, allocation_mode="d1")
     attempt(2, allocation_mode="d2")
-    attempt(1, go_on=False)
+    set_aside(tmp_path)
+    attempt(1)
     ids = sorted(folder.name.rpartition("-")[2] for folder in (tmp_path / "wandb").glob("offline-run-*"))
     assert len(ids) == 3 and len(set(ids)) == 2, "each attempt leaves a folder; those of one run bear its id"
     assert ids.count(str(runs_of(tmp_path).get("wandb"))) == 1
@@ -136,16 +142,13 @@ def test_samples_are_a_table_of_the_wandb_run(tmp_path: Path, monkeypatch: pytes
     assert row["notable"] == "best, longest" and row["answer"] == "2 <end>" and row["reward"] == 1.0
 
 
-@pytest.mark.parametrize(("go_on", "num_runs"), [(False, 2), (True, 1)])
-def test_only_a_run_that_recovers_or_may_goes_on_in_the_same_one(
-    mlflow: MLflow, tmp_path: Path, go_on: bool, num_runs: int
-) -> None:
+def test_every_attempt_of_a_run_continues_the_same_one(mlflow: MLflow, tmp_path: Path) -> None:
     config = sft_config(f"monitor.mlflow_uri={mlflow.uri}")
     for _ in range(2):
-        (sink,) = open_trackers(config, RunPaths.for_trial(str(tmp_path), "e", "trial"), go_on=go_on)
+        (sink,) = open_trackers(config, RunPaths.for_trial(str(tmp_path), "e", "trial"))
         sink.write(1, {"loss": 1.0})
         sink.close()
-    assert len(mlflow.histories()) == num_runs
+    assert len(mlflow.histories()) == 1
 
 
 def test_an_address_without_a_server_is_one_line_that_names_the_key_and_hides_the_password(mlflow: MLflow) -> None:
@@ -174,9 +177,7 @@ def test_a_tracker_that_cannot_be_used_ends_the_first_attempt_and_only_the_first
     monkeypatch.setattr(common, "WandbSink", refuse)
     config, paths = sft_config("wandb.mode=offline"), RunPaths.for_trial(str(tmp_path), "e", "trial")
     with pytest.raises(TrackerError):
-        open_trackers(config, paths, go_on=True)
-    TrackedRuns(paths.logs / "tracked_runs.json", go_on=True).put("wandb", "a1")
-    assert open_trackers(config, paths, go_on=True) == []
+        open_trackers(config, paths)
+    TrackedRuns(paths.logs / "tracked_runs.json").put("wandb", "a1")
+    assert open_trackers(config, paths) == []
     assert "wandb.mode=offline: no. Training continues without it; if the run was deleted, remove " in caplog.text
-    with pytest.raises(TrackerError):
-        open_trackers(config, paths, go_on=False)
