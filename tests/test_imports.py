@@ -65,7 +65,7 @@ ORDER = {
         "scratch_model demo_plot",
         "demo",
         "curves eval loss samples",
-        "convert chaos_run mutants",
+        "convert chaos_run mutants conformance",
         "chaos bench nightly",
     ),
 }

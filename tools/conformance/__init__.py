@@ -1,0 +1,1 @@
+"""Prove the algorithms: golden numbers, gradients by finite differences, and the functions of other projects."""

@@ -1,0 +1,1 @@
+"""Adapters to the functions of other projects; serve.py runs one of them in the environment of its project."""
