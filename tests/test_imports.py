@@ -153,7 +153,7 @@ DISTRIBUTION = {
 }
 """Where the name to import and the name to install differ."""
 
-YARDSTICKS = {"trl", "datasets"}
+YARDSTICKS = {"trl", "datasets", "verl", "trinity", "openrlhf"}
 """Libraries that a benchmark compares with, in an environment of their own."""
 
 # In the repository they are sources too, but nothing imports them.
