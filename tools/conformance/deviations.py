@@ -14,7 +14,7 @@ from tools.conformance.checks import Result, of
 
 
 def group_std_eps(eps: float) -> Callable[[Batch], Result]:
-    """(R - mean of the group) / (std of the group + eps)."""
+    """Compute (R - mean of the group) / (std of the group + eps)."""
 
     def formula(batch: Batch) -> Result:
         scores = of(batch, "rewards").view(-1, GROUP_SIZE)
@@ -25,21 +25,21 @@ def group_std_eps(eps: float) -> Callable[[Batch], Result]:
 
 
 def batch_std_eps(batch: Batch) -> Result:
-    """(R - mean of the group) / (std of the batch + 1e-4)."""
+    """Compute (R - mean of the group) / (std of the batch + 1e-4)."""
     scores = of(batch, "rewards").view(-1, GROUP_SIZE)
     normalized = (scores - scores.mean(1, keepdim=True)) / (scores.std() + 1e-4)
     return {"advantages": normalized.view(-1, 1) * of(batch, "mask")}
 
 
 def whiten_population(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(A - mean) / sqrt(max(population variance, 1e-8))."""
+    """Compute (A - mean) / sqrt(max(population variance, 1e-8))."""
     mean = (advantages * mask).sum() / mask.sum()
     variance = ((advantages - mean).square() * mask).sum() / mask.sum()
     return (advantages - mean) * variance.clamp(min=1e-8).rsqrt() * mask
 
 
 def discounted(batch: Batch, discount: float) -> Tensor:
-    """Returns whose discount acts over tokens that are not trained as well: [B, T]."""
+    """Compute returns whose discount acts over tokens that are not trained as well: [B, T]."""
     mask = of(batch, "mask")
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1, keepdim=True)
     distance = (last - torch.arange(mask.shape[1])).clamp(min=0)
@@ -47,7 +47,7 @@ def discounted(batch: Batch, discount: float) -> Tensor:
 
 
 def whitened_returns(discount: float, *, population: bool) -> Callable[[Batch], Result]:
-    """Whitened `discounted` returns, by the variance of the population or of a sample."""
+    """Whiten `discounted` returns, by the variance of the population or of a sample."""
 
     def formula(batch: Batch) -> Result:
         returns, mask = discounted(batch, discount), of(batch, "mask")
@@ -59,14 +59,14 @@ def whitened_returns(discount: float, *, population: bool) -> Callable[[Batch], 
 
 
 def whitened_baseline(batch: Batch) -> Result:
-    """R - mean of the group, whitened by the population."""
+    """Compute R - mean of the group, whitened by the population."""
     scores, mask = of(batch, "rewards").view(-1, GROUP_SIZE), of(batch, "mask")
     centred = (scores - scores.mean(1, keepdim=True)).view(-1, 1) * mask
     return {"advantages": whiten_population(centred, mask)}
 
 
 def whitened_gae(batch: Batch) -> Result:
-    """GAE with discount 0.9 and lambda 0.8 over all tokens, whitened by the population."""
+    """Compute GAE with discount 0.9 and lambda 0.8 over all tokens, whitened by the population."""
     mask, values = of(batch, "mask"), of(batch, "values") * of(batch, "mask")
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1, keepdim=True)
     rewards = torch.zeros_like(mask).scatter(1, last, of(batch, "rewards")[:, None])
@@ -90,27 +90,27 @@ def with_gradient(formula: Callable[[Tensor, Batch], Tensor]) -> Callable[[Batch
 
 
 def clipped(logprobs: Tensor, batch: Batch) -> Tensor:
-    """PPO's loss of each token, [B, T], clip 0.2 / 0.2."""
+    """Compute PPO's loss of each token, [B, T], clip 0.2 / 0.2."""
     ratio, advantages = (logprobs - of(batch, "old_logprobs")).exp(), of(batch, "advantages")
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
 
 
 @with_gradient
 def constant_without_count(logprobs: Tensor, batch: Batch) -> Tensor:
-    """Sum of all tokens / constant: not divided by the number of sequences."""
+    """Compute the sum of all tokens / constant: not divided by the number of sequences."""
     return (clipped(logprobs, batch) * of(batch, "mask")).sum() / LONGEST
 
 
 @with_gradient
 def mean_of_all_sequences(logprobs: Tensor, batch: Batch) -> Tensor:
-    """Mean over all sequences, those without trained tokens included."""
+    """Compute the mean over all sequences, those without trained tokens included."""
     mask = of(batch, "mask")
     return ((clipped(logprobs, batch) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
 @with_gradient
 def sapo_detached(logprobs: Tensor, batch: Batch) -> Tensor:
-    """-A sg(4 / tau sigmoid(tau (r - 1))) log pi: the gate is a constant weight."""
+    """Compute -A sg(4 / tau sigmoid(tau (r - 1))) log pi: the gate is a constant weight."""
     mask, advantages = of(batch, "mask"), of(batch, "advantages")
     ratio = (logprobs - of(batch, "old_logprobs")).exp().detach()
     tau = torch.where(advantages > 0, 1.0, 1.05)
@@ -120,14 +120,14 @@ def sapo_detached(logprobs: Tensor, batch: Batch) -> Tensor:
 
 @with_gradient
 def cispo_cap_4(logprobs: Tensor, batch: Batch) -> Tensor:
-    """-sg(min(r, 4)) A log pi."""
+    """Compute -sg(min(r, 4)) A log pi."""
     mask, ratio = of(batch, "mask"), (logprobs - of(batch, "old_logprobs")).exp().detach()
     return -(ratio.clamp(max=4.0) * of(batch, "advantages") * logprobs * mask).sum() / mask.sum()
 
 
 @with_gradient
 def rloo_of_sequences(logprobs: Tensor, batch: Batch) -> Tensor:
-    """PPO's clip on the product of the ratios of a sequence, mean over sequences."""
+    """Compute PPO's clip on the product of the ratios of a sequence, mean over sequences."""
     ratio = ((logprobs - of(batch, "old_logprobs")) * of(batch, "mask")).sum(1).exp()
     advantages = of(batch, "advantages")[:, 0]
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
@@ -135,7 +135,7 @@ def rloo_of_sequences(logprobs: Tensor, batch: Batch) -> Tensor:
 
 @with_gradient
 def k3_with_gradient_of_k2(logprobs: Tensor, batch: Batch) -> Tensor:
-    """The value of k3, the gradient sg(min(r, 10)) x."""
+    """Compute the value of k3 with the gradient sg(min(r, 10)) x."""
     mask, x = of(batch, "mask"), logprobs - of(batch, "ref_logprobs")
     weight = (logprobs - of(batch, "old_logprobs")).exp().clamp(max=10.0).detach()
     square = weight * x.square() / 2
@@ -145,7 +145,7 @@ def k3_with_gradient_of_k2(logprobs: Tensor, batch: Batch) -> Tensor:
 
 @with_gradient
 def k3_ratio_to_2(logprobs: Tensor, batch: Batch) -> Tensor:
-    """k3 times the ratio, at most 2."""
+    """Compute k3 times the ratio, at most 2."""
     mask, x = of(batch, "mask"), logprobs - of(batch, "ref_logprobs")
     ratio = (logprobs - of(batch, "old_logprobs")).exp().clamp(0.0, 2.0)
     return (((-x).exp() - 1 + x) * ratio * mask).sum() / mask.sum()

@@ -33,7 +33,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 
 def _capped(cap: float) -> Callable[[float], float]:
-    """The integral of min(r, cap) over log r."""
+    """Return the integral of min(r, cap) over log r."""
     return lambda r: r if r < cap else cap * (1.0 + math.log(r / cap))
 
 
