@@ -322,7 +322,7 @@ class MegatronEngine:
     ) -> Shard | None:
         self._finish_param_gather()
         limit = self.planner.limit(shard.shape, max_tokens_per_mb, max_sequence_tokens)
-        whole_plan = self.planner.plan(shard.shape, limit)
+        whole_plan = self.planner.plan(shard.shape, limit, shard.owners)
         plan = whole_plan[self._parallel.dp_rank]
 
         def run() -> tuple[list[PackedMicrobatch], list[Any]]:

@@ -43,7 +43,11 @@ class RankBatch:
     def whole(self, *, replay_routing: bool) -> BatchShard:
         """Return the whole batch, to run without gradients. `replay_routing`: with the generators' experts, if
         reported."""
-        return BatchShard(shape=self._stored.shape, select=lambda chosen: self._select(chosen, replay_routing))
+        return BatchShard(
+            shape=self._stored.shape,
+            select=lambda chosen: self._select(chosen, replay_routing),
+            owners=self._stored.owners(self._reader[0]),
+        )
 
     def minibatch(self, index: int, engine: str, *, replay_routing: bool) -> BatchShard:
         """Return a minibatch to train `engine` on, with its token weights."""

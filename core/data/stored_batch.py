@@ -6,7 +6,7 @@ does not run. Invariant: every sequence is in exactly one piece. The driver pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,16 @@ class Use:
     max_tokens_per_mb: int
     max_sequence_tokens: int
 
-    def sequences(self, shape: BatchShape, minibatches: Sequence[Sequence[int]]) -> Iterator[tuple[Reader, list[int]]]:
-        """Yield the readers of this pass with sequences that they run, as the engine will cut them."""
+    def sequences(
+        self, shape: BatchShape, minibatches: Sequence[Sequence[int]], owners: np.ndarray | None = None
+    ) -> Iterator[tuple[Reader, list[int]]]:
+        """Yield the readers of this pass with sequences that they run, as the engine will cut them. `owners`: who
+        trains on each sequence, for a pass over the whole batch."""
         for part in minibatches if self.trains else [range(shape.num_sequences)]:
             own = shape.select(part)
             limit = self.planner.limit(own, self.max_tokens_per_mb, self.max_sequence_tokens)
-            for dp_rank, microbatches in enumerate(self.planner.plan(own, limit)):
+            plan = self.planner.plan(own, limit, None if self.trains else owners)
+            for dp_rank, microbatches in enumerate(plan):
                 yield (self.group, dp_rank), [part[i] for microbatch in microbatches for i in microbatch]
 
 
@@ -64,6 +68,15 @@ class StoredBatch:
     tokens: Sequence[Ref]
     """Arrays of each piece: token_ids int32, loss_mask bool, routed_experts where generators report them."""
 
+    def owners(self, group: str) -> np.ndarray | None:
+        """Return [N] int64, the data-parallel rank of `group` that trains on each sequence: passes before the update
+        run where the tokens are needed anyway. None where a sequence has none, or several (of several engines)."""
+        trainers: list[frozenset[Reader]] = [frozenset()] * self.shape.num_sequences
+        for piece in self.pieces:
+            for i in piece.sequences.tolist():
+                trainers[i] = piece.trainers
+        return _owners(trainers, group)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFields:
@@ -79,8 +92,9 @@ def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[
     """Return the pieces of a batch that is used in this way. Sequences without any use form a piece as well."""
     readers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
     trainers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
-    for use in uses:
-        for reader, sequences in use.sequences(shape, minibatches):
+    for use in sorted(uses, key=lambda use: not use.trains):
+        owners = None if use.trains else _owners(trainers, use.group)
+        for reader, sequences in use.sequences(shape, minibatches, owners):
             for i in sequences:
                 readers[i].add(reader)
                 if use.trains:
@@ -92,3 +106,8 @@ def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[
         Piece(sequences=np.array(sequences, np.int64), readers=read_by, trainers=trained_by)
         for (read_by, trained_by), sequences in members.items()
     ]
+
+
+def _owners(trainers: Sequence[Set[Reader]], group: str) -> np.ndarray | None:
+    ranks = [[dp_rank for name, dp_rank in of if name == group] for of in trainers]
+    return np.array(ranks, np.int64)[:, 0] if all(len(of) == 1 for of in ranks) else None

@@ -3,8 +3,8 @@
     {name}.json   the state; {"$array": [dtype, offset, shape]} in place of an array
     {name}.npz    one flat array a dtype, in which the arrays lie end to end
 
-Tuples, bytes and dicts with keys other than text are marked likewise. Invariant: `read_state` returns what `write_state`
-got, types and bits included, except that numpy scalars become Python numbers.
+Tuples, bytes and dicts with keys other than text are marked likewise. Invariant: `read_state` returns what
+`write_state` got, types and bits included, except that numpy scalars become Python numbers.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def _read_run(path: Path) -> tuple[RunIdentity, RunState]:
 
 def _earlier_format(checkpoint: Path) -> str:
     return (
-        f"{checkpoint}: an earlier release wrote this checkpoint; its {_PICKLED_ROLLOUT} is a pickle, which can run code, "
-        "and is not read. Continue with the release that wrote it; or start a new trial_name from its weights: "
+        f"{checkpoint}: an earlier release wrote this checkpoint; its {_PICKLED_ROLLOUT} is a pickle, which can run "
+        "code, and is not read. Continue with the release that wrote it; or start a new trial_name from its weights: "
         f"python -m tools.convert --checkpoint_path {checkpoint} --output_path FOLDER, then actor.path=FOLDER"
     )

@@ -6,7 +6,7 @@ in the object store, computes the same one without communication.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,14 +38,37 @@ class Planner:
         longer one, up to max_sequence_tokens."""
         return max(max_tokens_per_mb, min(int(self.padded_lens(shape).max()), max_sequence_tokens))
 
-    def plan(self, shape: BatchShape, limit: int) -> list[list[Microbatch]]:
+    def plan(self, shape: BatchShape, limit: int, owners: np.ndarray | None = None) -> list[list[Microbatch]]:
         """Return sequences of every microbatch of every data-parallel rank: [dp][num_microbatches].
 
-        Raises ValueError for an empty sequence, or one that is longer than `limit`."""
+        `owners`, [N] int64: the rank that must run each sequence; without them the ranks are balanced. Raises
+        ValueError for an empty sequence, or one that is longer than `limit`."""
         if int(shape.seq_lens.min()) < 1:
             raise ValueError(f"sequence {int(shape.seq_lens.argmin())} of the batch has no tokens")
-        padded = self.padded_lens(shape).tolist()
         min_microbatches = 2 * self.pp if self.pp > 1 else 1  # half of a pipeline's bubble is gone at 2 a stage
+        if owners is None or self.dp == 1:
+            return self._plan(shape, limit, min_microbatches)
+        return self._plan_of_owners(shape, limit, min_microbatches, owners)
+
+    def _plan_of_owners(
+        self, shape: BatchShape, limit: int, min_microbatches: int, owners: np.ndarray
+    ) -> list[list[Microbatch]]:
+        """Plan each rank alone, until all have the same number of microbatches."""
+        alone = replace(self, dp=1)
+        owned = [np.flatnonzero(owners == rank) for rank in range(self.dp)]
+        plans: list[list[Microbatch]] = [[] for _ in owned]
+        count = min_microbatches
+        while any(len(plan) != count for plan in plans):
+            for rank, own in enumerate(owned):
+                if len(plans[rank]) != count and len(own):
+                    (plan,) = alone._plan(shape.select(own), limit, count)
+                    plans[rank] = [own[microbatch].tolist() for microbatch in plan]
+                plans[rank] += [[] for _ in range(count - len(plans[rank]))]
+            count = max(map(len, plans))
+        return plans
+
+    def _plan(self, shape: BatchShape, limit: int, min_microbatches: int) -> list[list[Microbatch]]:
+        padded = self.padded_lens(shape).tolist()
         multiple_of = self.pp if self.interleaved else 1
         units, sizes = [[i] for i in range(len(padded))], padded
         if self.share_prompts:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.shape import BatchShape, shape_of
 from mcore_adapter.data.weights import Divisors, TokenWeights, weigh_tokens
@@ -19,6 +21,8 @@ class BatchShard:
     """The tokens of these sequences of `shape`, in this order; called with those of this rank's microbatches."""
     divisors: Divisors = Divisors(1.0, 1.0)
     """Sums of the token weights of the whole batch."""
+    owners: np.ndarray | None = None  # [N] int64
+    """The data-parallel rank that has the tokens of each sequence; None: any may run it."""
 
 
 def whole(batch: PackedBatch | BatchShard) -> BatchShard:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_cases import (
@@ -28,6 +29,8 @@ from mcore_ranks import Rank, RankPool
 from tiny_models import write_model
 
 from allocation import ParallelLayout
+from mcore_adapter.data.shape import shape_of
+from mcore_adapter.data.shard import BatchShard
 
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2),
@@ -147,22 +150,26 @@ def filler_run(rank: Rank, layout: ParallelLayout, model: str) -> Any:
         engine = make_engine(parallel, device, model)
         batch = random_batch(num_sequences=3)
         shard = engine.logprobs(batch, max_tokens_per_mb=40)
+        of_last = BatchShard(shape=shape_of(batch), select=batch.select, owners=np.full(3, layout.dp - 1))
+        owned = engine.logprobs(of_last, max_tokens_per_mb=40)
+        assert owned is None or set(owned.sequences) == ({0, 1, 2} if parallel.dp_rank == layout.dp - 1 else set())
         one = random_batch(num_sequences=1)
-        return [engine.train_step(b, policy_loss, max_tokens_per_mb=40) for b in (batch, one)], shard
+        return [engine.train_step(b, policy_loss, max_tokens_per_mb=40) for b in (batch, one)], shard, owned
 
 
 def test_fewer_sequences_than_ranks_train_the_same_with_fillers(ranks, folder):
-    (expected, shard), *_ = ranks.run(filler_run, 1, ParallelLayout(), str(folder / "qwen2_tied"))
+    (expected, shard, _), *_ = ranks.run(filler_run, 1, ParallelLayout(), str(folder / "qwen2_tied"))
     for layout in (ParallelLayout(dp=4), ParallelLayout(dp=2, tp=2)):
         results = ranks.run(filler_run, 4, layout, str(folder / "qwen2_tied"))
-        for steps, _ in results:
+        for steps, *_ in results:
             assert [step["num_microbatches"] for step in steps] == [s["num_microbatches"] for s in results[0][0]]
             for step, reference in zip(steps, expected, strict=True):
                 assert step["loss"] == pytest.approx(reference["loss"], rel=1e-5)
                 assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
-        shards = [s for _, s in results if s is not None]
-        assert sorted(i for s in shards for i in s.sequences) == [0, 1, 2]
-        assert sum(s.values.sum() for s in shards) == pytest.approx(float(shard.values.sum()), rel=1e-5)
+        for which in (1, 2):
+            shards = [result[which] for result in results if result[which] is not None]
+            assert sorted(i for s in shards for i in s.sequences) == [0, 1, 2]
+            assert sum(s.values.sum() for s in shards) == pytest.approx(float(shard.values.sum()), rel=1e-5)
 
 
 def one_rank_run(rank: Rank, model: str) -> dict[str, Any]:

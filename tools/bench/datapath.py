@@ -138,7 +138,7 @@ class NullEngine:
         return {"loss": 0.0}
 
     def logprobs(self, shard: BatchShard, *, max_tokens_per_mb: int, **_: Any) -> Any:
-        plan = self.planner.plan(shard.shape, max_tokens_per_mb)[self._dp_rank]
+        plan = self.planner.plan(shard.shape, max_tokens_per_mb, shard.owners)[self._dp_rank]
         lens = [shard.select(sequences).num_tokens for sequences in plan]
         return SimpleNamespace(sequences=[i for part in plan for i in part], values=torch.zeros(sum(lens)))
 

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.data.batch_writer import BatchWriter, assemble
 from core.data.minibatches import Unit, deal_minibatches, units_of
 from core.data.rank_batch import RankBatch
-from core.data.stored_batch import Arrays, StoredFields, Use
+from core.data.stored_batch import Arrays, StoredBatch, StoredFields, Use, cut
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.planner import Planner
-from mcore_adapter.data.shape import shape_of
+from mcore_adapter.data.shape import BatchShape, shape_of
 from mcore_adapter.data.weights import TOKEN_WEIGHTS, TokenWeights, sequence_mean, token_mean, token_sum, weigh_tokens
 
 GROUPS = (4, 2, 2, 4)
@@ -147,7 +149,9 @@ def test_shards_hold_the_microbatches_that_ranks_with_the_whole_batch_ran(case: 
         rank = stored.rank(dp_rank)
         whole = rank.whole(replay_routing=False)
         assert planner.plan(whole.shape, limit) == whole_plan
-        for sequences in whole_plan[dp_rank]:
+        owned = planner.plan(whole.shape, limit, whole.owners)
+        assert {i for part in owned[dp_rank] for i in part} == {i for of in plans for part in of[dp_rank] for i in part}
+        for sequences in owned[dp_rank]:
             assert_same(whole.select(sequences), PackedBatch(**{**vars(stored.batch.select(sequences)), "fields": {}}))
         for i, (minibatch, plan) in enumerate(zip(stored.minibatches, plans, strict=True)):
             shard = rank.minibatch(i, "actor", replay_routing=True)
@@ -178,7 +182,7 @@ def run_step(stored: Stored, dp_rank: int, planner: Planner, limits: Sequence[in
     rank = stored.rank(dp_rank)
     for limit in limits[:-1]:
         whole = rank.whole(replay_routing=True)
-        for sequences in planner.plan(whole.shape, limit)[dp_rank]:
+        for sequences in planner.plan(whole.shape, limit, whole.owners)[dp_rank]:
             assert_same(whole.select(sequences), with_experts_alone(stored.batch.select(sequences)))
     for i, minibatch in enumerate(stored.minibatches):
         shard = rank.minibatch(i, "actor", replay_routing=False)
@@ -193,16 +197,19 @@ def with_experts_alone(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(**{**vars(batch), "fields": {ROUTED_EXPERTS: batch.fields[ROUTED_EXPERTS]}})
 
 
+@pytest.mark.parametrize("passes", [True, False], ids=["passes before the update", "the update alone"])
 @pytest.mark.parametrize("max_sequence_tokens", [30, 500])
-def test_every_token_is_stored_once_and_a_rank_fetches_what_it_runs_once_a_step(max_sequence_tokens: int) -> None:
+def test_every_token_is_stored_once_and_a_rank_fetches_what_it_trains_on_once_a_step(
+    max_sequence_tokens: int, passes: bool
+) -> None:
     planner = Planner(dp=3)
-    stored = store_batch(planner, 30, passes=False, max_sequence_tokens=max_sequence_tokens)
+    stored = store_batch(planner, 30, passes=passes, max_sequence_tokens=max_sequence_tokens)
     num_pieces = len(stored.writer.stored.pieces)
     assert num_pieces == 3
     assert sum(len(arrays["token_ids"]) for arrays in stored.store.objects[:num_pieces]) == stored.batch.num_tokens
     for dp_rank in range(3):
         stored.store.fetched.clear()
-        run_step(stored, dp_rank, planner, [30])
+        run_step(stored, dp_rank, planner, [30] * (3 if passes else 1))
         assert set(stored.store.fetched.values()) == {1} and len(stored.store.fetched) == 2  # tokens, then fields
         trained = {
             minibatch[j]
@@ -214,21 +221,45 @@ def test_every_token_is_stored_once_and_a_rank_fetches_what_it_runs_once_a_step(
         assert fetched == 2 * sum(int(stored.batch.seq_lens[i]) for i in trained)
 
 
-@pytest.mark.parametrize("max_sequence_tokens", [30, 500])
-def test_passes_before_the_update_fetch_no_token_twice_and_no_field_that_is_not_trained_here(
-    max_sequence_tokens: int,
+def test_a_pass_without_updates_in_its_group_is_balanced_over_the_ranks() -> None:
+    planner = Planner(dp=2)
+    stored = store_batch(planner, 30)
+    assert stored.writer.stored.owners("ref") is None
+    whole_plan = planner.plan(stored.writer.stored.shape, 30)
+    use = Use(group="ref", planner=planner, trains=False, max_tokens_per_mb=30, max_sequence_tokens=30)
+    pieces = cut(stored.writer.stored.shape, stored.minibatches, [use, *stored.uses])
+    for dp_rank in range(2):
+        run = {i for piece in pieces if ("ref", dp_rank) in piece.readers for i in piece.sequences.tolist()}
+        assert run == {i for microbatch in whole_plan[dp_rank] for i in microbatch}
+
+
+def test_sequences_that_two_engines_train_on_different_ranks_have_no_owner() -> None:
+    trains = {"trains": True, "max_tokens_per_mb": 30, "max_sequence_tokens": 30}
+    uses = [Use(group="trainer", planner=Planner(dp=2, attention_cost=cost), **trains) for cost in (0.0, 10.0)]
+    stored = store_batch(Planner(dp=2), 30)
+    shape = stored.writer.stored.shape
+    pieces = cut(shape, stored.minibatches, uses)
+    assert any(len(piece.trainers) == 2 for piece in pieces)
+    both = StoredBatch(shape=shape, minibatches=stored.minibatches, pieces=pieces, tokens=[])
+    assert both.owners("trainer") is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), dp=st.integers(1, 4), pp=st.integers(1, 3), share=st.booleans())
+def test_owned_sequences_run_once_on_their_ranks_in_equal_numbers_of_microbatches(
+    data: st.DataObject, dp: int, pp: int, share: bool
 ) -> None:
-    planner = Planner(dp=3)
-    stored = store_batch(planner, 30, max_sequence_tokens=max_sequence_tokens)
-    pieces = stored.writer.stored.pieces
-    assert sorted(i for piece in pieces for i in piece.sequences.tolist()) == list(range(12))
-    for dp_rank in range(3):
-        stored.store.fetched.clear()
-        run_step(stored, dp_rank, planner, [30, 30, 30])
-        assert set(stored.store.fetched.values()) == {1}
-        fields = [ref - len(pieces) for ref in stored.store.fetched if ref >= len(pieces)]
-        assert fields and all(("trainer", dp_rank) in pieces[ref].trainers for ref in fields)
-        assert all(("trainer", dp_rank) in pieces[ref].readers for ref in stored.store.fetched if ref < len(pieces))
+    lens = np.array(data.draw(st.lists(st.integers(2, 40), min_size=1, max_size=20)), np.int64)
+    owners = np.array(data.draw(st.lists(st.integers(0, dp - 1), min_size=len(lens), max_size=len(lens))), np.int64)
+    shape = BatchShape(seq_lens=lens, prompt_lens=np.ones_like(lens), prompt_ids=np.arange(len(lens)) // 3)
+    planner = Planner(dp=dp, pp=pp, interleaved=pp > 1 and data.draw(st.booleans()), share_prompts=share)
+    plan = planner.plan(shape, 50, owners)
+    assert len(plan) == dp and len({len(rank) for rank in plan}) == 1
+    assert not planner.interleaved or len(plan[0]) % pp == 0
+    assert all(lens[part].sum() <= 50 for rank in plan for part in rank if part) or share
+    for rank, microbatches in enumerate(plan):
+        run = sorted(i for part in microbatches for i in part)
+        assert run == (sorted(range(len(lens))) if dp == 1 else np.flatnonzero(owners == rank).tolist())
 
 
 def test_a_limit_that_was_lowered_since_runs_on_the_right_tokens() -> None:
