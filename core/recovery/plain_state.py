@@ -31,7 +31,8 @@ def write_state(folder: Path, name: str, state: object) -> None:
     arrays = _Arrays()
     text = json.dumps(_encode(state, arrays, name))
     with open(folder / f"{name}.npz", "wb") as f:
-        np.savez(f, **arrays.flat())
+        flat: dict[str, Any] = dict(arrays.flat())
+        np.savez(f, **flat)
     (folder / f"{name}.json").write_text(text)
 
 
