@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """equal, deviates (as its formula says), or a problem: the row is wrong."""
+        """equal, deviates (as its formula states), or a problem: the row is wrong."""
         if self.error:
             return f"problem: {self.error}"
         if self.from_formula is None:
