@@ -185,6 +185,7 @@ class RolloutProducer:
                     return
                 prompt = self._dataset.next()
                 self._store.start(position, self._version)
+                logger.debug("prompt %d (%s) is admitted at version %d", position, prompt.query_id, self._version)
             ledger = self._open_ledger(position)
             task = asyncio.create_task(self._run_prompt(position, prompt, ledger))
             self._tasks.add(task)
@@ -229,6 +230,7 @@ class RolloutProducer:
                 self._counts["num_prompts"] += 1
                 self._counts["num_trajectories"] += len(group)
                 self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
+                logger.debug("prompt %d has %d finished trajectories", position, len(group))
                 await self._store.put(position, group)
                 del self._ledgers[position]
                 ledger.end()

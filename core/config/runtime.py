@@ -185,7 +185,9 @@ class MonitorConfig(Section):
         0, "Save the batch of every this many steps for python -m tools.loss --from-run. 0: none", ge=0
     )
     log_level: Literal["debug", "info", "warning", "error"] = key(
-        "info", "Minimum log level on the terminal; log files contain info and above"
+        "info",
+        "Minimum log level on the terminal. Log files contain info and above; with debug also requests, admissions, "
+        "weight updates and microbatches",
     )
 
 

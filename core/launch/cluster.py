@@ -26,6 +26,7 @@ from core.errors import LaunchError, first_line
 from core.launch.ray_parts import without_autoscaler_and_log_monitor
 from core.launch.wait import Waiter
 from core.launch.watchdog import start_watchdog
+from core.monitoring.logs import worker_environment
 from core.processes.signals import Interrupts
 from core.processes.stacks import ask_for_stacks
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
@@ -170,7 +171,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         actor = actor_class.options(
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node),
-            runtime_env={"env_vars": {ALLOWED: self.gpus_allowed, **env}},
+            runtime_env={"env_vars": {ALLOWED: self.gpus_allowed, **worker_environment(), **env}},
         ).remote(name, str(self.log_folder / f"{name}.log"), *args)
         self._actors.append(actor)
         return actor

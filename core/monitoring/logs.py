@@ -12,6 +12,11 @@ from rich.console import Console
 
 from core.processes.stacks import register_process
 
+LEVEL = "SLIPSTREAM_LOG_LEVEL"
+"""Environment variable of worker processes: monitor.log_level."""
+
+_PACKAGES = ("allocation", "core", "mcore_adapter", "model_specs", "rollout", "tools")
+
 
 class LineFormatter(logging.Formatter):
     """`{date}-{time}.{milliseconds} {speaker} {level}: {message}`. The command line logs as quickstart, every other
@@ -55,18 +60,32 @@ def log_to_file(name: str, path: str) -> None:
     os.close(fd)
     handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
     handler.setFormatter(LineFormatter(name))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    _start_logging([handler], os.environ.get(LEVEL, "info"))
+
+
+def _start_logging(handlers: list[logging.Handler], level: str) -> None:
+    """Send records to `handlers`: info and above, with level=debug those of this project's packages too. Debug records
+    of libraries would hide them."""
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(logging.DEBUG if level == "debug" else logging.NOTSET)
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the variables that give a worker process the log level of this one."""
+    return {LEVEL: "debug" if logging.getLogger(__name__).isEnabledFor(logging.DEBUG) else "info"}
 
 
 def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
-    """Set up the driver's log: plain lines on the terminal (above the progress bar, if there is one) and, with
-    tracebacks, in the file at `path`."""
+    """Set up the driver's log: plain lines of `level` and above on the terminal (above the progress bar, if there is
+    one) and, with tracebacks, of info and above in the file at `path`."""
     terminal = _TerminalHandler(console) if console.is_terminal else logging.StreamHandler(console.file)
     terminal.setFormatter(LineFormatter("master worker", tracebacks=False))
+    terminal.setLevel(level.upper())
     handlers: list[logging.Handler] = [terminal]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path)
         file.setFormatter(LineFormatter("master worker"))
         handlers.append(file)
-    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
+    _start_logging(handlers, level)

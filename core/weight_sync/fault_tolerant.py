@@ -93,6 +93,7 @@ class FaultTolerantWeightSync:
         for index, actor in self._generators.participated():
             self._rollout.replace_generator(index, actor)
         self._compare()
+        logger.debug("Pushed version %d: %s", version, report)
         return report
 
     def sync_rejoined(self) -> None:

@@ -6,12 +6,15 @@ in the object store, computes the same one without communication.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mcore_adapter.data.microbatch import Microbatch, check_longest, plan_microbatches
 from mcore_adapter.data.shape import BatchShape, prompt_units
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,4 +92,8 @@ class Planner:
             min_microbatches=min_microbatches,
             multiple_of=multiple_of,
         )
-        return [[[i for unit in microbatch for i in units[unit]] for microbatch in rank] for rank in plan]
+        cut = [[[i for unit in microbatch for i in units[unit]] for microbatch in rank] for rank in plan]
+        if logger.isEnabledFor(logging.DEBUG):
+            tokens = [[sum(padded[i] for i in microbatch) for microbatch in rank] for rank in cut]
+            logger.debug("%d sequences in microbatches of at most %d tokens, by rank: %s", len(padded), limit, tokens)
+        return cut

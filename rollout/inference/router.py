@@ -268,12 +268,20 @@ class Router:
     async def _attempt(self, member: _Member, request: GenerateRequest) -> Completion:
         """Send a request to a generator once. Raises _AttemptFailed if it failed or the generator failed meanwhile."""
         tokens = len(request.prompt_ids) + request.sampling.max_new_tokens - _num_given(request)
+        logger.debug(
+            "request %s: %d prompt tokens and %d sampled ones to generator %d, which has %d requests",
+            request.request_id, len(request.prompt_ids), _num_given(request), member.index, len(member.attempts),
+        )  # fmt: skip
         attempt = asyncio.ensure_future(member.generator.generate(request))
         member.attempts.add(attempt)
         member.outstanding_tokens += tokens
         try:
             completion = await attempt
             member.sampled_tokens += len(completion.token_ids) - _num_given(request)
+            logger.debug(
+                "request %s: %s after %d tokens", request.request_id, completion.finish_reason,
+                len(completion.token_ids),
+            )  # fmt: skip
             return completion
         except asyncio.CancelledError:
             current = asyncio.current_task()

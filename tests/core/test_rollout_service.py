@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -126,7 +128,9 @@ class Watched:
         return getattr(self._generator, name)
 
 
-def test_prompts_start_by_the_requests_that_run(assets) -> None:
+def test_prompts_start_by_the_requests_that_run_and_the_debug_log_shows_both(
+    assets, caplog: pytest.LogCaptureFixture
+) -> None:
     """Below 4 a group of two begins: 5 at most, and never the eight of the step."""
 
     async def main() -> tuple[int, int]:
@@ -141,7 +145,11 @@ def test_prompts_start_by_the_requests_that_run(assets) -> None:
         finally:
             await made.close()
 
-    assert asyncio.run(main()) == (5, 8)
+    with caplog.at_level(logging.DEBUG, logger="rollout"):
+        assert asyncio.run(main()) == (5, 8)
+    assert re.search(r"prompt 3 \(.+\) is admitted at version 0\n", caplog.text)
+    assert re.search(r"request .+/0: \d+ prompt tokens and 0 sampled ones to generator 0, which has 0 ", caplog.text)
+    assert re.search(r"request .+/1: (stop|length) after \d tokens\n", caplog.text)
 
 
 class Counting(SingleTurnMathWorkflow):

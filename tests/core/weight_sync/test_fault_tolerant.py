@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -122,10 +123,14 @@ def update_path(fleet: Fleet) -> str:
     return UPDATE_OF[fleet.trainer._kind]
 
 
-def test_the_senders_stay_connected_while_the_fleet_stays_the_same(fleet: Fleet) -> None:
+def test_the_senders_stay_connected_while_the_fleet_stays_the_same(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="core")
     for version in (1, 2, 3):
         fleet.push(version)
         assert [holds(double, version) for double in fleet.doubles] == [True, True, False]
+        assert f"Pushed version {version}: PushReport(seconds=" in caplog.text
     assert fleet.trainer.num_connects == 1 and fleet.trainer.num_sends == 3
 
 
