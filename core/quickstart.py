@@ -1,4 +1,5 @@
-"""The command line: `python -m core.quickstart {ppo-math,sft} --config X.yaml [a.b.c=value ...] [--dry-run] [--help]`.
+"""The command line: `python -m core.quickstart EXPERIMENT --config X.yaml [a.b.c=value ...] [--dry-run] [--help]`, with
+EXPERIMENT one of ppo-math, sft and dpo.
 
 Reads and checks everything, logs what it is going to do, then starts the experiment (core/experiments). Invariant:
 until then nothing is written and no process started, and neither torch nor Ray is imported; bad input ends with exit
@@ -80,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m core.quickstart",
         add_help=False,
-        description="Train a language model by asynchronous reinforcement learning (ppo-math) or supervised (sft).",
+        description="Train a language model by asynchronous reinforcement learning (ppo-math), supervised (sft) or on "
+        "preferences (dpo).",
         epilog="`python -m core.quickstart ppo-math --help` lists every key of the configuration.",
     )
     parser.add_argument("experiment", nargs="?", metavar="{" + ",".join(EXPERIMENTS) + "}", help="what to run")

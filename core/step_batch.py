@@ -72,12 +72,12 @@ class StepBatch:
         sequence is longer than a microbatch."""
         torch.set_num_threads(1)  # counts for the calling thread only
         self._rollout, self._version = rollout, request.version
-        minibatches = deal_minibatches(
-            units_of(rollout.group_ids, request.unit), request.num_minibatches, seed=request.seed
-        )
+        units = units_of(rollout.group_ids, request.unit)
+        minibatches = deal_minibatches(units, request.num_minibatches, seed=request.seed)
         self._writer = BatchWriter(
             put, token_ids=rollout.token_ids, cu_seqlens=rollout.cu_seqlens, loss_mask=rollout.loss_mask,
-            routed_experts=rollout.routed_experts, minibatches=minibatches, uses=request.uses,
+            routed_experts=rollout.routed_experts, units=units if request.unit == "pair" else None,
+            minibatches=minibatches, uses=request.uses,
         )  # fmt: skip
 
     @property

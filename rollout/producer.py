@@ -3,8 +3,8 @@
 One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
 a request of another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
 Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, or dropped and counted
-(dynamic sampling), over failures and restarts. How old it may be then is bounded by
-admission and selection (rollout/experience/).
+(dynamic sampling), over failures and restarts. How old it may be then is bounded by admission and selection
+(rollout/experience/).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The console script: `slipstream {train,sft,dry-run,eval,compare,samples,convert,demo,chaos,bench} ...`.
+"""The console script: `slipstream {train,sft,dpo,dry-run,eval,compare,samples,convert,demo,chaos,bench} ...`.
 
 Every command is one of the module commands under a shorter name, with the same arguments. Invariant: the code that runs
 is that of this installation, also where the working folder has packages named core or tools.
@@ -17,7 +17,8 @@ from slipstream import __version__
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("core.quickstart", ("ppo-math",), "train by reinforcement learning"),
     "sft": ("core.quickstart", ("sft",), "train on given answers"),
-    "dry-run": ("core.quickstart", ("--dry-run",), "check a configuration: slipstream dry-run {ppo-math,sft} ..."),
+    "dpo": ("core.quickstart", ("dpo",), "train on pairs of answers"),
+    "dry-run": ("core.quickstart", ("--dry-run",), "check a configuration: slipstream dry-run {ppo-math,sft,dpo} ..."),
     "eval": ("tools.eval", (), "evaluate a model on benchmarks"),
     "compare": ("tools.eval", ("compare",), "compare two evaluations"),
     "samples": ("tools.samples", (), "show what a run sampled in training"),

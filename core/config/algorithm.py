@@ -10,7 +10,7 @@ from core.algorithms import POLICY_GRADIENT, PRESETS
 from core.algorithms.effects import keys_read
 from core.algorithms.settings import BOUNDS, AlgorithmSettings
 from core.config.base import Problem
-from core.config.experiments import PPOMATHConfig
+from core.config.experiments import EXPERIMENTS, PPOMATHConfig
 from rollout.plugins import PluginError, load_plugin
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
         return
     if ":" not in name:
         message = f"unknown algorithm {name!r}; use one of {', '.join(PRESETS)}, or package.module:Class"
+        if name in EXPERIMENTS:
+            message = f"{name} trains on files, without generators; run `python -m core.quickstart {name}`"
         yield Problem(key="algorithm.name", message=message)
         return
     yield from _check_own(config, name)

@@ -21,11 +21,12 @@ from core.config.algorithm import check_algorithm
 from core.config.allocation import joined_cluster, resolve_allocation
 from core.config.base import Problem
 from core.config.check_models import ModelFolderError, read_model_folder
-from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.paths import RunPaths
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
+from rollout.data.preferences import read_preferences
 from rollout.data.rows import DatasetError, read_pairs, scan_rows
 from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS
@@ -123,6 +124,10 @@ def _answers(config: SFTConfig) -> Iterator[Problem]:
     return _data_files(config, read_pairs)
 
 
+def _preferences(config: DPOConfig) -> Iterator[Problem]:
+    return _data_files(config, lambda path: read_preferences(path, config.dataset.fields.columns))
+
+
 def _data_files(config: ExperimentConfig, scan: Callable[[str], object]) -> Iterator[Problem]:
     for key, path in config.data_files:
         if not path:
@@ -167,6 +172,7 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     "ppo-math": (_prompts, _reward, _workflow, check_algorithm),
     "sft": (_answers,),
+    "dpo": (_preferences,),
 }
 """The checks that only one experiment has, by its name."""
 

@@ -1,4 +1,4 @@
-"""The experiments as configuration trees: `ppo-math` and `sft`. Sections are defined in the other modules of
+"""The experiments as configuration trees: `ppo-math`, `sft` and `dpo`. Sections are defined in the other modules of
 core/config.
 
 Code reads a key as an attribute: `config.ppo.eps_clip`. What a null stands for is a property or a method, so that the
@@ -20,7 +20,9 @@ from core.config.algorithm_section import AlgorithmConfig
 from core.config.base import Section, key, section
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
+    DPOHyperparameters,
     PPOHyperparameters,
+    PreferenceDatasetConfig,
     PromptAnswerDatasetConfig,
     PromptOnlyDatasetConfig,
     StalenessConfig,
@@ -417,6 +419,38 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return self.roles[role].mb_spec.max_tokens_per_mb or max(_DEFAULT_TOKENS_PER_MB, self.max_seqlen)
 
 
-ExperimentConfig = PPOMATHConfig | SFTConfig
+class DPOConfig(SFTConfig):
+    """`dpo`: direct preference optimization on pairs of answers."""
 
-EXPERIMENTS: Mapping[str, type[PPOMATHConfig] | type[SFTConfig]] = {"ppo-math": PPOMATHConfig, "sft": SFTConfig}
+    NAME: ClassVar[str] = "dpo"
+    RUN: ClassVar[str] = "core.experiments.dpo:run_dpo"
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_seqlen", "dataset.max_seqlen")
+
+    dataset: PreferenceDatasetConfig = key(description="Preference pairs")  # type: ignore[assignment]
+    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy; without a path, model.path")
+    dpo: DPOHyperparameters = section(DPOHyperparameters, "Direct preference optimization")
+
+    @property
+    def ref_path(self) -> str:
+        return self.ref.path or self.model.path
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        return {"model": self.model, "ref": self.ref}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        reference = ModelUse(key="ref", section=self.ref, path=self.ref_path, roles=(TRAINER_ROLE,))
+        return (*super().model_uses, reference)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest possible pair in tokens: its two sequences run in one microbatch."""
+        return 2 * self.dataset.max_seqlen
+
+
+ExperimentConfig = PPOMATHConfig | SFTConfig | DPOConfig
+
+EXPERIMENTS: Mapping[str, type[PPOMATHConfig] | type[SFTConfig] | type[DPOConfig]] = {
+    "ppo-math": PPOMATHConfig, "sft": SFTConfig, "dpo": DPOConfig
+}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config.base import Section, key, section
+from rollout.data.preferences import PreferenceFields
 
 
 class PromptOnlyDatasetConfig(Section):
@@ -27,6 +28,44 @@ class PromptAnswerDatasetConfig(Section):
     max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
     train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
     valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs="dataset.valid_path")
+
+
+class PreferenceFieldsConfig(Section):
+    """Columns of preference pairs."""
+
+    prompt: str = key("prompt", "Column of the prompt")
+    chosen: str = key("chosen", "Column of the preferred answer: a text, or a conversation")
+    rejected: str = key("rejected", "Column of the other answer")
+
+    @property
+    def columns(self) -> PreferenceFields:
+        """The same for the reader of the files."""
+        return PreferenceFields(**self.model_dump())
+
+
+class PreferenceDatasetConfig(Section):
+    """Preference pairs, for direct preference optimization."""
+
+    train_path: str = key(description="jsonl file of pairs to train on")
+    valid_path: str = key("", "jsonl file of pairs to evaluate on; empty: none")
+    fields: PreferenceFieldsConfig = section(PreferenceFieldsConfig, "Columns of preference pairs")
+    max_seqlen: int = key(
+        1024, "Maximum tokens of prompt and one answer; pairs with a longer one are skipped and counted", ge=2
+    )
+    train_bs_n_seqs: int = key(64, "Pairs per training step", ge=1, le=10**9)
+    valid_bs_n_seqs: int = key(64, "Pairs per validation batch", ge=1, needs="dataset.valid_path")
+
+
+class DPOHyperparameters(Section):
+    """Direct preference optimization."""
+
+    beta: float = key(0.1, "Strength of the KL divergence from the reference", gt=0)
+    loss: Literal["sigmoid", "ipo"] = key(
+        "sigmoid", "sigmoid: DPO. ipo: squared distance of the margin from 1 / 2 beta"
+    )
+    label_smoothing: float = key(
+        0.0, "Probability that the two answers of a pair are exchanged", ge=0, lt=0.5, needs="dpo.loss=sigmoid"
+    )
 
 
 class GenerationHyperparameters(Section):

@@ -14,7 +14,7 @@ from allocation.errors import divisors, nearest_of
 from allocation.plan import SAME_WEIGHTS
 from core.config.algorithm import algorithm_warnings, unread_settings
 from core.config.allocation import resolve_allocation
-from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
 from core.config.push import choose_transport
 from rollout.inference.registry import BACKENDS
@@ -137,10 +137,19 @@ def _sft_model(config: SFTConfig) -> Iterator[Violation]:
     return _trained_model("model", config.model)
 
 
-def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
-    yield from _trained_model("actor", config.actor)
+def _reference(config: PPOMATHConfig | DPOConfig) -> Iterator[Violation]:
     if config.ref.type.is_critic:
         yield Violation(("ref.type.is_critic",), "ref is a language model; only the critic has a value head")
+
+
+def _unread_of_dpo(config: DPOConfig) -> Iterator[str]:
+    if config.dpo.loss == "ipo" and config.dpo.label_smoothing:
+        yield "dpo.label_smoothing"
+
+
+def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
+    yield from _trained_model("actor", config.actor)
+    yield from _reference(config)
     if not config.uses_critic:
         return
     if not config.critic.path and not config.critic.init_critic_from_actor:
@@ -302,14 +311,19 @@ _BATCH_KEYS = {
 _RULES: Mapping[str, tuple[Callable[[Any], Iterator[Violation]], ...]] = {
     "ppo-math": (_sampling, _template, _ppo_models, _server_arguments),
     "sft": (_sft_model,),
+    "dpo": (_sft_model, _reference),
 }
 _ALLOCATION_RULES: Mapping[str, tuple[Callable[[Any, Allocation], Iterator[Violation]], ...]] = {
     "ppo-math": (_transport, _shared_ranks, _backend, _interrupt, _routing_replay),
     "sft": (),
+    "dpo": (),
 }
-_UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {"ppo-math": (unread_settings,), "sft": ()}
+_UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
+    "ppo-math": (unread_settings,), "sft": (), "dpo": (_unread_of_dpo,)
+}  # fmt: skip
 _WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
     "ppo-math": (_inexact_sampling, algorithm_warnings),
     "sft": (),
+    "dpo": (),
 }
 """Rules and warnings that only one experiment has, by its name."""

@@ -9,7 +9,7 @@ from allocation import DeviceChoice
 from core.config.base import Section, key, section
 from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
 
-_EVALUATION_DATA = "evaluation.path (sft: dataset.valid_path)"
+_EVALUATION_DATA = "evaluation.path (sft, dpo: dataset.valid_path)"
 
 
 class ExperimentSaveEvalControl(Section):

@@ -29,12 +29,13 @@ class BatchWriter:
         cu_seqlens: np.ndarray,  # [N + 1] int64
         loss_mask: np.ndarray,  # [T] bool
         routed_experts: np.ndarray | None = None,  # [T, layers, k]
+        units: np.ndarray | None = None,  # [N] int64
         minibatches: Sequence[Sequence[int]],
         uses: Sequence[Use],
     ) -> None:
-        """Place the tokens."""
+        """Place the tokens. `units`: equal for sequences that run in one microbatch; None: any cut will do."""
         self._put, self._token_ids, self._cu_seqlens, self._loss_mask = put, token_ids, cu_seqlens, loss_mask
-        shape = read_shape(token_ids, cu_seqlens, loss_mask)
+        shape = read_shape(token_ids, cu_seqlens, loss_mask, units)
         arrays = {"token_ids": token_ids.astype(np.int32, copy=False), "loss_mask": loss_mask}
         if routed_experts is not None:
             arrays[ROUTED_EXPERTS] = routed_experts

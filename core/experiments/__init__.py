@@ -1,1 +1,1 @@
-"""The experiments that core.quickstart starts: ppo-math and sft."""
+"""The experiments that core.quickstart starts: ppo-math, sft and dpo."""

@@ -17,6 +17,10 @@ ROUTED_EXPERTS = "routed_experts"
 """The field [T, num_layers, k] of experts (any signed integers) that each token is sent to in place of the router's own
 choice (what a generator reports); negative: the router chooses. Entries of layers without experts are not read."""
 
+PAIR = "pair"
+"""The field [T] int64 of pairs of sequences that a loss compares: k for the chosen and -k for the rejected sequence of
+pair k, from 1 on. The sequences of a pair run in one microbatch."""
+
 
 def sequence_of_token(lens: Tensor) -> Tensor:
     """Return the sequence of each token, for sequences of `lens` [N] tokens laid end to end: [sum of lens] int64."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mcore_adapter.data.microbatch import Microbatch, check_longest, plan_microbatches
-from mcore_adapter.data.shape import BatchShape, prompt_units
+from mcore_adapter.data.shape import BatchShape, given_units, prompt_units
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +37,18 @@ class Planner:
         return -(-shape.seq_lens // self.sequence_multiple) * self.sequence_multiple
 
     def limit(self, shape: BatchShape, max_tokens_per_mb: int, max_sequence_tokens: int) -> int:
-        """Return tokens of a microbatch of this batch: a limit that was learnt from shorter sequences makes way for a
-        longer one, up to max_sequence_tokens."""
-        return max(max_tokens_per_mb, min(int(self.padded_lens(shape).max()), max_sequence_tokens))
+        """Return tokens of a microbatch of this batch: a limit that was learnt from shorter sequences, or units of
+        them, makes way for a longer one, up to max_sequence_tokens."""
+        longest = self.padded_lens(shape)
+        if shape.units is not None:
+            longest = np.bincount(np.unique(shape.units, return_inverse=True)[1], weights=longest)
+        return max(max_tokens_per_mb, min(int(longest.max()), max_sequence_tokens))
 
     def plan(self, shape: BatchShape, limit: int, owners: np.ndarray | None = None) -> list[list[Microbatch]]:
         """Return sequences of every microbatch of every data-parallel rank: [dp][num_microbatches].
 
         `owners`, [N] int64: the rank that must run each sequence; without them the ranks are balanced. Raises
-        ValueError for an empty sequence, or one that is longer than `limit`."""
+        ValueError for an empty sequence, or one (or a unit) that is longer than `limit`."""
         if int(shape.seq_lens.min()) < 1:
             raise ValueError(f"sequence {int(shape.seq_lens.argmin())} of the batch has no tokens")
         min_microbatches = 2 * self.pp if self.pp > 1 else 1  # half of a pipeline's bubble is gone at 2 a stage
@@ -74,7 +77,10 @@ class Planner:
         padded = self.padded_lens(shape).tolist()
         multiple_of = self.pp if self.interleaved else 1
         units, sizes = [[i] for i in range(len(padded))], padded
-        if self.share_prompts:
+        if shape.units is not None:
+            units = given_units(shape.units)
+            sizes = [sum(padded[i] for i in unit) for unit in units]
+        elif self.share_prompts:
             check_longest(padded, limit)
             # A fourth of a microbatch that everybody gets: small enough to balance, large enough to share.
             fair = shape.num_tokens // (4 * self.dp * min_microbatches)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.batch import PAIR, PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,8 @@ class BatchShape:
     seq_lens: np.ndarray  # [N] int64
     prompt_lens: np.ndarray  # [N] int64: tokens before the first trained one; all of them where none is trained
     prompt_ids: np.ndarray  # [N] int64: equal where these tokens are equal
+    units: np.ndarray | None = None
+    """[N] int64: equal for sequences that run in one microbatch; None: each is a unit of its own."""
 
     @property
     def num_sequences(self) -> int:
@@ -30,17 +32,22 @@ class BatchShape:
         """Return the shape of the batch of these sequences, in this order."""
         chosen = np.asarray(sequences, np.int64)
         return BatchShape(
-            seq_lens=self.seq_lens[chosen], prompt_lens=self.prompt_lens[chosen], prompt_ids=self.prompt_ids[chosen]
-        )
+            seq_lens=self.seq_lens[chosen], prompt_lens=self.prompt_lens[chosen], prompt_ids=self.prompt_ids[chosen],
+            units=None if self.units is None else self.units[chosen],
+        )  # fmt: skip
 
 
 def shape_of(batch: PackedBatch) -> BatchShape:
     """Return the shape of a batch whose tokens are all here."""
-    return read_shape(batch.token_ids.numpy(), batch.cu_seqlens.numpy(), batch.loss_mask.numpy())
+    pair = batch.fields.get(PAIR)
+    units = None if pair is None else pair[batch.cu_seqlens[:-1]].abs().numpy()
+    return read_shape(batch.token_ids.numpy(), batch.cu_seqlens.numpy(), batch.loss_mask.numpy(), units)
 
 
-def read_shape(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndarray) -> BatchShape:
-    """Return the shape of N sequences laid end to end: token_ids and loss_mask [T], cu_seqlens [N + 1]."""
+def read_shape(
+    token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndarray, units: np.ndarray | None = None
+) -> BatchShape:
+    """Return the shape of N sequences laid end to end: token_ids and loss_mask [T], cu_seqlens [N + 1], units [N]."""
     prompt_lens = leading_prompt_lens(cu_seqlens, loss_mask)
     number_of: dict[bytes, int] = {}
     prompts = prompts_of(token_ids, cu_seqlens, prompt_lens)
@@ -48,7 +55,16 @@ def read_shape(token_ids: np.ndarray, cu_seqlens: np.ndarray, loss_mask: np.ndar
         seq_lens=np.diff(cu_seqlens),
         prompt_lens=prompt_lens,
         prompt_ids=np.array([number_of.setdefault(prompt, len(number_of)) for prompt in prompts], np.int64),
+        units=units,
     )
+
+
+def given_units(units: np.ndarray) -> list[list[int]]:
+    """Return the sequences of each unit, in the order of their first ones."""
+    members: dict[int, list[int]] = {}
+    for sequence, unit in enumerate(units.tolist()):
+        members.setdefault(unit, []).append(sequence)
+    return list(members.values())
 
 
 def leading_prompt_lens(cu_seqlens: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:

@@ -12,7 +12,9 @@ from tiny_models import write_model
 
 from allocation import ParallelLayout
 from core.algorithms import PRESETS
+from core.algorithms.dpo import DPO
 from core.algorithms.policy_gradient import PolicyGradient
+from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.weights import sequence_mean, weigh_tokens
 
 LAYOUTS = {
@@ -28,9 +30,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "kl_gradient": "ratio", "entropy_coeff": 0.01,
         },
     ),
+    "pairs of sequences": ("dpo", {"beta": 0.5, "label_smoothing": 0.1}),
 }  # fmt: skip
 """(preset, changes). The clip range is so wide that some sequences are clipped and others are not."""
-GSPO, SUMS = CASES
+GSPO, SUMS, PAIRS = CASES
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {"disable_value": True, "max_new_tokens": 10}) for name in PRESETS},
     "mis sequence": ("grpo", {"correction": "mis"}),
@@ -38,6 +41,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                                "correction_max": 1.1}),
     "icepop": ("dapo", {"correction": "icepop", "correction_veto": 0.5}),
     "tv": ("grpo", {"loss": "tv"}),
+    "ipo": ("dpo", {"beta": 0.5, "kind": "ipo"}),
     "sequence sum, k2": ("rloo", {"aggregation": "sequence_sum", "kl_ctl": 0.1, "kl_in": "loss", "kl_gradient": "k2"}),
 }  # fmt: skip
 
@@ -63,14 +67,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def one_advantage_each(*, backwards: bool = False) -> Any:
-    """Sequences with one advantage each; one of them has no trained token. Other policies are fixed by their seeds."""
+def one_advantage_each(*, backwards: bool = False, pairs: bool = False) -> Any:
+    """Sequences with one advantage each; one of them has no trained token. Other policies are fixed by their seeds.
+    `pairs`: all have trained tokens, and a partner some places away."""
     batch = random_batch(num_sequences=12)
-    batch.loss_mask[batch.cu_seqlens[5] : batch.cu_seqlens[6]] = False
     generator = torch.Generator().manual_seed(9)
     advantages = torch.randn(batch.num_sequences, generator=generator).repeat_interleave(batch.seq_lens)
     old, rollout, ref = 0.2 * torch.randn(3, batch.num_tokens, generator=generator)
-    batch = batch.with_fields(advantages=advantages, old_noise=old, rollout_noise=rollout, ref_noise=ref)
+    probe = torch.randn(batch.num_tokens, generator=generator)
+    batch = batch.with_fields(advantages=advantages, old_noise=old, rollout_noise=rollout, ref_noise=ref, probe=probe)
+    if pairs:
+        signed = torch.tensor([1, 2, 3, -1, -2, -3, -4, -5, -6, 6, 5, 4])
+        batch = batch.with_fields(**{PAIR: signed.repeat_interleave(batch.seq_lens)})
+    else:
+        batch.loss_mask[batch.cu_seqlens[5] : batch.cu_seqlens[6]] = False
     return batch.select(list(reversed(range(batch.num_sequences)))) if backwards else batch
 
 
@@ -81,12 +91,14 @@ def run_cases(
     runs: Runs = {}
     with rank.joined(layout) as (parallel, device):
         for name, (preset, changes) in cases.items():
-            chosen = algorithm(preset, **changes)
+            pairs = preset == "dpo"
+            chosen = DPO(**changes) if pairs else algorithm(preset, **changes)
+            batch = one_advantage_each(backwards=backwards, pairs=pairs)
             for limit in limits:
                 engine = make_engine(parallel, device, model)
                 steps = [
                     engine.train_step(
-                        one_advantage_each(backwards=backwards), _from_other_policies(chosen), max_tokens_per_mb=limit,
+                        batch, _from_other_policies(chosen), max_tokens_per_mb=max(limit, LONGEST_PAIR * pairs),
                         token_weights=chosen.token_weights, with_entropy=chosen.needs_entropy,
                     )
                     for _ in range(2)
@@ -95,24 +107,28 @@ def run_cases(
     return runs
 
 
-def _from_other_policies(chosen: PolicyGradient) -> Any:
-    """The loss with other policies that are the model's own of this pass, moved by the batch's noise."""
+def _from_other_policies(chosen: Any) -> Any:
+    """The loss with other policies that are the model's own of this pass, moved by the batch's noise. Its metric
+    "gradient" is the product of its gradient by the log-probabilities with a random vector."""
 
     def loss(output: Any, fields: Any, sequences: Any) -> Any:
         own, mask = output.logprobs.detach(), fields["loss_mask"]
         old = (own + fields["old_noise"]) * mask
-        corrected = chosen.settings.correction not in ("bypass", "none")
+        corrected = isinstance(chosen, PolicyGradient) and chosen.settings.correction not in ("bypass", "none")
         others = {
             "old_logprobs": old,
             "rollout_logprobs": (old + fields["rollout_noise"]) * mask if corrected else old,
             "ref_logprobs": (own + fields["ref_noise"]) * mask,
         }
-        return chosen.loss(output, {**fields, **others}, sequences)
+        loss, metrics = chosen.loss(output, {**fields, **others}, sequences)
+        (gradient,) = torch.autograd.grad(loss, output.logprobs, retain_graph=True)
+        return loss, {**metrics, "gradient": (gradient * fields["probe"]).sum()}
 
     return loss
 
 
 LONGEST = int(one_advantage_each().seq_lens.max())
+LONGEST_PAIR = 2 * LONGEST
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +137,20 @@ def one_process(ranks: RankPool, model: str) -> Runs:
     return ranks.run(run_cases, 1, ParallelLayout(), model, CASES, [10_000, 128, LONGEST], timeout=1200.0)[0]
 
 
+TOLERANCE = 1e-6
+
+
 def assert_same(steps: Sequence[dict[str, float]], expected: Sequence[dict[str, float]]) -> None:
     for step, reference in zip(steps, expected, strict=True):
         assert step.keys() == reference.keys()
         for key in step.keys() - {"num_microbatches"}:
-            assert step[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), key
+            assert step[key] == pytest.approx(reference[key], rel=TOLERANCE, abs=TOLERANCE), key
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_the_same_in_any_cut_into_microbatches(one_process: Runs, case: str) -> None:
     whole, few, alone = one_process[case]
-    assert whole[0]["num_microbatches"] == 1 and alone[0]["num_microbatches"] >= 8
+    assert whole[0]["num_microbatches"] == 1 and alone[0]["num_microbatches"] >= (4 if case == PAIRS else 8)
     assert_same(few, whole)
     assert_same(alone, whole)
 

@@ -149,6 +149,7 @@ def test_settings_that_others_leave_without_effect_are_reported(tmp_path: Path, 
     ("overrides", "message"),
     [
         ("algorithm.name=gpso", "algorithm.name: unknown algorithm 'gpso'; use one of ppo, grpo, dr_grpo, dapo, "),
+        ("algorithm.name=dpo", "algorithm.name: dpo trains on files, without generators; run `python -m core.quick"),
         ("algorithm.name=no_such.module:X", "algorithm.name: algorithm no_such.module:X: there is no module 'no_such'"),
         ("algorithm.name=gspo group_size=2 algorithm.options.clip_low=1e-3",
          "algorithm.options: clip_low: options belong to an algorithm of your own; write algorithm.clip_low"),

@@ -196,7 +196,7 @@ ref_inf: {device_mapping: [0, 1, 2, 3, 4, 5, 6, 7]}
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
-    loaded = load_config("sft" if "sft" in path.name else "ppo-math", path)
+    loaded = load_config(next((name for name in ("sft", "dpo") if name in path.name), "ppo-math"), path)
     assert not loaded.ignored
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     assert len(lines) <= 40, "a recipe states only what differs from the defaults"

@@ -1,0 +1,130 @@
+"""Pairs become packed batches: answers alone are trained on, pairs stay together, and recovery continues the order."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from core.data.preferences import PreferenceDataset
+from mcore_adapter.data.batch import PAIR
+from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.shape import BatchShape, shape_of
+from rollout.data.preferences import PreferenceFields
+from rollout.data.rows import DatasetError
+
+
+def write(path: Path, rows: list[tuple[str, str, str]]) -> Path:
+    keys = ("prompt", "chosen", "rejected")
+    path.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
+    return path
+
+
+ROWS = [(f"{i}+{i}=", str(2 * i), str(2 * i + 1)) for i in range(1, 31)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets):
+    return AutoTokenizer.from_pretrained(assets.model)
+
+
+def load(path: Path, tokenizer, **changes) -> PreferenceDataset:
+    settings = {"fields": PreferenceFields(), "max_seqlen": 16, "seed": 3, "shuffle": True} | changes
+    return PreferenceDataset(path, tokenizer, **settings)
+
+
+def test_a_batch_holds_whole_pairs_and_trains_their_answers(tmp_path: Path, tokenizer) -> None:
+    data = load(write(tmp_path / "pairs.jsonl", ROWS), tokenizer)
+    batch = data.batch(epoch=2, epoch_step=1, batch_size=4)
+    assert batch.num_sequences == 8
+    found = set()
+    for i in range(0, 8, 2):
+        texts = []
+        for k, sign in ((i, 1), (i + 1, -1)):
+            row = batch.select([k])
+            assert row.fields[PAIR].tolist() == [sign * (i // 2 + 1)] * row.num_tokens
+            answer = tokenizer.decode(row.token_ids[row.loss_mask].tolist())
+            assert answer.endswith("<eos>")
+            texts.append((tokenizer.decode(row.token_ids[~row.loss_mask].tolist()), answer.removesuffix("<eos>")))
+        (prompt, chosen), (same, rejected) = texts
+        assert prompt == same and (prompt, chosen, rejected) in ROWS
+        found.add(prompt)
+    assert len(found) == 4
+    again = load(tmp_path / "pairs.jsonl", tokenizer)
+    assert torch.equal(again.batch(2, 1, 4).token_ids, batch.token_ids)
+    assert not torch.equal(data.batch(1, 1, 4).token_ids, batch.token_ids)
+    seen = {tuple(b.token_ids.tolist()) for step in range(1, 9) for b in [data.batch(1, step, 4).select([0, 1])]}
+    assert len(seen) == 8 and data.batch(1, 8, 4).num_sequences == 4
+
+
+def test_pairs_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path: Path, tokenizer, caplog) -> None:
+    caplog.set_level("INFO")
+    path = write(tmp_path / "pairs.jsonl", [("1+1=", "2", "2"), ("1+1=", "2", "1" * 20), *ROWS[:3]])
+    assert len(load(path, tokenizer)) == 3
+    assert "3 pairs, 1 with equal answers, 1 longer than max_seqlen=16" in caplog.text
+    with pytest.raises(DatasetError, match="none of 1 pairs is left: 1 have equal answers, 0 are longer"):
+        load(write(path, [("1+1=", "2", "2")]), tokenizer)
+
+
+CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}+{{ m['content'] }}={% endfor %}"
+    "{% if add_generation_prompt %}a+{% endif %}"
+)
+
+
+def test_conversations_go_through_the_chat_template(tmp_path: Path, assets) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    said = {role: [{"role": "user", "content": "1"}, {"role": "assistant", "content": role}] for role in ("2", "3")}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"chosen": said["2"], "rejected": said["3"]}) + "\n")
+    with pytest.raises(DatasetError, match=":1: conversations need a tokenizer with a chat template"):
+        load(path, tokenizer)
+    tokenizer.chat_template = CHAT
+    batch = load(path, tokenizer, max_seqlen=32).batch(1, 1, 1)
+    trained = [batch.select([i]).token_ids[batch.select([i]).loss_mask].tolist() for i in (0, 1)]
+    assert trained == tokenizer(["2=", "3="], add_special_tokens=False)["input_ids"]
+
+
+def test_other_pairs_or_another_order_do_not_continue_a_run(tmp_path: Path, tokenizer) -> None:
+    data = load(write(tmp_path / "pairs.jsonl", ROWS), tokenizer)
+    data.check_continues(load(tmp_path / "pairs.jsonl", tokenizer).state_dict())
+    exchanged = [(prompt, rejected, chosen) for prompt, chosen, rejected in ROWS]
+    for other, message in (
+        (load(write(tmp_path / "fewer.jsonl", ROWS[1:]), tokenizer), "num_pairs=29, this one 30"),
+        (load(write(tmp_path / "exchanged.jsonl", exchanged), tokenizer), "checksum="),
+        (load(tmp_path / "pairs.jsonl", tokenizer, seed=4), "seed=4, this one 3"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            data.check_continues(other.state_dict())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=12),
+    dp=st.integers(1, 3),
+    pp=st.integers(1, 2),
+    share_prompts=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_no_cut_splits_a_pair(lens: list[tuple[int, int]], dp: int, pp: int, share_prompts: bool, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(2 * len(lens))
+    flat, units = np.array(lens).ravel()[order], (np.arange(2 * len(lens)) // 2 + 1)[order]
+    zeros = np.zeros(len(flat), np.int64)
+    shape = BatchShape(seq_lens=flat, prompt_lens=zeros, prompt_ids=zeros, units=units)
+    planner = Planner(dp=dp, pp=pp, share_prompts=share_prompts)
+    limit = planner.limit(shape, 40, 1000)
+    assert limit == max(40, *map(sum, lens))
+    plan = planner.plan(shape, limit)
+    assert sorted(i for rank in plan for microbatch in rank for i in microbatch) == list(range(len(flat)))
+    for microbatch in (m for rank in plan for m in rank):
+        assert flat[microbatch].sum() <= limit
+        assert all(count == 2 for count in np.unique(units[microbatch], return_counts=True)[1])
+
+
+def test_the_shape_of_a_batch_of_pairs_keeps_them_together(tmp_path: Path, tokenizer) -> None:
+    batch = load(write(tmp_path / "pairs.jsonl", ROWS), tokenizer).batch(1, 1, 3)
+    assert shape_of(batch).select([5, 2, 3, 4]).units.tolist() == [3, 2, 2, 3]  # type: ignore[union-attr]

@@ -1,0 +1,58 @@
+"""Preference pairs from jsonl rows: texts, conversations, columns by name, and rows that are none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout.data.preferences import PreferenceFields, read_preferences
+from rollout.data.rows import DatasetError
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def says(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_texts_are_read_from_the_named_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", {"question": "1+1=", "good": "2", "bad": "3", "prompt": "not this"})
+    (pair,) = read_preferences(path, PreferenceFields(prompt="question", chosen="good", rejected="bad"))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("1+1=", "2", "3")
+
+
+def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path) -> None:
+    asked = [says("user", "1+1="), says("assistant", "?"), says("user", "say it")]
+    chosen, rejected = says("assistant", "2"), says("assistant", "3")
+    path = write(
+        tmp_path / "pairs.jsonl",
+        {"prompt": "ignored", "chosen": [*asked, chosen], "rejected": [*asked, rejected]},
+        {"prompt": "1+1=", "chosen": [chosen], "rejected": [rejected]},
+        {"prompt": asked, "chosen": [chosen], "rejected": [rejected]},
+        {"chosen": [*asked, chosen], "rejected": [*asked, chosen]},
+    )
+    pairs = read_preferences(path, PreferenceFields())
+    assert [pair.prompt for pair in pairs] == [asked, [says("user", "1+1=")], asked, asked]
+    assert all(pair.chosen == [chosen] for pair in pairs)
+    assert [pair.rejected for pair in pairs] == [[rejected], [rejected], [rejected], [chosen]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1", "answer": "2"}, r":2: no chosen answer under 'chosen', only \['answer', 'prompt'\]; set data"),
+        ({"prompt": "1", "chosen": "2"}, r":2: no rejected answer under 'rejected'"),
+        ({"prompt": "1", "chosen": "2", "rejected": " "}, r":2: dataset.fields.rejected='rejected' must be a text"),
+        ({"chosen": "2", "rejected": "3"}, r":2: dataset.fields.prompt='prompt' must be a text .* found nothing"),
+        ({"prompt": "1", "chosen": [says("user", "2")], "rejected": "3"}, ":2: .* must be both texts or both lists"),
+        ({"prompt": "1", "chosen": ["2"], "rejected": ["3"]}, ":2: a message must have a role and content, found '2'"),
+        ({"chosen": [says("a", "2")], "rejected": [says("a", "3")]}, ":2: the two conversations share no beginning"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named_by_file_and_line(tmp_path: Path, row: object, message: str) -> None:
+    path = write(tmp_path / "pairs.jsonl", {"prompt": "1", "chosen": "2", "rejected": "3"}, row)
+    with pytest.raises(DatasetError, match=message):
+        read_preferences(path, PreferenceFields())
