@@ -64,8 +64,8 @@ ORDER = {
     "tools": (
         "scratch_model demo_plot",
         "demo",
-        "curves eval loss samples",
-        "convert chaos_run mutants conformance",
+        "curves eval loss samples sweep",
+        "convert chaos_run mutants conformance learning atlas",
         "chaos bench nightly",
     ),
 }
@@ -130,6 +130,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.monitoring.tracked_runs": "mlflow wandb",
         "tools.demo_plot": "matplotlib",
         "tools.eval.report": "matplotlib",
+        "tools.sweep.figures": "matplotlib",
     },
     "a benchmark loads what its row measures": {
         "tools.bench.convert": "mcore_adapter.hf.weights",
