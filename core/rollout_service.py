@@ -18,15 +18,21 @@ from core.monitoring.samples import Sample
 from core.rollout_settings import RolloutSettings
 from rollout.data.prompts import PromptDataset
 from rollout.data.tokenizer import load_tokenizer
+from rollout.errors import ErrorPolicy
 from rollout.evaluation import Judged, end_token_ids, sample_and_judge
 from rollout.experience import make_experience
-from rollout.inference.router import Router
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from rollout.inference.router import NoGeneratorError, Router
 from rollout.producer import RolloutProducer
-from rollout.rewards.pool import RewardPool
+from rollout.rewards.pool import RewardPool, RewardWorkerError
+from rollout.trajectory_checks import GroupLimits
 from rollout.types import GenerateRequest, Generator, Prompt, Workflow
 from rollout.workflows import make_workflow
 
 logger = logging.getLogger(__name__)
+
+_NOT_OF_A_PROMPT = (NoGeneratorError, GeneratorCallError, GeneratorGone, RewardWorkerError)
+"""Errors of generators and reward workers, which the next prompt would meet as well."""
 
 
 class RolloutService:
@@ -88,6 +94,10 @@ class RolloutService:
             ),
             max_in_flight=settings.max_in_flight,
             group_size=settings.group_size,
+            limits=GroupLimits(vocab_size=settings.vocab_size, max_tokens=settings.max_tokens),
+            errors=ErrorPolicy(
+                on_error=settings.on_error, max_share=settings.max_error_share, always_fatal=_NOT_OF_A_PROMPT
+            ),
             stats_sources=(self._rewards.stats, self.router.stats),
         )
 

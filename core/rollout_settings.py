@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.monitoring.samples import SampleSettings
+from rollout.errors import OnError
 from rollout.experience import OverAge
 from rollout.types import SamplingParams
 
@@ -57,6 +58,14 @@ class RolloutSettings:
     """Name in WORKFLOWS, or package.module:Class."""
     reward: str
     """Name in REWARDS, or package.module:function."""
+    on_error: OnError = "skip"
+    """What a workflow costs that keeps failing for a prompt."""
+    max_error_share: float = 0.1
+    """Of the last 100 prompts, that may be skipped."""
+    vocab_size: int | None = None
+    """Token ids are below it. None: not checked."""
+    max_tokens: int | None = None
+    """Of one trajectory. None: not checked."""
     samples: SampleSettings
     """Answers that are written as text."""
     reward_workers: int

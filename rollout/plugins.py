@@ -1,7 +1,7 @@
 """User code by import path: `my_pkg.my_mod:Name`, checked before the first prompt is sampled.
 
-Invariant: a wrong path raises one PluginError that contains the path and the solution; an exception inside the user's
-module keeps its traceback.
+Invariant: a path that cannot be used raises one PluginError that contains the path and the reason: also a module that
+raises, or ends the process, when it is imported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class PluginError(ValueError):
 def load_plugin(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
     """Return the object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments.
 
-    `kind` and the names in `arguments` are for the error. Raises PluginError; errors in the module itself propagate.
+    `kind` and the names in `arguments` are for the error. Raises PluginError.
     """
     found = _find(spec, kind=kind)
     _check_call(found, spec, kind=kind, args=arguments, kwargs={})
@@ -70,15 +71,33 @@ def _find(spec: str, *, kind: str) -> Any:
     module_name, colon, name = spec.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise PluginError(f"{kind} {spec!r}: write it as package.module:Name")
-    missing = _missing_module(module_name)
+    try:
+        missing = _missing_module(module_name)
+        module = None if missing else importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{kind} {spec}: {_import_failure(module_name, error)}") from error
     if missing:
         raise PluginError(f"{kind} {spec}: there is no module {missing!r}; install it or add its folder to PYTHONPATH")
-    module = importlib.import_module(module_name)
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise PluginError(f"{kind} {spec}: module {module_name} has no {name!r}{hint}")
     return getattr(module, name)
+
+
+def _import_failure(module_name: str, error: BaseException) -> str:
+    """Return in one line what importing a module ended with, and where in the user's code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}"
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}"
+    if isinstance(error, SystemExit):
+        return (
+            f"importing {module_name} ends the process with sys.exit({error.code!r}) at {place}; put what the script "
+            'runs under `if __name__ == "__main__":`'
+        )
+    said = str(error).strip().partition("\n")[0]
+    return f"importing {module_name} failed with {type(error).__name__}: {said} ({place})"
 
 
 def _missing_module(module_name: str) -> str | None:

@@ -3,26 +3,26 @@
 One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
 a request of another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
 Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, or dropped and counted
-(dynamic sampling), over failures and restarts. How old it may be then is bounded by admission and selection
-(rollout/experience/).
+(dynamic sampling, a workflow that keeps failing), over failures and restarts. How old it may be then is bounded by
+admission and selection (rollout/experience/).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from rollout.data.prompts import PromptDataset
 from rollout.data.rows import DatasetError
+from rollout.errors import ErrorPolicy
 from rollout.experience import Experience, Group
 from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
-from rollout.types import Generator, Prompt, Trajectory, Workflow
+from rollout.trajectory_checks import GroupLimits, check_group
+from rollout.types import Generator, Prompt, Workflow
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class RolloutProducer:
         max_in_flight: int | None = None,
         group_size: int = 1,
         max_retries: int = 3,
+        limits: GroupLimits | None = None,
+        errors: ErrorPolicy | None = None,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
         """`experience`: decides which prompts start and which finished groups a step gets (make_experience).
@@ -50,8 +52,9 @@ class RolloutProducer:
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
         at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
-        with the same seeds; then take() raises its error. `stats_sources` are added to stats(): a reward pool's, a
-        router's.
+        with the same seeds; then `errors` decides: the prompt is dropped, or take() raises its error. None: it raises.
+        `limits`: what else than `group_size` a group must keep. `stats_sources` are added to stats(): a reward pool's,
+        a router's.
         """
         for name, value, least in (
             ("max_in_flight", max_in_flight, 1), ("group_size", group_size, 1), ("max_retries", max_retries, 0),
@@ -67,6 +70,8 @@ class RolloutProducer:
         self._group_size = group_size
         self._load = 0  # of all prompts, in requests
         self._max_retries = max_retries
+        self._limits = replace(limits or GroupLimits(), group_size=group_size)
+        self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
         self._version = 0
         self._again: deque[int] = deque()  # positions in flight at the checkpoint this run started from
@@ -74,7 +79,7 @@ class RolloutProducer:
         self._ledgers: dict[int, PromptLedger] = {}  # by position, of the prompts that run
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
-        self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_failures": 0}
+        self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_failures": 0, "num_skipped": 0}
 
     async def __aenter__(self) -> RolloutProducer:
         self._running = True
@@ -155,7 +160,7 @@ class RolloutProducer:
         if keep_sampled:
             self._known = {position: [from_plain(p) for p in plain] for position, plain in state["in_flight"].items()}
         self._version = state["version"]
-        self._counts = dict(state["counts"])
+        self._counts |= state["counts"]
 
     def begin_at(self, step: int, *, reason: str) -> None:
         """Begin with the prompts of `step`, nothing of which is sampled."""
@@ -203,30 +208,28 @@ class RolloutProducer:
         self._start_prompts()
 
     async def _run_prompt(self, position: int, prompt: Prompt, ledger: PromptLedger) -> None:
-        """Run the workflow until it succeeds once; end with put() or, out of retries, with fail()."""
+        """Run the workflow until it succeeds once; end with put() or, out of retries, with drop() or fail()."""
         for attempt in range(1, self._max_retries + 2):
             try:
-                group = _checked(await self._workflow.run(prompt, ledger), prompt)
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - user code: counted, bounded, propagated
-                if _is_cancelled():
+                # Tokens of a version that is pushed, and not yet announced to the producer, are no mistake.
+                answer = await self._workflow.run(prompt, ledger)
+                group = check_group(answer, prompt, version=self._version + 1, limits=self._limits)
+            except BaseException as error:  # noqa: BLE001 - user code: counted, bounded, propagated
+                if _is_cancelled() or isinstance(error, GeneratorExit):
                     raise
-                if isinstance(error, asyncio.CancelledError):
-                    error = RuntimeError("something that the workflow awaited was cancelled")
+                failure = _as_error(error)
                 self._counts["num_failures"] += 1
                 logger.warning(
-                    "%s: attempt %d of %d failed: %r", prompt.query_id, attempt, self._max_retries + 1, error
+                    "%s: attempt %d of %d failed: %r", prompt.query_id, attempt, self._max_retries + 1, failure
                 )
                 if attempt > self._max_retries:
-                    self._running = False
-                    error.add_note(
-                        f"sampling prompt {prompt.query_id} of epoch {prompt.epoch}, attempt {attempt}, the last"
-                    )
-                    await self._store.fail(error)
+                    await self._give_up(position, prompt, failure)
                     return
                 failed, ledger = ledger, self._open_ledger(position)
                 failed.end()
                 await self._store.restart(position, self._version)
             else:
+                self._errors.count(failed=False)
                 self._counts["num_prompts"] += 1
                 self._counts["num_trajectories"] += len(group)
                 self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
@@ -237,26 +240,40 @@ class RolloutProducer:
                 self._start_prompts()  # a dropped group makes room
                 return
 
+    async def _give_up(self, position: int, prompt: Prompt, error: Exception) -> None:
+        """Drop a prompt whose workflow kept failing, or end the run with its error."""
+        error.add_note(f"sampling prompt {prompt.query_id} of epoch {prompt.epoch}, attempt {self._max_retries + 1}, "
+                       "the last")  # fmt: skip
+        self._errors.count(failed=True)
+        if not self._errors.skips(error):
+            self._running = False
+            if said := self._errors.exceeded():
+                error.add_note(said)
+            await self._store.fail(error)
+            return
+        self._counts["num_skipped"] += 1
+        logger.warning(
+            "%s: skipped after %d attempts (workflow.on_error=skip; %d prompts so far): %r", prompt.query_id,
+            self._max_retries + 1, self._counts["num_skipped"], error,
+        )  # fmt: skip
+        await self._store.drop(position)
+        self._ledgers.pop(position).end()
+        self._start_prompts()
+
+
+def _as_error(error: BaseException) -> Exception:
+    """Return the failure of a workflow as what take() can raise: an exit of the workflow is none of the process, nor is
+    its cancellation that of its task."""
+    if isinstance(error, Exception):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return RuntimeError("something that the workflow awaited was cancelled")
+    failure = RuntimeError(f"the workflow raised {type(error).__name__}({error}): it must return or raise an Exception")
+    failure.__cause__ = error
+    return failure
+
 
 def _is_cancelled() -> bool:
     """Return whether the current task itself is being cancelled, not a task that it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _checked(group: Any, prompt: Prompt) -> Group:
-    """Return `group` itself. Raises TypeError when a workflow's answer is not a group of well-formed trajectories."""
-    if not isinstance(group, list) or not group or not all(isinstance(t, Trajectory) for t in group):
-        raise TypeError(f"{prompt.query_id}: a workflow returns a non-empty list of Trajectory, not {group!r:.200}")
-    for trajectory in group:
-        n = len(trajectory.token_ids)
-        for name in ("loss_mask", "rollout_logprobs", "versions"):
-            array = getattr(trajectory, name)
-            if not isinstance(array, np.ndarray) or array.shape != (n,):
-                raise TypeError(
-                    f"{prompt.query_id}: {name} must be an array of {n} entries, one per token, not {array!r:.80}"
-                )
-        for name, value in trajectory.metrics.items():
-            if not isinstance(value, numbers.Real | np.bool_):
-                raise TypeError(f"{prompt.query_id}: metrics[{name!r}] must be a number, not {value!r:.80}")
-    return group

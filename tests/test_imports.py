@@ -26,8 +26,8 @@ MAY_IMPORT = {
 ORDER = {
     "model_specs": ("values", "moe rope", "config", "server_parts", "family", "families", "hf_config"),
     "rollout": (
-        "types plugins",
-        "data rewards experience ledger",
+        "types plugins errors",
+        "trajectory_checks data rewards experience ledger",
         "inference.errors inference.gpus inference.bucket inference.router",
         "inference.backend",
         "inference.sglang inference.embedded inference.mock",

@@ -7,6 +7,7 @@ from typing import Literal
 
 from allocation import DeviceChoice
 from core.config.base import Section, key, section
+from rollout.errors import OnError
 from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
 
 _EVALUATION_DATA = "evaluation.path (sft, dpo: dataset.valid_path)"
@@ -72,6 +73,15 @@ class WorkflowConfig(Section):
         "{prompt}",
         "Template around each prompt, such as an expanded chat template; must contain {prompt}",
     )
+    on_error: OnError = key(
+        "skip",
+        "When a workflow has raised, or returned malformed trajectories, four times for one prompt. skip: another "
+        "prompt takes its place, with a warning. fail: the run ends",
+    )
+    max_error_share: float = key(
+        0.1, "End the run when more than this share of the last 100 prompts was skipped", ge=0, le=1,
+        needs="workflow.on_error=skip",
+    )  # fmt: skip
 
 
 class RewardConfig(Section):

@@ -26,6 +26,7 @@ from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import SenderPlan, ServerPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from model_specs.hf_config import read_config
 from rollout.inference.backend import BackendSettings, Transport, WeightFormat
 from rollout.inference.registry import BACKENDS
 from rollout.inference.router import requests_at_once
@@ -362,6 +363,10 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
             group_size=config.group_size,
         ),
         workflow=config.workflow.type,
+        on_error=config.workflow.on_error,
+        max_error_share=config.workflow.max_error_share,
+        vocab_size=read_config(Path(config.actor.path)).vocab_size,
+        max_tokens=min(config.max_tokens_per_mb(role) for role in config.roles),
         prompt_template=config.workflow.prompt_template,
         samples=SampleSettings(
             folder=str(logs),

@@ -68,6 +68,10 @@ class Store(Protocol):
         """Store the finished group of a slot, or drop both."""
         ...
 
+    async def drop(self, position: int) -> None:
+        """Close a slot whose sampling failed: another prompt takes its place."""
+        ...
+
     async def fail(self, error: BaseException) -> None:
         """Raise `error` from the waiting and every later select()."""
         ...

@@ -59,12 +59,13 @@ class MemoryStore:
         self._changed = asyncio.Condition()
         self._error: BaseException | None = None
         self._num_masked = 0  # tokens of acknowledged batches
+        self._num_skipped = 0  # slots whose sampling failed
         self._last: dict[str, float] = {}
 
     @property
     def num_dropped(self) -> int:
         """Slots whose groups were dropped, since the beginning of the stream."""
-        return self._spread.num_dropped if self._spread else 0
+        return self._num_skipped + (self._spread.num_dropped if self._spread else 0)
 
     def start(self, position: int, version: int) -> None:
         """Open the slot of `position`, which is sampled from weights of `version` on."""
@@ -83,6 +84,13 @@ class MemoryStore:
                 self._slots.drop(position)
             else:
                 self._slots.finish(position, group)
+            self._changed.notify_all()
+
+    async def drop(self, position: int) -> None:
+        """Close a slot whose sampling failed: another prompt takes its place."""
+        async with self._changed:
+            self._num_skipped += 1
+            self._slots.drop(position)
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
@@ -154,6 +162,7 @@ class MemoryStore:
         return {
             "next_step": self._selected.step,
             "masked_tokens": self._num_masked,
+            "skipped": self._num_skipped,
             "ready": [(version, p, [_to_plain(t) for t in group]) for version, p, group in ready],
             "in_flight": [(self._slots.started[p], p) for p in self.in_flight()],
             "spread": self._spread.state_dict() if self._spread else None,
@@ -163,7 +172,7 @@ class MemoryStore:
         """Continue where `state` was taken: slots keep their age. Slots in flight continue; without `keep_ready` the
         ready ones are sampled again."""
         self.skip_to(state["next_step"])
-        self._num_masked = state["masked_tokens"]
+        self._num_masked, self._num_skipped = state["masked_tokens"], state.get("skipped", 0)
         if self._spread:
             self._spread.load_state_dict(state["spread"])
         started = {position: version for version, position, *_ in [*state["ready"], *state["in_flight"]]}
@@ -174,6 +183,7 @@ class MemoryStore:
         """Begin at `step`, with no slot started."""
         self.next_step = step
         self._selected = _Selected(step=step)
+        self._num_skipped = 0
         if self._spread:
             self._spread.begin_at(self._schedule.consumed_before(step))
 

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import importlib
 import logging
-import math
 import os
 import pickle
 import resource
@@ -30,6 +29,9 @@ from rollout.types import Prompt, Reward
 
 RESULT = struct.Struct("<dBI")
 """Score, Outcome, length of the UTF-8 message that follows."""
+
+_MAX_SCORE = 3.4028234663852886e38
+"""Of float32, in which the trainer holds rewards."""
 
 LENGTH = struct.Struct("<Q")
 """Length of the pickle that follows."""
@@ -90,8 +92,8 @@ def _score(reward: Reward, prompt: Prompt, text: str, timeout_seconds: float) ->
     try:
         with _time_limit(timeout_seconds):
             score = float(reward(prompt, text))
-        if not math.isfinite(score):
-            return WRONG, Outcome.ERROR, f"reward function returned {score}"
+        if not abs(score) <= _MAX_SCORE:  # NaN is not
+            return WRONG, Outcome.ERROR, f"reward function returned {score}; a reward is a finite number of float32"
     except UnparsableAnswerError:
         return WRONG, Outcome.UNPARSABLE, ""
     except MemoryError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import itertools
 import pickle
 import traceback
 from collections import Counter
@@ -16,6 +17,7 @@ from simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from virtual_clock import run_virtual, settle
 
 from rollout.data.prompts import PromptDataset
+from rollout.errors import ErrorPolicy
 from rollout.experience import make_experience
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
@@ -170,7 +172,7 @@ class GroupWorkflow:
         finally:
             for task in samples if self._tidy else ():
                 task.cancel()
-        return [trajectory(prompt, np.array([0]))]
+        return [trajectory(prompt, np.array([0]))] * 8
 
 
 async def seen_running(workflow: GroupWorkflow, *, max_in_flight: int, seconds: float) -> list[int]:
@@ -282,6 +284,106 @@ def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None
         assert "sampling prompt q7 of epoch 0, attempt 3, the last" in shown
         assert workflow.calls["q7"] == 3
         assert workflow.running == 0
+
+    run_virtual(main())
+
+
+def skipping(max_share: float = 0.1) -> ErrorPolicy:
+    return ErrorPolicy(on_error="skip", max_share=max_share, always_fatal=(ConnectionError,))
+
+
+def fails_for(*indices: int, error: type[BaseException] = ZeroDivisionError) -> Callable[[Prompt, int], None]:
+    def body(prompt: Prompt, calls: int) -> None:
+        if prompt.index in indices:
+            raise error("this prompt")
+
+    return body
+
+
+def without(dataset: PromptDataset, *indices: int, num: int = 20) -> list[str]:
+    """The first `num` prompts of the stream but those with these indices."""
+    positions = (position for position in itertools.count() if dataset.at(position).index not in indices)
+    return names(dataset, itertools.islice(positions, num))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_prompt_whose_workflow_keeps_failing_is_skipped_and_another_takes_its_place(
+    in_order: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        workflow = CallWorkflow(fails_for(1, 6))
+        producer = make_producer(workflow, max_retries=1, errors=skipping(), in_order=in_order, num_epochs=1)
+        async with producer:
+            taken = await train(producer, workflow, range(5))
+        assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
+        assert producer.stats()["rollout/num_skipped"] == 2
+        assert workflow.calls["q1"] == 2
+
+    run_virtual(main())
+    assert "q1: skipped after 2 attempts (workflow.on_error=skip; 2 prompts so far): ZeroDivisionError" in caplog.text
+
+
+def test_too_many_skipped_prompts_end_the_run_with_the_error_and_the_limit() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow(fails_for(*range(20)))
+        with pytest.raises(ZeroDivisionError) as error:
+            async with make_producer(workflow, max_retries=0, errors=skipping(0.05)) as producer:
+                await producer.take(0)
+        shown = "".join(traceback.format_exception(error.value))
+        assert "failed for 6 of the last 6 prompts, more than workflow.max_error_share=0.05 of 100 may" in shown
+
+    run_virtual(main())
+
+
+def test_errors_of_the_run_itself_are_not_skipped() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow(fails_for(*range(20), error=ConnectionError))
+        with pytest.raises(ConnectionError, match="this prompt"):
+            async with make_producer(workflow, max_retries=0, errors=skipping()) as producer:
+                await producer.take(0)
+
+    run_virtual(main())
+
+
+def test_a_workflow_that_exits_fails_like_any_other() -> None:
+    """In a task, SystemExit would end the event loop, and nothing would ever answer."""
+
+    async def main() -> None:
+        workflow = CallWorkflow(fails_for(*range(20), error=SystemExit))
+        with pytest.raises(RuntimeError, match=r"the workflow raised SystemExit\(this prompt\)"):
+            async with make_producer(workflow, max_retries=0) as producer:
+                await producer.take(0)
+
+    run_virtual(main())
+
+
+def test_skipped_prompts_are_not_drawn_again_after_a_restart() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow(fails_for(1, 6))
+        settings = {"max_retries": 0, "errors": skipping(), "num_epochs": 1, "in_order": True}
+        first = make_producer(workflow, **settings)
+        async with first:
+            taken = await train(first, workflow, range(2))
+            state = pickle.loads(pickle.dumps(await first.state_dict()))
+        again = make_producer(workflow, **settings)
+        again.load_state_dict(state)
+        async with again:
+            taken += await train(again, workflow, range(2, 5))
+        assert Counter(taken) == Counter(without(again._dataset, 1, 6))
+
+    run_virtual(main())
+
+
+def test_the_largest_staleness_bound_takes_no_longer_than_a_small_one() -> None:
+    """As a way to write "no bound": nothing may count up to it."""
+
+    async def main() -> None:
+        workflow = CallWorkflow()
+        producer = make_producer(workflow, max_staleness=10**12, max_in_flight=8, num_epochs=1)
+        async with producer:
+            assert len(await train(producer, workflow, range(5))) == 20
+            ages = [name for name in producer.stats() if name.startswith("staleness/")]
+            assert len(ages) < 30
 
     run_virtual(main())
 

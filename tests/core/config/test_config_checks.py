@@ -234,6 +234,10 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     (message,) = problems(path, "workflow.type=mine:score")
     assert "workflow.type: workflow mine:score: is called as (tokenizer=, reward_pool=, sampling=" in message
     sys.modules.pop("mine", None)
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    found = problems(path, "reward.function=script:score", "workflow.type=script:Flow", "actor.path=/no/model")
+    assert [message.split(": ")[1] for message in found] == ["actor.path", "reward.function", "workflow.type"]
+    assert all("ends the process with sys.exit(0)" in message for message in found[1:])
 
 
 def test_metrics_that_cannot_go_where_they_should_are_named_before_the_run(

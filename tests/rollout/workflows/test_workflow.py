@@ -209,10 +209,22 @@ def test_a_workflow_plugin_that_does_not_fit_is_one_clear_error(
     assert said in str(error.value)
 
 
-def test_an_error_inside_a_plugin_module_keeps_its_own_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("import no_such_dependency", "failed with ModuleNotFoundError: No module named 'no_such_dependency' (FILE:1)"),
+        ("x = 1\nx / 0", "failed with ZeroDivisionError: division by zero (FILE:2)"),
+        ("x = 1\ndef broken(:\n", "failed with SyntaxError: invalid syntax (plugin_broken.py, line 2) (FILE:2)"),
+        ("import sys\nsys.exit(0)", "ends the process with sys.exit(0) at FILE:2; put what the script runs under"),
+    ],
+)
+def test_a_plugin_module_that_cannot_be_imported_is_one_line_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, said: str
 ) -> None:
-    (tmp_path / "plugin_broken.py").write_text("import no_such_dependency")
+    (tmp_path / "plugin_broken.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+    with pytest.raises(PluginError) as error:
         make_workflow("plugin_broken:Name")
+    said = said.replace("FILE", str(tmp_path / "plugin_broken.py"))
+    assert str(error.value).startswith(f"workflow plugin_broken:Name: importing plugin_broken {said}")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,124 @@
+"""What a workflow may return: checked where a group enters the run, so that no later part meets a malformed one.
+
+Invariant: the error names the prompt, the field, the value and the rule.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from rollout.types import PROMPT_VERSION, FinishReason, Prompt, Trajectory
+
+_MAX_LOGPROB = 0.1
+"""A log-probability is at most 0; servers that compute in bfloat16 round it to a little more."""
+_ENDS = frozenset(get_args(FinishReason)) - {"abort"}
+_MAX_REWARD = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLimits:
+    """What the configuration and the model allow. None: not known."""
+
+    group_size: int = 1
+    """Trajectories of a group, at least."""
+    vocab_size: int | None = None
+    max_tokens: int | None = None
+    """Of one trajectory: the smallest microbatch of the trainer."""
+
+
+def check_group(group: Any, prompt: Prompt, *, version: int, limits: GroupLimits) -> list[Trajectory]:
+    """Return `group` itself. `version`: the newest that may have sampled a token.
+
+    Raises TypeError when it is not a list of trajectories with arrays of the right shapes and types, ValueError when a
+    value is impossible."""
+    if not isinstance(group, list) or not group or not all(isinstance(t, Trajectory) for t in group):
+        raise TypeError(f"{prompt.query_id}: a workflow returns a non-empty list of Trajectory, not {group!r:.200}")
+    if len(group) < limits.group_size:
+        raise ValueError(
+            f"{prompt.query_id}: the workflow returned {len(group)} trajectories, group_size={limits.group_size} are "
+            "needed: advantages compare the trajectories of a group"
+        )
+    for index, trajectory in enumerate(group):
+        if not _is_usual(trajectory, version, limits):
+            _raise_if_wrong(trajectory, f"{prompt.query_id}, trajectory {index}", version, limits)
+    return group
+
+
+def _is_usual(t: Trajectory, version: int, limits: GroupLimits) -> bool:
+    """Return whether a trajectory is well-formed in the usual way, as few operations can tell; others may be, too."""
+    ids, mask, logprobs, versions = t.token_ids, t.loss_mask, t.rollout_logprobs, t.versions
+    if not all(isinstance(array, np.ndarray) for array in (ids, mask, logprobs, versions)):
+        return False
+    shape, kinds = ids.shape, ids.dtype.kind + mask.dtype.kind + logprobs.dtype.kind + versions.dtype.kind
+    if kinds != "ibfi" or not shape == mask.shape == logprobs.shape == versions.shape or len(shape) != 1:
+        return False
+    if type(t.reward) is not float or t.metrics or t.finish_reason not in _ENDS:
+        return False
+    sampled = versions[mask]
+    return bool(
+        sampled.size and not mask[0] and -_MAX_REWARD <= t.reward <= _MAX_REWARD
+        and (limits.max_tokens is None or len(ids) <= limits.max_tokens)
+        and (limits.vocab_size is None or (ids.min() >= 0 and ids.max() < limits.vocab_size))
+        and -math.inf < logprobs.min().item() and logprobs.max().item() <= _MAX_LOGPROB  # NaN passes neither
+        and versions.max().item() <= version and sampled.min().item() > PROMPT_VERSION
+    )  # fmt: skip
+
+
+def _raise_if_wrong(t: Trajectory, where: str, version: int, limits: GroupLimits) -> None:
+    for wrong in _type_errors(t):
+        raise TypeError(f"{where}: {wrong}")
+    for wrong in _value_errors(t, version, limits):
+        raise ValueError(f"{where}: {wrong}")
+
+
+def _type_errors(t: Trajectory) -> Iterator[str]:
+    n = len(t.token_ids) if isinstance(t.token_ids, np.ndarray) else 0
+    for name, kinds, called in (
+        ("token_ids", "iu", "integers"), ("loss_mask", "b", "booleans"), ("rollout_logprobs", "f", "numbers"),
+        ("versions", "iu", "integers"),
+    ):  # fmt: skip
+        array = getattr(t, name)
+        if not isinstance(array, np.ndarray) or array.shape != (n,):
+            yield f"{name} must be an array of {n} entries, one per token, not {array!r:.80}"
+        elif array.dtype.kind not in kinds:
+            yield f"{name} must be an array of {called}, not of {array.dtype}"
+    if not isinstance(t.reward, numbers.Real | np.bool_):
+        yield f"reward must be a number, not {t.reward!r:.80}"
+    for name, value in t.metrics.items():
+        if not isinstance(value, numbers.Real | np.bool_):
+            yield f"metrics[{name!r}] must be a number, not {value!r:.80}"
+
+
+def _value_errors(t: Trajectory, version: int, limits: GroupLimits) -> Iterator[str]:
+    if not math.isfinite(t.reward) or abs(t.reward) > _MAX_REWARD:
+        yield f"reward={float(t.reward)} must be a finite number of float32"
+    if t.finish_reason not in _ENDS:
+        yield f"finish_reason={t.finish_reason!r} must be 'stop' or 'length'"
+    if not t.loss_mask.any():
+        yield "loss_mask is True for no token: there is nothing to train"
+    elif t.loss_mask[0]:
+        yield "loss_mask is True for the first token, which nothing precedes; a trajectory begins with its prompt"
+    if limits.max_tokens is not None and len(t.token_ids) > limits.max_tokens:
+        yield f"token_ids: {len(t.token_ids)} tokens, more than max_tokens_per_mb={limits.max_tokens} holds"
+    if limits.vocab_size is not None:
+        yield from _first(t.token_ids, (t.token_ids < 0) | (t.token_ids >= limits.vocab_size), "token_ids",
+                          f"outside 0..{limits.vocab_size - 1}, the vocabulary of the model")  # fmt: skip
+    logprobs, sampled = t.rollout_logprobs, t.loss_mask
+    yield from _first(logprobs, ~np.isfinite(logprobs), "rollout_logprobs", "not finite")
+    yield from _first(logprobs, sampled & (logprobs > _MAX_LOGPROB), "rollout_logprobs", "above 0")
+    yield from _first(t.versions, t.versions > version, "versions", f"newer than the weights, {version}")
+    yield from _first(t.versions, sampled & (t.versions <= PROMPT_VERSION), "versions",
+                      "of a token that loss_mask trains: it must be the version that sampled it")  # fmt: skip
+
+
+def _first(values: np.ndarray, wrong: np.ndarray, name: str, rule: str) -> Iterator[str]:
+    """Yield the first of the `wrong` values."""
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        yield f"{name}[{at}]={values[at]} is {rule} ({int(wrong.sum())} of {len(values)} tokens)"

@@ -1,0 +1,85 @@
+"""Malformed trajectories are refused where they enter the run, with the field, the value and the rule."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated_sampling import make_prompts, trajectory
+
+from rollout.trajectory_checks import GroupLimits, check_group
+from rollout.types import Trajectory
+
+(PROMPT,) = make_prompts(1)
+GOOD = trajectory(PROMPT, np.array([2, 3]))
+"""Prompt tokens 0 and 1, sampled tokens 2 and 3 of versions 2 and 3."""
+LIMITS = GroupLimits(group_size=2, vocab_size=272, max_tokens=8)
+
+
+def check(*group: Trajectory, version: int = 3) -> list[Trajectory]:
+    return check_group(list(group), PROMPT, version=version, limits=LIMITS)
+
+
+def with_entry(name: str, index: int, value: float) -> dict[str, Any]:
+    changed = getattr(GOOD, name).copy()
+    changed[index] = value
+    return {name: changed}
+
+
+def test_a_good_group_passes_as_it_is() -> None:
+    group = [GOOD, replace(GOOD, reward=True), replace(GOOD, **with_entry("rollout_logprobs", 3, 1e-3))]
+    assert check_group(group, PROMPT, version=3, limits=LIMITS) is group
+    assert check_group(group, PROMPT, version=3, limits=GroupLimits()) is group
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": float("nan")}, "reward=nan must be a finite number of float32"),
+        ({"reward": float("inf")}, "reward=inf must be a finite"),
+        ({"reward": 1e308}, "reward=1e+308 must be a finite"),
+        ({"finish_reason": "abort"}, "finish_reason='abort' must be 'stop' or 'length'"),
+        ({"loss_mask": np.zeros(4, bool)}, "loss_mask is True for no token: there is nothing to train"),
+        ({"loss_mask": np.ones(4, bool)}, "loss_mask is True for the first token"),
+        (with_entry("token_ids", 3, 272), "token_ids[3]=272 is outside 0..271, the vocabulary of the model (1 of 4"),
+        (with_entry("token_ids", 0, -1), "token_ids[0]=-1 is outside 0..271"),
+        (with_entry("rollout_logprobs", 2, float("nan")), "rollout_logprobs[2]=nan is not finite (1 of 4 tokens)"),
+        (with_entry("rollout_logprobs", 0, float("-inf")), "rollout_logprobs[0]=-inf is not finite"),
+        (with_entry("rollout_logprobs", 3, 50.0), "rollout_logprobs[3]=50.0 is above 0"),
+        (with_entry("versions", 3, 99), "versions[3]=99 is newer than the weights, 3"),
+        (with_entry("versions", 2, -1), "versions[2]=-1 is of a token that loss_mask trains"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_its_field(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"q0, trajectory 1: {said}")):
+        check(GOOD, replace(GOOD, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": None}, "reward must be a number, not None"),
+        ({"loss_mask": np.array([0, 0, 1, 1])}, "loss_mask must be an array of booleans, not of int64"),
+        ({"token_ids": np.zeros(4)}, "token_ids must be an array of integers, not of float64"),
+        ({"token_ids": [1, 2]}, "token_ids must be an array of 0 entries, one per token, not [1, 2]"),
+        ({"rollout_logprobs": np.zeros(3, np.float32)}, "rollout_logprobs must be an array of 4 entries"),
+        ({"metrics": {"turns": "3"}}, "metrics['turns'] must be a number, not '3'"),
+    ],
+)
+def test_a_wrong_type_is_refused_with_its_field(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"q0, trajectory 0: {said}")):
+        check(replace(GOOD, **change), GOOD)
+
+
+def test_an_empty_trajectory_too_few_and_too_long_ones_are_refused() -> None:
+    empty = {name: getattr(GOOD, name)[:0] for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions")}
+    with pytest.raises(ValueError, match="loss_mask is True for no token"):
+        check(replace(GOOD, **empty), GOOD)
+    with pytest.raises(ValueError, match="q0: the workflow returned 1 trajectories, group_size=2 are needed"):
+        check(GOOD)
+    long = trajectory(PROMPT, np.full(7, 3))
+    with pytest.raises(ValueError, match="token_ids: 9 tokens, more than max_tokens_per_mb=8 holds"):
+        check(GOOD, long)
