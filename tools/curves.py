@@ -169,7 +169,8 @@ def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[in
     path.write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "core.quickstart", "ppo-math" if generator else "sft", "--config", str(path)]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "CURVES": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path(root)}
+    environment |= {"CURVES": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     options: dict[str, Any] = {"cwd": root, "env": environment, "start_new_session": True, "stdin": subprocess.DEVNULL}
     for _ in range(ATTEMPTS):
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, **options) as process:
@@ -188,6 +189,11 @@ def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[in
     if lacking := {metric for row in rows for metric in METRICS[experiment] if metric not in row}:
         raise CaseFailed(f"metrics.jsonl lacks {', '.join(sorted(lacking))}")
     return [{metric: float(row[metric]).hex() for metric in METRICS[experiment]} for row in rows]
+
+
+def _path(root: Path) -> str:
+    """Return a PYTHONPATH on which the packages of `root` come first."""
+    return os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
 
 
 def trained_rows(folder: Path) -> list[dict[str, Any]]:
