@@ -26,6 +26,7 @@ from core.config.base import ConfigError
 from core.config.checks import run_checks
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load_config
+from core.config.ray_address import RAY_ADDRESS, not_joined_note
 from core.config.rules import config_warnings
 from core.config.show import help_text, ignored_lines, listing
 from core.earlier_runs import begins_anew, set_aside
@@ -138,6 +139,8 @@ def _start(
     console.print(allocation_table(config))
     for line in device_lines(config):
         logger.info(line)
+    if note := not_joined_note(config):
+        logger.info(note)
     if command is None:
         logger.info("Dry run: every check passed; nothing was started.")
         return 0
@@ -150,7 +153,7 @@ def _start(
         logger.warning("Changed since the last start of this trial: %s.", "; ".join(changes))
     logger.info("Launching experiments with %s...", config.mode.upper())
     if config.mode == "local":
-        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.pop(RAY_ADDRESS, None)
     for name, value in config.external_configs.envs.items():
         os.environ.setdefault(name, value)
     retries = config.recover_retries if config.recover_mode == "auto" else 0

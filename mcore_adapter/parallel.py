@@ -64,12 +64,12 @@ def initialize_parallel(
     *,
     rank: int,
     world_size: int,
-    init_method: str,
+    init_method: str | dist.Store,
     device: Device,
     seed: int,
     timeout_seconds: float = 600.0,
 ) -> ParallelState:
-    """Join the world of `world_size` ranks at `init_method` and build Megatron's groups; collective.
+    """Join the world of `world_size` ranks at `init_method`, a URL or a store, and build Megatron's groups; collective.
 
     A collective that waits longer than timeout_seconds fails on the ranks that wait. Raises ValueError where the layout
     does not fit the world size or splits single experts.
@@ -84,7 +84,7 @@ def initialize_parallel(
     with device.activate():
         dist.init_process_group(
             device.backend,
-            init_method=init_method,
+            **{"init_method" if isinstance(init_method, str) else "store": init_method},  # type: ignore[arg-type]
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),

@@ -53,7 +53,7 @@ ORDER = {
         "monitoring data",
         "algorithms",
         "config",
-        "schedule rollout_settings step_batch run_record",
+        "schedule rollout_settings step_batch meeting run_record",
         "weight_sync recovery rollout_service",
         "periodic launch",
         "trainer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -21,12 +20,11 @@ from allocation import (
     parse_device_mappings,
 )
 from core.config.experiments import ExperimentConfig
+from core.config.ray_address import joined_cluster
 from rollout.inference.gpus import query_gpus
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 
 _BY_MAPPING = ("", "manual")
-_RAY_ADDRESS = "RAY_ADDRESS"
-"""Environment variable that Ray reads, too."""
 _TRAINER_DEVICE = "launch.trainer_device"
 
 
@@ -72,15 +70,6 @@ def _placed(config: ExperimentConfig, **where: Any) -> Allocation:
 def _key(config: ExperimentConfig, role: str) -> str:
     """Return the section of a role, as the user writes it."""
     return "allocation" if role == TRAINER_ROLE and config.TRAINER_ONLY else role
-
-
-def joined_cluster(config: ExperimentConfig) -> str | None:
-    """Return the Ray cluster that this run joins, as key=address; None where the run starts its own on this machine."""
-    if config.launch.ray_address:
-        return f"launch.ray_address={config.launch.ray_address}"
-    inherited = None if config.mode == "local" else os.environ.get(_RAY_ADDRESS)
-    given = inherited or config.external_configs.envs.get(_RAY_ADDRESS)
-    return f"{_RAY_ADDRESS}={given}" if given else None
 
 
 class _Default:

@@ -18,11 +18,12 @@ from urllib.parse import urlsplit
 
 from allocation import AllocationError, model_errors
 from core.config.algorithm import check_algorithm
-from core.config.allocation import joined_cluster, resolve_allocation
+from core.config.allocation import resolve_allocation
 from core.config.base import Problem
 from core.config.check_models import ModelFolderError, read_model_folder
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
+from core.config.ray_address import joined_cluster
 from core.paths import RunPaths
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
@@ -235,7 +236,7 @@ def _ray(config: ExperimentConfig) -> Iterator[Problem]:
     if config.n_nodes > 1 and _gpus_of_own_ray(config):
         message = (
             f"needed with n_nodes={config.n_nodes}, or Ray is started on this machine alone; run `ray start --head` on "
-            "one node, `ray start --address=HOST:PORT` on the others, and set this, or RAY_ADDRESS, to HOST:PORT"
+            "this node and `ray start --address=HOST:PORT` on the others, or set this, or RAY_ADDRESS, to HOST:PORT"
         )
         yield Problem(key="launch.ray_address", message=message)
 

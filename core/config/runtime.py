@@ -130,7 +130,11 @@ class SamplesConfig(Section):
 class LaunchConfig(Section):
     """Processes."""
 
-    ray_address: str | None = key(None, "Existing Ray cluster, host:port. null: start a local one for this run")
+    ray_address: str | None = key(
+        None,
+        "Ray cluster to join: host:port; auto: the one that `ray start` made this node a part of. local: start one for "
+        "this run. null: RAY_ADDRESS if set; else auto with several nodes if there is one, and local otherwise",
+    )
     trainer_device: DeviceChoice = key(
         "auto",
         "Where the trainer's ranks compute. auto: where the generators do; in sft, which has none, on GPUs if this "

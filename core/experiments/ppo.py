@@ -10,6 +10,7 @@ import torch
 from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import build_algorithm, case_settings
 from core.config.allocation import resolve_allocation
+from core.config.ray_address import joined_cluster
 from core.experiments.common import (
     Start,
     find_start,
@@ -66,7 +67,8 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
     trackers = open_trackers(config, paths)
     patience = config.launch.startup_timeout_seconds
     with Cluster(
-        ray_address=config.launch.ray_address,
+        joined=joined_cluster(config),
+        envs=config.external_configs.envs,
         num_actors=sum(len(role.slots) for role in allocation.roles.values()) + 1,
         startup_timeout_seconds=patience,
         deadlines=config.deadlines,

@@ -16,6 +16,7 @@ from torch import Tensor
 from core.algorithms.base import Objective
 from core.algorithms.sft import SFT
 from core.config.allocation import resolve_allocation
+from core.config.ray_address import joined_cluster
 from core.data.answers import AnswerDataset
 from core.data.batch_writer import BatchWriter, assemble
 from core.data.preferences import PreferenceDataset
@@ -208,7 +209,8 @@ def run_offline(
     schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
     start = fit_to_schedule(start, schedule)
     with Cluster(
-        ray_address=config.launch.ray_address,
+        joined=joined_cluster(config),
+        envs=config.external_configs.envs,
         num_actors=len(allocation.trainer.slots),
         startup_timeout_seconds=patience,
         deadlines=config.deadlines,

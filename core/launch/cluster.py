@@ -23,9 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from allocation import Allocation
 from core.config.push import SHARED_MEMORY_NAMES
 from core.errors import LaunchError, first_line
-from core.launch.ray_parts import without_autoscaler_and_log_monitor
+from core.launch.connection import join, start_own
 from core.launch.wait import Waiter
 from core.launch.watchdog import start_watchdog
+from core.meeting import LOOPBACK
 from core.monitoring.logs import worker_environment
 from core.processes.signals import Interrupts
 from core.processes.stacks import ask_for_stacks
@@ -33,10 +34,13 @@ from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
 from rollout.plugins import python_path
 
 if TYPE_CHECKING:
+    from core.config.ray_address import JoinedCluster
     from core.config.runtime import DeadlineConfig
 
 logger = logging.getLogger(__name__)
 
+_LOOPBACK_INTERFACE = "lo"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NODES_SECONDS = 10.0
 """For other machines to have the stacks of their processes written."""
 
@@ -50,15 +54,21 @@ class Cluster(AbstractContextManager["Cluster"]):
     def __init__(
         self,
         *,
-        ray_address: str | None,
+        joined: JoinedCluster | None,
+        envs: Mapping[str, str],
         num_actors: int,
         startup_timeout_seconds: float,
         deadlines: DeadlineConfig,
         log_folder: Path,
     ):
-        self._address = ray_address or os.environ.get("RAY_ADDRESS")
-        self.gpus_allowed = "all" if self._address else allowed_gpus()
+        """`joined`: a cluster that runs; None: start one on this machine. `envs`: external_configs.envs, for every
+        worker on every node; those that this process has keep their value."""
+        self._joined = joined
+        self.gpus_allowed = "all" if joined else allowed_gpus()
         """CUDA_VISIBLE_DEVICES as this program got it; it does not apply to the machines of an existing cluster."""
+        self.host: str | None = None
+        """Address at which the run's processes reach each other; None: that of each one's node. See reserve()."""
+        self._envs = {name: os.environ.get(name, value) for name, value in envs.items()}
         self._num_actors = num_actors
         self.startup_seconds = startup_timeout_seconds
         self.deadlines = deadlines
@@ -80,31 +90,19 @@ class Cluster(AbstractContextManager["Cluster"]):
             "namespace": f"slipstream-{os.getpid()}",
             "log_to_driver": False,
             "logging_level": logging.ERROR,
-            "runtime_env": {"env_vars": {"PYTHONPATH": python_path()}},
+            "runtime_env": {"env_vars": {**self._envs, "PYTHONPATH": python_path()}},
         }
         self._guard = start_watchdog(SHARED_MEMORY_NAMES)
         try:
-            if self._address is None:
+            if self._joined is None:
                 # Ray counts by itself where all GPUs may be used.
                 gpus = None if self.gpus_allowed == "all" else len(query_gpus())
-                with without_autoscaler_and_log_monitor():
-                    ray.init(
-                        address="local", num_cpus=self._num_actors, num_gpus=gpus, include_dashboard=False, **common
-                    )
+                start_own(num_cpus=self._num_actors, num_gpus=gpus, **common)
             else:
-                _check_reachable(self._address)
-                ray.init(address=self._address, **common)
-        except KeyboardInterrupt:
+                join(self._joined, **common)
+        except (LaunchError, KeyboardInterrupt):
             self._end()
             raise
-        except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
-            self._end()
-            raise LaunchError(
-                f"launch.ray_address={self._address}: Ray does not respond there ({type(e).__name__}: {e}); start it "
-                "with `ray start --head`, or unset launch.ray_address and RAY_ADDRESS: the run then starts its own"
-                if self._address
-                else f"Ray could not be started on this machine: {type(e).__name__}: {e}"
-            ) from e
         # After ray.init, which puts a handler of its own there.
         self._interrupts = Interrupts()
         self._interrupts.__enter__()
@@ -127,7 +125,8 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def reserve(self, allocation: Allocation) -> None:
         """Reserve one bundle per node of the device map, with the GPUs that roles compute on; actors are placed on the
-        bundle of their slot's node. Raises LaunchError when the cluster does not get the resources in time."""
+        bundle of their slot's node. All on one machine, they listen on the loopback address. Raises LaunchError when
+        the cluster does not get the resources in time."""
         gpus = allocation.gpu_slots
         per_node = [sum(slot.node == node for slot in gpus) for node in range(allocation.n_nodes)]
         bundles = [{"CPU": 1.0, **({"GPU": float(n)} if n else {})} for n in per_node]
@@ -138,8 +137,10 @@ class Cluster(AbstractContextManager["Cluster"]):
                 f"Ray did not grant {bundles} within launch.startup_timeout_seconds={self.startup_seconds:g}; "
                 f"the cluster has {ray.cluster_resources()}"
             )
-        if allocation.n_nodes > 1:
+        if allocation.n_nodes > 1 and self._joined:
             self.waiter.ask_also(self._ask_nodes)
+        else:  # one bundle, or bundles of a cluster that is this machine alone
+            self.host = LOOPBACK
 
     def _ask_nodes(self, why: str) -> dict[str, str]:
         """Request stacks as ask_for_stacks, on every node; one that does not answer at once is skipped."""
@@ -171,14 +172,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         actor = actor_class.options(
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node),
-            runtime_env={"env_vars": {ALLOWED: self.gpus_allowed, **worker_environment(), **env}},
+            runtime_env={"env_vars": {ALLOWED: self.gpus_allowed, **worker_environment(), **self._interfaces(), **env}},
         ).remote(name, str(self.log_folder / f"{name}.log"), *args)
         self._actors.append(actor)
         return actor
 
-
-def _check_reachable(address: str) -> None:
-    """Fail at once on a dead cluster; Ray itself would retry for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=5).close()
+    def _interfaces(self) -> dict[str, str]:
+        """Return the variables that keep collectives of one machine on its loopback interface; the user's win."""
+        if self.host is None or _LOOPBACK_INTERFACE not in (name for _, name in socket.if_nameindex()):
+            return {}
+        return {name: os.environ.get(name, _LOOPBACK_INTERFACE) for name in _INTERFACES}

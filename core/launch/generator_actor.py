@@ -38,7 +38,7 @@ class GeneratorActor:
             settings,
             name=name,
             log_file=Path(log_file).with_suffix(".server.log"),
-            host=ray.util.get_node_ip_address(),
+            host=settings.host or ray.util.get_node_ip_address(),
         )
         self._receiving = asyncio.Lock()
         self._handed_out: dict[str, Completion | Exception] = {}

@@ -7,6 +7,7 @@ and gets requests only after a push has reached it.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +91,7 @@ class GeneratorPool:
         """`settings` are those of every replica; its layout, GPUs, name and host are filled in."""
         self._cluster, self._placed, self._threads = cluster, placed, threads
         self._health, self._memory = health, memory
+        self._key = secrets.token_hex(32)
         self._ending = False
         self._settings = replace(settings, tp=placed.layout.tp, pp=placed.layout.pp)
         self._memory_flag = BACKENDS[placed.backend].memory_flag
@@ -107,7 +109,12 @@ class GeneratorPool:
             f"generator-{index}",
             self._placed.backend,
             self._threads,
-            replace(settings, gpus=tuple(s.gpu for s in slots) if self._placed.on_gpu else ()),
+            replace(
+                settings,
+                gpus=tuple(s.gpu for s in slots) if self._placed.on_gpu else (),
+                host=self._cluster.host,
+                key=self._key,
+            ),
             node=slots[0].node,
             env={"OMP_NUM_THREADS": str(self._threads)},
         )

@@ -64,10 +64,10 @@ class TrainerGroup:
             for rank, slot in enumerate(placed.slots)
         ]  # fmt: skip
         self._cluster = cluster
-        meeting = [self._ranks[0].rendezvous(port)]
-        (address,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
+        meeting = [self._ranks[0].rendezvous(cluster.host, port)]
+        (point,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
         limit = cluster.deadlines.collective_seconds
-        self._starting = [rank.start(self.layout, address, limit) for rank in self._ranks]
+        self._starting = [rank.start(self.layout, point, limit) for rank in self._ranks]
         self._pings: list[Any] = []
         self._announced: list[Any] = []
         self._planners: dict[str, Planner] = {}
@@ -154,7 +154,8 @@ class TrainerGroup:
 
     def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None:
         """Make a sender in every rank, and join the servers."""
-        self._gather([rank.push_connect(plan, servers) for rank in self._ranks], "push_connect")
+        calls = [rank.push_connect(plan, servers, self._cluster.host) for rank in self._ranks]
+        self._gather(calls, "push_connect")
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
         """Gather the first buckets of the engine's weights."""

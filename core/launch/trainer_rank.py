@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import random
+import secrets
 import shutil
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ import torch
 from core.data.rank_batch import RankBatch
 from core.data.wire import bucket_to_wire
 from core.errors import first_line
+from core.meeting import Meeting, MeetingPoint, join_store
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 from core.weight_sync.servers import make_sender
@@ -39,16 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _free_port(host: str) -> int:
-    """Return a free port below those that the system hands out, so that no other process gets it before the ranks
-    listen."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind((host, port))
-            return port
-    raise OSError("none of 100 ports between 20000 and 32000 is free; set launch.master_port")
-
-
 class TrainerRank:
     """One process of the trainer's world. Every method is called on all ranks at once, in the same order.
 
@@ -61,22 +50,28 @@ class TrainerRank:
         self._engines: dict[str, MegatronEngine] = {}
         self._scope = ExitStack()
 
-    def rendezvous(self, port: int) -> str:
-        """Return where the ranks meet: this node's address and a free port of it (or `port`, when it is not 0)."""
-        host = ray.util.get_node_ip_address()
-        return f"tcp://{host}:{port or _free_port(host)}"
+    def rendezvous(self, host: str | None, port: int) -> MeetingPoint:
+        """Return where the ranks meet: `host`, or this node's address if other nodes take part, and a free port of it
+        (or `port`, when it is not 0). Raises OSError where that is in use."""
+        at = host or ray.util.get_node_ip_address()
+        self._meeting = Meeting(at, port, key=None if host else secrets.token_bytes(32))
+        return self._meeting.point
 
-    def start(self, layout: ParallelLayout, init_method: str, collective_seconds: float) -> None:
+    def start(self, layout: ParallelLayout, point: MeetingPoint, collective_seconds: float) -> None:
         """Join the process group; a collective of it that takes longer than so many seconds fails."""
         from mcore_adapter.parallel import initialize_parallel
 
         self._device = get_device(self._kind)
         self._scope.enter_context(self._device.activate())
+        if self._rank == 0:
+            store = self._meeting.store(self._world, timeout_seconds=collective_seconds)
+        else:
+            store = join_store(point, self._world, timeout_seconds=collective_seconds)
         self._parallel = initialize_parallel(
             layout,
             rank=self._rank,
             world_size=self._world,
-            init_method=init_method,
+            init_method=store,
             device=self._device,
             seed=self._seed,
             timeout_seconds=collective_seconds,
@@ -157,11 +152,11 @@ class TrainerRank:
                 num_bytes += wire["bytes"].nbytes
         return handles, num_bytes
 
-    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None:
-        """Make this rank's sender and join the servers."""
+    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint], host: str | None) -> None:
+        """Make this rank's sender and join the servers, which reach it at `host`, or at this node's address."""
         self._sender: Sender = make_sender(
             plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,
-            host=ray.util.get_node_ip_address(),
+            host=host or ray.util.get_node_ip_address(),
         )  # fmt: skip
         self._sender.connect(servers)
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from allocation import ParallelLayout
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Ref, StoredBatch, StoredFields
+    from core.meeting import MeetingPoint
     from core.weight_sync.buckets import SendReport
     from core.weight_sync.servers import SenderPlan
     from mcore_adapter.data.planner import Planner
@@ -24,11 +25,11 @@ class TrainerStub:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def rendezvous(self, port: int) -> ObjectRef[str]:
-        return self._actor.rendezvous.remote(port)
+    def rendezvous(self, host: str | None, port: int) -> ObjectRef[MeetingPoint]:
+        return self._actor.rendezvous.remote(host, port)
 
-    def start(self, layout: ParallelLayout, init_method: str, collective_seconds: float) -> ObjectRef[None]:
-        return self._actor.start.remote(layout, init_method, collective_seconds)
+    def start(self, layout: ParallelLayout, point: MeetingPoint, collective_seconds: float) -> ObjectRef[None]:
+        return self._actor.start.remote(layout, point, collective_seconds)
 
     def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> ObjectRef[Planner]:
         return self._actor.build.remote(engine, settings, optimizer)
@@ -54,8 +55,8 @@ class TrainerStub:
     def export_weights(self, engine: str, bucket_bytes: int) -> ObjectRef[tuple[list[Ref], int]]:
         return self._actor.export_weights.remote(engine, bucket_bytes)
 
-    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> ObjectRef[None]:
-        return self._actor.push_connect.remote(plan, servers)
+    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint], host: str | None) -> ObjectRef[None]:
+        return self._actor.push_connect.remote(plan, servers, host)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool) -> ObjectRef[None]:
         return self._actor.push_prepare.remote(engine, bucket_bytes, verify=verify)

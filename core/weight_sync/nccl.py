@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from core.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
 from core.weight_sync.buckets import (
     BucketSender,
     Deadline,
@@ -43,7 +43,7 @@ _groups = itertools.count()
 class NcclSender(BucketSender):
     """See core.weight_sync.buckets.Sender. On the CPU the group is one of gloo."""
 
-    def __init__(self, settings: SenderSettings, device: torch.device, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, settings: SenderSettings, device: torch.device, *, host: str = LOOPBACK) -> None:
         """`host`: address of this node that the servers reach. Raises ValueError for an environment in which the
         first broadcast would hang."""
         if device.type == "cuda" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
@@ -54,6 +54,7 @@ class NcclSender(BucketSender):
         super().__init__(settings, device)
         self._host = host
         self._group: dist.ProcessGroup | None = None
+        self._gate: Gate | None = None
         self._name = f"slipstream-{os.getpid()}-{next(_groups)}"
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
@@ -70,9 +71,13 @@ class NcclSender(BucketSender):
         if self._settings.rank != 0:
             return
         deadline = Deadline(self._settings.timeout_seconds)
-        with socket.socket() as s:
-            s.bind(("", 0))
-            port = s.getsockname()[1]
+        # The store must listen before the servers look for it; the group forms only when all have come.
+        listener = listen(LOOPBACK, 0)
+        port = listener.getsockname()[1]
+        if self._host != LOOPBACK:  # for as long as the group lives: its members may connect again
+            hosts = {self._host, *(server.host for server in servers)}
+            self._gate = Gate(self._host, 0, port, check=from_hosts(hosts))
+            port = self._gate.port
         world = 1 + sum(server.tp for server in servers)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         places, first = {}, 1
@@ -81,10 +86,7 @@ class NcclSender(BucketSender):
                 name=self._name, host=self._host, port=port, first_rank=first, world_size=world, backend=backend
             )
             first += server.tp
-        # The store must listen before the servers look for it; the group forms only when all have come.
-        store = dist.TCPStore(
-            self._host, port, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline.left())
-        )
+        store = served_store(listener, world, timeout_seconds=deadline.left())
         joined = call_all(servers, lambda s, left: s.join_group(places[s.name], timeout_seconds=left), deadline)
         group = in_background(self._make_group, backend, store, world, deadline.left())
         deadline.wait(joined | {"the sender": group}, "joining the group of the weight push")
@@ -117,6 +119,8 @@ class NcclSender(BucketSender):
 
     def close(self) -> None:
         """Leave the group. The servers may be gone already."""
+        if self._gate is not None:
+            self._gate.close()
         if self._group is None:
             return
         deadline = Deadline(min(10.0, self._settings.timeout_seconds))
@@ -156,6 +160,8 @@ class NcclSender(BucketSender):
     def _abort(self) -> None:
         """Free this rank from a collective that will never complete."""
         group, self._group = self._group, None
+        if self._gate is not None:
+            self._gate.close()
         if group is None:
             return
         logger.error("aborting the process group of the weight push")

@@ -95,8 +95,10 @@ class BackendSettings:
     """For messages."""
     log_file: Path = Path("generator.server.log")
     """Where processes write that the replica starts."""
-    host: str = "127.0.0.1"
-    """Address of this node that the trainer's ranks reach."""
+    host: str | None = "127.0.0.1"
+    """Address at which the trainer's ranks reach servers; None: that of their node."""
+    key: str = field(default="", repr=False)
+    """Servers answer only calls that carry it; empty: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,11 @@ class WeightEndpoint(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def host(self) -> str:
+        """Address of its node."""
+        ...
 
     @property
     def tp(self) -> int:

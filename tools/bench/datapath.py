@@ -207,7 +207,12 @@ def run(size: Size, folder: Path) -> Usage:
     deadlines = DeadlineConfig(call_seconds=3600.0, batch_seconds=3600.0)
     clock = Clock()
     with Cluster(
-        ray_address=None, num_actors=RANKS + 2, startup_timeout_seconds=600.0, deadlines=deadlines, log_folder=folder
+        joined=None,
+        envs={},
+        num_actors=RANKS + 2,
+        startup_timeout_seconds=600.0,
+        deadlines=deadlines,
+        log_folder=folder,
     ) as cluster:
         cluster.reserve(allocation)
         rollout = MockClient(cluster, SimpleNamespace(actors=[]), size)  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ FROM_ELSEWHERE = {
     "host": "chosen at start",
     "port": "a free one is chosen at start",
     "nccl_port": "a free one is chosen at start",
+    "api_key": "made for each run",
+    "admin_api_key": "api_key, made for each run, covers every call",
     "dtype": "set by generator.dtype",
     "max_running_requests": "set by generator.max_running",
     "skip_tokenizer_init": "requests and answers are token ids",

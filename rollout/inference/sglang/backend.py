@@ -61,7 +61,8 @@ class SGLangBackend:
             colocated=settings.colocated,
             tells_experts=settings.reports_experts,
             flags={**({} if settings.load_weights else {"load_format": "dummy"}), **settings.flags},
-            host=settings.host,
+            host=settings.host or "127.0.0.1",
+            key=settings.key,
             python=settings.python,
             startup_timeout_seconds=settings.startup_timeout_seconds,
         )

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from rollout.inference.errors import GeneratorGone
-from rollout.inference.sglang.weights import Call, check_answer
+from rollout.inference.sglang.weights import Call, check_answer, headers
 
 _OPEN_FILES = 65_536
 """As many as one process ever needs, and no more: programs exist that go through all that are allowed, one by one."""
@@ -29,7 +29,7 @@ def _allow_open_files() -> None:
 class SGLangClient:
     """POSTs to one server. Make it inside the event loop that uses it."""
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, *, key: str = "") -> None:
         self.name, self.url = name, url
         # A request is one connection, and one open file, for as long as it samples: no limits on either.
         _allow_open_files()
@@ -37,7 +37,7 @@ class SGLangClient:
             url,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
-            headers={"Content-Type": "application/json"},
+            headers=headers(key),
         )
 
     async def post(self, call: Call, *, timeout_seconds: float | None = None) -> dict[str, Any]:

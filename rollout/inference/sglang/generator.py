@@ -87,7 +87,7 @@ class SGLangGenerator:
         self._max_length = int(settings.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
         self._experts = ExpertsOfTokens(model) if settings.tells_experts else None
         self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
-        self._client = SGLangClient(settings.name, server.endpoint.url)
+        self._client = SGLangClient(settings.name, server.endpoint.url, key=settings.key)
         self._version = 0
         self._attempts = itertools.count()
         self._running: dict[str, _Running] = {}  # by the requests' own ids

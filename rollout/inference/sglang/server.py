@@ -72,6 +72,8 @@ class ServerSettings:
     """actor.sglang.*: server arguments by name; they win over the defaults here."""
     host: str = "127.0.0.1"
     """Address of this node that the trainer's ranks reach."""
+    key: str = field(default="", repr=False)
+    """Calls without it are refused; empty: none is."""
     python: str = sys.executable
     """Interpreter that has SGLang."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +108,8 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
         "sampling_backend": "pytorch",
         "log_level_http": "warning",
     }
+    if settings.key:
+        flags["api_key"] = settings.key
     if settings.tells_experts:
         flags["enable_return_routed_experts"] = True
     if settings.gpus:
@@ -161,7 +165,7 @@ def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for s in sockets:
-            s.bind(("", 0))
+            s.bind(("", 0))  # free on every address
         return [s.getsockname()[1] for s in sockets]
 
 
@@ -176,7 +180,7 @@ class SGLangServer:
     @property
     def endpoint(self) -> SGLangEndpoint:
         s = self.settings
-        return SGLangEndpoint(name=s.name, url=self._url, tp=s.tp, pp=s.pp, model_path=s.model_path)
+        return SGLangEndpoint(name=s.name, url=self._url, key=s.key, tp=s.tp, pp=s.pp, model_path=s.model_path)
 
     async def start(self) -> None:
         """Return when the server answers. Raises ValueError for arguments that SGLang does not have and for GPUs that

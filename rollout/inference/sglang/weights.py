@@ -12,11 +12,11 @@ import http.client
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from rollout.inference.backend import GroupMembership
 from rollout.inference.bucket import FlatBucket
@@ -38,6 +38,17 @@ class ServerAddress:
     url: str
     tp: int
     pp: int = 1
+    key: str = field(default="", repr=False)
+    """Of the run; see headers()."""
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+
+def headers(key: str) -> dict[str, str]:
+    """Return the headers of a call to a server that was started with this key as its api_key."""
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 def flattened_metadata(bucket: FlatBucket) -> list[SimpleNamespace]:
@@ -140,7 +151,8 @@ def check_answer(server: str, path: str, status: int, answer: object) -> dict[st
 def is_healthy(server: ServerAddress, *, timeout_seconds: float) -> bool:
     """Return whether its scheduler answers in time."""
     try:
-        with urlopen(f"{server.url}{ALIVE}", timeout=timeout_seconds) as response:
+        request = Request(f"{server.url}{ALIVE}", headers=headers(server.key))
+        with urlopen(request, timeout=timeout_seconds) as response:
             return response.status == 200
     except OSError:
         return False
@@ -153,7 +165,7 @@ def post(server: ServerAddress, call: Call, *, timeout_seconds: float) -> dict[s
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_seconds)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), headers(server.key))
         response = connection.getresponse()
         raw = response.read()
     except TimeoutError as e:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -127,17 +128,31 @@ def test_settings_of_any_backend_become_arguments_of_a_server(
     given = settings(
         model, name="generator-3", log_file=tmp_path / "log", tp=2, gpus=(4, 5), device="cuda", interrupt="abort",
         colocated=True, load_weights=load_weights, reports_experts=True, flags={"context_length": 7}, python="/py",
-        host="10.0.0.1", startup_timeout_seconds=9.0, dtype="bfloat16",
+        host="10.0.0.1", key="abc", startup_timeout_seconds=9.0, dtype="bfloat16",
     )  # fmt: skip
     asyncio.run(BACKENDS["sglang"].start(given))
     ((server, options),) = started
     assert options == {"interrupt": "abort"}
-    same = ("name", "model_path", "log_file", "tp", "pp", "gpus", "dtype", "max_running", "colocated", "python", "host")
+    same = (
+        "name",
+        "model_path",
+        "log_file",
+        "tp",
+        "pp",
+        "gpus",
+        "dtype",
+        "max_running",
+        "colocated",
+        "python",
+        "host",
+        "key",
+    )
     assert [getattr(server, name) for name in same] == [getattr(given, name) for name in same]
     assert server.tells_experts and server.startup_timeout_seconds == 9.0
     arguments = server_flags(server, parse_config(CONFIG), port=1, nccl_port=2)
     assert arguments.get("load_format") == (None if load_weights else "dummy")
-    assert arguments["context_length"] == 7
+    assert arguments["context_length"] == 7 and arguments["api_key"] == "abc"
+    assert "api_key" not in server_flags(replace(server, key=""), parse_config(CONFIG), port=1, nccl_port=2)
 
 
 def test_flags_that_are_decided_elsewhere_are_refused_by_the_backend() -> None:

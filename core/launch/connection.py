@@ -1,0 +1,103 @@
+"""The connection to Ray: a cluster of this run's own, which listens on this machine alone, or one that is joined.
+
+Ray 2.60 guards clusters with a token where it finds one (~/.ray/auth_token, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH), but
+expects RAY_AUTH_MODE=token from whoever joins by address. Here the cluster determines the mode.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.exceptions import AuthenticationError, RayError
+
+from core.config.ray_address import AUTO, STARTED, JoinedCluster, connection_error
+from core.errors import LaunchError, first_line
+from core.launch.ray_parts import without_autoscaler_and_log_monitor
+
+logger = logging.getLogger(__name__)
+
+_raylet: Any = ray._raylet  # type: ignore[attr-defined]  # without stubs
+_AUTH_MODE = "RAY_AUTH_MODE"
+_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""0: Ray takes the loopback address for this node's, and its processes listen nowhere else."""
+_WAYS_OUT = (
+    "start it with `ray start --head`, or write launch.ray_address=local: the run then starts a cluster of its own"
+)
+_TOKEN = "~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+
+
+def start_own(*, num_cpus: int, num_gpus: int | None, **options: Any) -> None:
+    """Start a Ray cluster on this machine that listens on the loopback address only. Raises LaunchError."""
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[_LOOPBACK_ONLY] = "0"
+    try:
+        with without_autoscaler_and_log_monitor():
+            ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **options)
+    except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
+        raise LaunchError(f"Ray could not be started on this machine: {type(e).__name__}: {e}") from e
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = True
+        del os.environ[_LOOPBACK_ONLY]
+
+
+def join(cluster: JoinedCluster, **options: Any) -> None:
+    """Connect to a Ray cluster that runs. Raises LaunchError: the message differs between a cluster that does not
+    respond, one that requires a token which is missing here, and one that refuses the token."""
+    address = cluster.address
+    if address is None:
+        raise LaunchError(f"{cluster}: no Ray cluster was started on this node with `ray start`; {_WAYS_OUT}")
+    if why := connection_error(cluster):
+        raise LaunchError(f"{cluster}: Ray does not respond: {why}; {_WAYS_OUT}")
+    if cluster.source == STARTED or cluster.given == AUTO:
+        logger.info("Joining the Ray cluster at %s (%s).", cluster.address, cluster.source)
+    try:
+        if cluster.host_and_port is not None and not address.startswith("ray://"):
+            _use_token_if_required(cluster)
+        ray.init(address=address, **options)
+    except LaunchError:
+        raise
+    except Exception as e:  # noqa: BLE001 - as in start_own()
+        raise LaunchError(f"{cluster}: Ray does not respond: {type(e).__name__}: {first_line(e)}; {_WAYS_OUT}") from e
+
+
+def _use_token_if_required(cluster: JoinedCluster) -> None:
+    """Set RAY_AUTH_MODE=token if the cluster requires it and the mode is not given."""
+    given = os.environ.get(_AUTH_MODE)
+    if (given or "").lower() == "token":
+        _check_token(cluster)  # without one, Ray would abort this process
+    if not _requires_token(cluster):
+        return
+    if given is not None:
+        raise LaunchError(_refusal(cluster, f"{_AUTH_MODE}={given} here"))
+    _check_token(cluster)
+    os.environ[_AUTH_MODE] = "token"
+    _raylet.Config.initialize("")  # Ray has read the variable already
+    if _requires_token(cluster):
+        raise LaunchError(_refusal(cluster, f"the one here ({_TOKEN}) is another"))
+
+
+def _check_token(cluster: JoinedCluster) -> None:
+    if not _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        raise LaunchError(_refusal(cluster, f"there is none here ({_TOKEN})"))
+
+
+def _requires_token(cluster: JoinedCluster) -> bool:
+    """Return whether the cluster refuses this process for its token or for the lack of one."""
+    with suppress(RayError):  # anything else is found by ray.init
+        try:
+            _raylet.GcsClient(address=cluster.address)
+        except AuthenticationError:
+            return True
+    return False
+
+
+def _refusal(cluster: JoinedCluster, why: str) -> str:
+    return (
+        f"{cluster}: Ray responds, but requires its authentication token, and {why}; copy ~/.ray/auth_token of the "
+        "node that ran `ray start --head` to this one, with mode 0600"
+    )
