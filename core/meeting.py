@@ -1,6 +1,6 @@
-"""Stores in which processes meet to form a group, closed to anybody else.
+"""Stores through which the processes of a run form groups, closed to other processes.
 
-torch's TCPStore listens on every address and serves whoever connects. Here it listens on the loopback address. For
+torch's TCPStore listens on every address and serves every connection. Here it listens on the loopback address. For
 other nodes a gate stands before it, which passes connections on after a check: that both sides have the key of the run,
 or that they come from one of the nodes named. Source of the handshake: mutual challenge-response with HMAC (RFC 2104).
 """
@@ -86,7 +86,7 @@ class Gate:
         threading.Thread(target=self._serve, name="gate", daemon=True).start()
 
     def close(self) -> None:
-        """Admit nobody else; connections that passed stay."""
+        """Admit no further connections; those that passed stay."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._listener.close()

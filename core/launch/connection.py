@@ -1,7 +1,7 @@
 """The connection to Ray: a cluster of this run's own, which listens on this machine alone, or one that is joined.
 
 Ray 2.60 guards clusters with a token where it finds one (~/.ray/auth_token, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH), but
-expects RAY_AUTH_MODE=token from whoever joins by address. Here the cluster determines the mode.
+requires RAY_AUTH_MODE=token from processes that join by address. Here the cluster determines the mode.
 """
 
 from __future__ import annotations
