@@ -98,7 +98,8 @@ class PPOHyperparameters(Section):
         "value_norm_eps": "value_norm uses a running mean and variance",
         "early_stop_imp_ratio": "algorithm.behave_imp_weight_cap bounds the weights instead",
         "max_reward_clip": "rewards are not clipped",
-        "recompute_logprob": "old log-probabilities always come from the trainer",
+        "recompute_logprob": "decided by algorithm.correction: bypass (the default with max_staleness=0) takes the "
+        "generators' log-probabilities as the old ones, all others those of the trainer",
     }
     FIXED = {
         "c_clip": (("null",), "see algorithm.dual_clip"),

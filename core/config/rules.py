@@ -17,6 +17,7 @@ from core.config.allocation import resolve_allocation
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
 from core.config.push import choose_transport
+from core.config.unused import unused_keys
 from rollout.inference.registry import BACKENDS
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
@@ -47,9 +48,14 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
 
 def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield settings that are valid but probably not intended."""
-    if unread := [*_unread_keys(config), *(key for find in _UNREAD[config.NAME] for key in find(config))]:
-        them = "it" if len(unread) == 1 else "them"
-        yield f"{', '.join(unread)}: not used by this run; remove {them}"
+    unused: dict[str, list[str]] = {}
+    for key, reason in unused_keys(config):
+        unused.setdefault(f" ({reason})", []).append(key)
+    elsewhere = {key for keys in unused.values() for key in keys}
+    if unread := [key for find in _UNREAD[config.NAME] for key in find(config) if key not in elsewhere]:
+        unused[""] = unread
+    for reason, keys in unused.items():
+        yield f"{', '.join(keys)}: not used by this run{reason}; remove {'it' if len(keys) == 1 else 'them'}"
     for warn in _WARNINGS[config.NAME]:
         yield from warn(config)
 
@@ -67,27 +73,6 @@ def _inexact_sampling(config: PPOMATHConfig) -> Iterator[str]:
             f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then stop tokens are excluded from sampling, "
             "but included in the trainer's log-probabilities; min_new_tokens=0 is exact"
         )
-
-
-def _unread_keys(config: ExperimentConfig) -> Iterator[str]:
-    """Yield the keys that were given and have no effect in this run."""
-    running = config.placed_roles.values()
-    for name, model in config.models.items():
-        if model.sglang and name != "actor":
-            yield f"{name}.sglang"
-        if model.moe_routing_replay and name != "actor":
-            yield f"{name}.moe_routing_replay"
-        if model.init_critic_from_actor and name != "critic":
-            yield f"{name}.init_critic_from_actor"
-        if name == "ref":
-            given = [key for key in type(model.optimizer).model_fields if key in model.optimizer.model_fields_set]
-            yield from (f"ref.optimizer.{key}" for key in given if (key, model.optimizer.type) != ("type", "empty"))
-    for name, section in config.role_sections.items():
-        runs = any(section is used for used in running)
-        if section.device_mapping is not None and not runs:
-            yield f"{name}.device_mapping"
-        if section.layout is not None and (section.device_mapping is None or not runs):
-            yield f"{name}.layout"
 
 
 def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:

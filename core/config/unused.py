@@ -1,0 +1,144 @@
+"""Keys that have no effect in a run, given the others: each is reported at the start, with the reason.
+
+A key counts as given if its value is not the default. core/algorithms/effects.py has those of the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from allocation import Allocation
+from core.config.allocation import resolve_allocation
+from core.config.base import Section, default_of, fields_by_key
+from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.push import choose_transport
+from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
+
+Idle = tuple[str, tuple[str, ...]]
+"""A reason, and patterns of the keys that have no effect for it."""
+
+
+def unused_keys(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Yield every key that was given and has no effect in this run, with the reason; a section that this run does not
+    have as a whole."""
+    given = list(given_keys(config))
+    absent = dict(_ABSENT[config.NAME](config))
+    if config.wandb.mode == "disabled":
+        absent["wandb"] = "wandb.mode=disabled"
+    for name, reason in absent.items():
+        if any(key.startswith(f"{name}.") for key in given):
+            yield name, reason
+    rules = [*_common(config), *_BY_EXPERIMENT[config.NAME](config, resolve_allocation(config)), *_experts(config)]
+    roles = dict(_unused_roles(config))
+    for key in [key for key in given if key.partition(".")[0] not in absent]:
+        reason = roles.get(key) or next((why for why, keys in rules if any(fnmatchcase(key, k) for k in keys)), None)
+        if reason is not None:
+            yield key, reason
+
+
+def given_keys(config: Section, defaults: Section | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys whose values are not the defaults."""
+    for name, (attribute, info) in fields_by_key(type(config)).items():
+        value, default = getattr(config, attribute), default_of(defaults, attribute, info)
+        if isinstance(value, Section):
+            yield from given_keys(value, default if isinstance(default, Section) else None, f"{prefix}{name}.")
+        elif value != default:
+            yield prefix + name
+
+
+def _absent_from_ppo(config: PPOMATHConfig) -> Iterator[tuple[str, str]]:
+    if not config.uses_critic:
+        yield from ((name, "it has no critic") for name in ("critic", "critic_train", "critic_inf"))
+    if not config.uses_reference:
+        yield from ((name, "ppo.kl_ctl=0: it has no reference model") for name in ("ref", "ref_inf"))
+
+
+def _common(config: ExperimentConfig) -> Iterator[Idle]:
+    control = config.exp_ctrl
+    if config.recover_mode == "disabled":
+        yield "recover_mode=disabled", ("exp_ctrl.ckpt_freq_*", "recover_keep", "recover_ignore_changes")
+    if config.recover_mode != "auto":
+        yield f"recover_mode={config.recover_mode}", ("recover_retries",)
+    if control.benchmark_steps is not None:
+        keys = ("exp_ctrl.save_freq_*", "exp_ctrl.ckpt_freq_*", "exp_ctrl.eval_freq_*", "recover_keep")
+        yield "exp_ctrl.benchmark_steps: benchmarks save nothing", (*keys, "recover_ignore_changes")
+    for name, model in config.models.items():
+        if model.optimizer.lr_scheduler_type == "constant":
+            yield f"{name}.optimizer.lr_scheduler_type=constant", (f"{name}.optimizer.min_lr_ratio",)
+
+
+def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
+    yield "only the actor has servers", ("critic.sglang", "ref.sglang")
+    yield "only the actor's experts are replayed", ("critic.moe_routing_replay", "ref.moe_routing_replay")
+    yield "only the critic has a value head", ("actor.init_critic_from_actor", "ref.init_critic_from_actor")
+    not_trained = ["gradient_checkpointing", "grad_reduce_in_fp32", "moe_aux_loss_coeff", "moe_bias_update_rate"]
+    optimizer = config.ref.optimizer
+    not_trained += [f"optimizer.{k}" for k in type(optimizer).model_fields if (k, optimizer.type) != ("type", "empty")]
+    yield "the reference model is not trained", tuple(f"ref.{key}" for key in not_trained)
+    if config.staleness.max_staleness == 0:
+        yield "staleness.max_staleness=0: no token is too old", ("staleness.over_age",)
+    if not config.samples.share:
+        yield "samples.share=0", tuple(f"samples.{key}" for key in type(config.samples).model_fields if key != "share")
+    if not config.evaluation.paths:
+        yield "evaluation.path=null", ("evaluation.*",)
+    yield from _generators(config, allocation)
+
+
+def _generators(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
+    backend = allocation.generator.backend
+    if choose_transport(config.push.type, allocation) == "local":
+        servers = ("actor.sglang", "generator.flags", "generator.python", "push.verify")
+        yield f"{backend} generators are no servers", servers
+    if backend != "mock":
+        yield f"{backend} generators sample at their own speed", ("generator.mock_seconds_per_token",)
+    if allocation.shares_gpus and config.generator.interrupt != "abort":
+        why = "generators share GPUs with the trainer: requests are aborted and continued (interrupt=abort)"
+        yield why, ("generator.interrupt",)
+
+
+def _sft(config: SFTConfig, allocation: Allocation) -> Iterator[Idle]:
+    yield "sft has no servers", ("model.sglang",)
+    yield "sft has no generators", ("model.moe_routing_replay", "monitor.save_batches")
+    yield "sft trains no critic", ("model.init_critic_from_actor",)
+    if not config.dataset.valid_path:
+        yield "dataset.valid_path is empty", ("dataset.valid_bs_n_seqs",)
+
+
+_ABSENT: Mapping[str, Callable[[Any], Iterator[tuple[str, str]]]] = {
+    "ppo-math": _absent_from_ppo,
+    "sft": lambda config: iter(()),
+}
+_BY_EXPERIMENT: Mapping[str, Callable[[Any, Allocation], Iterator[Idle]]] = {"ppo-math": _ppo, "sft": _sft}
+
+
+def _unused_roles(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Yield keys of roles that do not place anything."""
+    running = config.placed_roles.values()
+    for name, section in config.role_sections.items():
+        if not any(section is used for used in running):
+            yield from ((f"{name}.{key}", "it does not have the role") for key in ("device_mapping", "layout"))
+        elif section.device_mapping is None:
+            yield f"{name}.layout", f"{name}.device_mapping=null"
+
+
+def _experts(config: ExperimentConfig) -> Iterator[Idle]:
+    for use in config.model_uses:
+        model = _read(use.path)
+        if model is None:
+            continue
+        kind = f"{use.path} is of type {model.model_type}"
+        if model.moe is None:
+            yield f"{kind}, without experts", (f"{use.key}.moe_*",)
+        elif not model.moe.correction_bias:
+            yield f"{kind}, without correction biases", (f"{use.key}.moe_bias_update_rate",)
+
+
+def _read(path: str) -> ModelConfig | None:
+    """Return a model's shape; None where that cannot be read, which the checks of the folder report."""
+    try:
+        return read_config(Path(path))
+    except (ModelConfigError, OSError):
+        return None

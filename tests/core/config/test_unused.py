@@ -1,0 +1,209 @@
+"""Keys without effect are reported: case by case, and by a walk over all keys of runs of several kinds."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_inputs import SMALLEST_PPO, write_run
+from rich.console import Console
+
+from core.config import unused
+from core.config.base import Section, all_keys, fields_by_key
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.load import load_config
+from core.config.unused import unused_keys
+from core.experiments import common, ppo, sft, workers
+from core.paths import RunPaths
+
+WITH_ALL = "ppo.kl_ctl=0.1 ppo.disable_value=false critic.init_critic_from_actor=true evaluation.path={data}"
+"""A run with every model and an evaluation; {data} is its data."""
+
+
+SMALLEST_SFT = """\
+experiment_name: small
+trial_name: one
+model: {path: MODEL}
+dataset: {train_path: DATA, train_bs_n_seqs: 4}
+"""
+
+
+def load(folder: Path, overrides: str) -> PPOMATHConfig:
+    path = write_run(folder, SMALLEST_PPO)
+    config = load_config("ppo-math", path, overrides.format(data=folder / "prompts.jsonl").split()).config
+    assert isinstance(config, PPOMATHConfig)
+    return config
+
+
+def reported(config: PPOMATHConfig) -> dict[str, str]:
+    return dict(unused_keys(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys", "reason", "otherwise"),
+    [
+        (
+            "recover_mode=disabled exp_ctrl.ckpt_freq_steps=1 recover_keep=9",
+            {"exp_ctrl.ckpt_freq_steps", "recover_keep"}, "recover_mode=disabled", "recover_mode=auto",
+        ),
+        ("recover_mode=resume recover_retries=5", {"recover_retries"}, "recover_mode=resume", "recover_mode=auto"),
+        (
+            "exp_ctrl.benchmark_steps=3 exp_ctrl.save_freq_steps=1", {"exp_ctrl.save_freq_steps"}, "benchmarks save",
+            "exp_ctrl.benchmark_steps=null",
+        ),
+        ("actor.sglang.x=1 generator.python=/nope", {"actor.sglang", "generator.python"}, "no servers", None),
+        ("push.verify=always", {"push.verify"}, "embedded generators are no servers", None),
+        (
+            "generator.mock_seconds_per_token=1", {"generator.mock_seconds_per_token"}, "own speed",
+            "allocation_mode=mock.d1m1p1+d1m1p1",
+        ),
+        ("ppo.kl_ctl=0 ref.path=/none", {"ref"}, "ppo.kl_ctl=0", "ppo.kl_ctl=0.1"),
+        ("ppo.disable_value=true critic.path=/none", {"critic"}, "no critic", "ppo.disable_value=false"),
+        ("actor.moe_aux_loss_coeff=0.1", {"actor.moe_aux_loss_coeff"}, "of type qwen2, without experts", None),
+        ("evaluation.temperature=1", {"evaluation.temperature"}, "evaluation.path=null", "evaluation.path=/x.jsonl"),
+        (
+            "staleness.max_staleness=0 staleness.over_age=mask", {"staleness.over_age"}, "no token is too old",
+            "staleness.max_staleness=1",
+        ),
+        ("wandb.group=g", {"wandb"}, "wandb.mode=disabled", "wandb.mode=offline"),
+        ("samples.share=0 samples.keep_files=2", {"samples.keep_files"}, "samples.share=0", "samples.share=1"),
+        (
+            "actor.optimizer.min_lr_ratio=0.5", {"actor.optimizer.min_lr_ratio"}, "constant",
+            "actor.optimizer.lr_scheduler_type=cosine",
+        ),
+    ],
+)  # fmt: skip
+def test_a_key_without_effect_is_reported_with_the_reason(
+    tmp_path: Path, overrides: str, keys: set[str], reason: str, otherwise: str | None
+) -> None:
+    found = reported(load(tmp_path, overrides))
+    assert found.keys() == keys and all(reason in why for why in found.values())
+    if otherwise is not None:
+        assert not keys & reported(load(tmp_path, f"{overrides} {otherwise}")).keys()
+
+
+def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    config = load(tmp_path, "allocation_mode=sglang.d2m1p1 ppo.ppo_n_minibatches=1 generator.interrupt=in_place")
+    assert reported(config).keys() == {"generator.interrupt"}
+    assert "aborted and continued (interrupt=abort)" in reported(config)["generator.interrupt"]
+    assert not reported(load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m1p1 generator.interrupt=in_place"))
+
+
+class Anything:
+    """In place of every process, and of all that is asked of one."""
+
+    def __init__(self, *args: object, **options: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: object, **options: object) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, name: str) -> int:
+        return 8
+
+
+class Folder(Anything):
+    """A cluster with a log folder."""
+
+    log_folder = Path("/logs")
+
+
+def keys_read(config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The keys that a whole run reads, with `Anything` in place of its processes and of SFT's data."""
+    config = type(config).model_validate(config.model_dump(by_alias=True))  # no two keys share a section
+    names = dict(_sections(config, ""))
+    read: set[str] = set()
+
+    def getattribute(self: Section, name: str) -> Any:
+        keys = names.get(id(self))
+        if keys is not None and name in keys:
+            read.add(keys[name])
+        return object.__getattribute__(self, name)
+
+    for module, name in (
+        (ppo, "Cluster"), (workers, "TrainerGroup"), (workers, "GeneratorPool"), (workers, "RolloutClient"),
+        (common, "TensorBoardSink"), (common, "WandbSink"), (common, "MLflowSink"), (ppo, "forget_modules"),
+        (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (sft, "Cluster"), (sft, "AnswerDataset"),
+        (sft, "load_tokenizer"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Folder if name == "Cluster" else Anything)
+    monkeypatch.setattr(Section, "__getattribute__", getattribute, raising=False)
+    attempt: Any = Anything()
+    run: Any = ppo.run_ppo if config.NAME == "ppo-math" else sft.run_sft
+    run(config, RunPaths.for_trial(str(folder), "e", "t"), Console(file=io.StringIO()), attempt)
+    monkeypatch.undo()
+    return read
+
+
+def _sections(section: Section, prefix: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """(id of a section, {attribute: dotted key})."""
+    fields = fields_by_key(type(section))
+    yield id(section), {attribute: prefix + key for key, (attribute, _) in fields.items()}
+    for key, (attribute, _) in fields.items():
+        below = getattr(section, attribute)
+        if isinstance(below, Section):
+            yield from _sections(below, f"{prefix}{key}.")
+
+
+ELSEWHERE = (
+    # core/quickstart.py reads them before an attempt.
+    "experiment_name", "trial_name", "mode", "recover_retries", "monitor.log_level", "external_configs.*",
+    "deadlines.*",  # core/launch, at every call
+    "*.type._class", "*.type.is_critic",  # refused where they disagree with config.json
+    "*.optimizer.type",  # refused where a trained model has none
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "", WITH_ALL, "recover_mode=disabled", "exp_ctrl.benchmark_steps=2",
+        "staleness.max_staleness=0", "samples.share=0", f"{WITH_ALL} actor.optimizer.lr_scheduler_type=cosine",
+        "allocation_mode=mock.d1m1p1+d1m1p1", "wandb.mode=offline monitor.mlflow_uri=/m",
+    ],
+)  # fmt: skip
+def test_every_key_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
+    check_walk(load(tmp_path, overrides), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("overrides", ["", "dataset.valid_path=DATA", "recover_mode=disabled"])
+def test_every_key_of_sft_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
+    path = write_run(tmp_path, SMALLEST_SFT)
+    words = overrides.replace("DATA", str(tmp_path / "prompts.jsonl")).split()
+    check_walk(load_config("sft", path, words).config, tmp_path, monkeypatch)
+
+
+def check_walk(config: ExperimentConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run reads every key, or reports that it does not."""
+    with monkeypatch.context() as patch:
+        patch.setattr(unused, "given_keys", lambda config: all_keys(type(config)))
+        silent = reported(config).keys()
+    read = keys_read(config, monkeypatch, folder)
+    left = [
+        key
+        for key in all_keys(type(config))
+        if key not in read | silent
+        and key.partition(".")[0] not in silent
+        and not any(fnmatchcase(key, pattern) for pattern in ELSEWHERE)
+    ]
+    assert not left, f"neither read nor reported: {left}"
