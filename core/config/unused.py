@@ -34,9 +34,9 @@ def unused_keys(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     rules = [*_common(config), *_BY_EXPERIMENT[config.NAME](config, resolve_allocation(config)), *_experts(config)]
     roles = dict(_unused_roles(config))
     for key in [key for key in given if key.partition(".")[0] not in absent]:
-        reason = roles.get(key) or next((why for why, keys in rules if any(fnmatchcase(key, k) for k in keys)), None)
-        if reason is not None:
-            yield key, reason
+        why = roles.get(key) or next((why for why, keys in rules if any(fnmatchcase(key, k) for k in keys)), None)
+        if why is not None:
+            yield key, why
 
 
 def given_keys(config: Section, defaults: Section | None = None, prefix: str = "") -> Iterator[str]:
