@@ -414,7 +414,8 @@ ALIASES = {
     "core/config/experiments.py": ("actor.sglang.", "generator.sglang_python"),
     "core/config/models.py": ("actor.sglang.*", "sglang: dict[str, FlagValue]"),
     "core/config/runtime.py": ("added to actor.sglang",),
-    "core/config/rules.py": ("model.sglang", "{name}.sglang", "config.actor.sglang"),
+    "core/config/rules.py": ("config.actor.sglang",),
+    "core/config/unused.py": ("actor.sglang", "critic.sglang", "ref.sglang", "model.sglang"),
     "core/experiments/workers.py": ("config.actor.sglang",),
 }
 """Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""

@@ -16,6 +16,7 @@ from core.config.base import Section, default_of, fields_by_key
 from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.push import choose_transport
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
+from rollout.inference.registry import BACKENDS
 
 Idle = tuple[str, tuple[str, ...]]
 """A reason, and patterns of the keys that have no effect for it."""
@@ -92,7 +93,7 @@ def _generators(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]
     if choose_transport(config.push.type, allocation) == "local":
         servers = ("actor.sglang", "generator.flags", "generator.python", "push.verify")
         yield f"{backend} generators are no servers", servers
-    if backend != "mock":
+    if BACKENDS[backend].capabilities.holds_weights:
         yield f"{backend} generators sample at their own speed", ("generator.mock_seconds_per_token",)
     if allocation.shares_gpus and config.generator.interrupt != "abort":
         why = "generators share GPUs with the trainer: requests are aborted and continued (interrupt=abort)"
