@@ -24,6 +24,7 @@ from rollout.experience import make_experience
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import NoGeneratorError, Router
 from rollout.producer import RolloutProducer
+from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.trajectory_checks import GroupLimits
 from rollout.types import GenerateRequest, Generator, Prompt, Workflow
@@ -52,6 +53,7 @@ class RolloutService:
             health_timeout_seconds=settings.health_timeout_seconds,
             patience_seconds=settings.generator_patience_seconds,
         )
+        self._failed_scores = FailedScores(max_share=settings.max_failed_share, max_batches=settings.max_failed_batches)
         self._group_size = settings.group_size
         workflow = make_workflow(
             settings.workflow,
@@ -134,8 +136,10 @@ class RolloutService:
             self._producer.load_state_dict(state["producer"], keep_sampled=same_groups, ignore_changes=ignore_changes)
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """Return the next batch, packed, and the figures of the producer and of the workflow."""
+        """Return the next batch, packed, and the figures of the producer and of the workflow. Raises RewardFailureError
+        where most completions could not be scored for some batches."""
         groups = await self._producer.take(version)
+        self._failed_scores.check(self._rewards.stats(), step=version + 1, last_error=self._rewards.last_error)
         batch = await asyncio.to_thread(pack_trajectories, groups, self._producer.taken)
         await self._samples.write(groups, batch.positions, step=version + 1)
         return batch, self._producer.stats() | batch.workflow_figures()

@@ -72,6 +72,10 @@ class RolloutSettings:
     """Processes that judge completions."""
     reward_timeout_seconds: float
     """Limit for one completion."""
+    max_failed_share: float = 0.5
+    """Completions of a batch that may fail to be scored."""
+    max_failed_batches: int = 3
+    """Batches in a row above that share which end the run."""
 
     health_interval_seconds: float
     """Time between two health checks of a generator."""

@@ -19,6 +19,7 @@ from core.algorithms.base import FIELDS, Algorithm, Objective, Pass
 from core.data.passes import InferencePass, UpdatePass
 from core.data.stored_batch import Ref, Use
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.step_batch import BatchFacts, BatchRequest, Scoring
@@ -139,7 +140,10 @@ class PPOTrainer:
         monitor: Monitor,
         timer: StepTimer,
         mean_batch_tokens: float,
+        skipped_updates: SkippedUpdates | None = None,
     ) -> None:
+        """`skipped_updates`: ends a run that trains nothing. None: never."""
+        self._skipped_updates = skipped_updates
         self._actor, self._algorithm = actor, algorithm
         self._passes = _passes(actor, critic, reference, temperature)
         self._updates = _updates(actor, critic, algorithm, temperature, (actor_sample_reuse, critic_sample_reuse))
@@ -163,6 +167,8 @@ class PPOTrainer:
                     group.open_batch(batch)
                 metrics = self._score() | facts.metrics
                 metrics |= self._update(facts.num_minibatches)
+                if self._skipped_updates is not None:
+                    self._skipped_updates.check(step + 1, metrics)
                 for group in self._groups:
                     group.close_batch()
                 with self._timer("push"):
@@ -236,7 +242,8 @@ class PPOTrainer:
         self._monitor.step(
             step=step + 1, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
             steps_per_epoch=self._schedule.steps_per_epoch, mean_batch_tokens=self._mean_batch_tokens,
-            seconds=seconds, phases=phases, metrics={**ordered, **figures, **ages_metrics},
+            seconds=seconds, phases=phases,
+            metrics={**ordered, **figures, **ages_metrics, "tokens_per_second": metrics["n_tokens"] / seconds},
             headline=f"task_reward {metrics['task_reward']:.3f}",
         )  # fmt: skip
         self._monitor.samples(step + 1, self._rollout.samples)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +69,7 @@ class RolloutProducer:
         self._settings = experience.settings
         self._max_in_flight = max_in_flight
         self._group_size = group_size
-        self._load = 0  # of all prompts, in requests
+        self._load = _Load()  # of all prompts
         self._max_retries = max_retries
         self._limits = replace(limits or GroupLimits(), group_size=group_size)
         self._errors = errors or ErrorPolicy(on_error="fail")
@@ -108,9 +109,12 @@ class RolloutProducer:
         self._start_prompts()
 
     def stats(self) -> dict[str, float]:
-        """Return the metrics: counts since the start, sizes now, waits and ages of the last batch."""
+        """Return the metrics: counts since the start, sizes now, waits and ages of the last batch, and the share of
+        max_in_flight that the generators had on average since the last call."""
         stats = {f"rollout/{name}": float(value) for name, value in self._counts.items()}
         stats |= {"rollout/num_in_flight": float(len(self._tasks)), "rollout/version": float(self._version)}
+        if self._max_in_flight is not None:
+            stats["rollout/generators_busy"] = min(1.0, self._load.mean() / self._max_in_flight)
         stats |= self._store.stats()
         for source in self._stats_sources:
             stats |= source()
@@ -180,7 +184,7 @@ class RolloutProducer:
                 )
 
     def _start_prompts(self) -> None:
-        while self._running and (self._max_in_flight is None or self._load < self._max_in_flight):
+        while self._running and (self._max_in_flight is None or self._load.requests < self._max_in_flight):
             if self._again:
                 position = self._again.popleft()
                 prompt = self._dataset.at(position)
@@ -200,11 +204,11 @@ class RolloutProducer:
         known = self._known.pop(position, ())
         ledger = PromptLedger(self._generator, known, num_expected=self._group_size, on_change=self._on_load)
         self._ledgers[position] = ledger
-        self._load += ledger.load
+        self._load.add(ledger.load)
         return ledger
 
     def _on_load(self, difference: int) -> None:
-        self._load += difference
+        self._load.add(difference)
         self._start_prompts()
 
     async def _run_prompt(self, position: int, prompt: Prompt, ledger: PromptLedger) -> None:
@@ -259,6 +263,31 @@ class RolloutProducer:
         await self._store.drop(position)
         self._ledgers.pop(position).end()
         self._start_prompts()
+
+
+class _Load:
+    """Requests that the generators have, and their mean over time."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._began = self._changed = math.nan
+        self._request_seconds = 0.0
+
+    def add(self, requests: int) -> None:
+        """Count more requests, or fewer."""
+        now = asyncio.get_running_loop().time()
+        if math.isnan(self._began):
+            self._began = self._changed = now
+        self._request_seconds += self.requests * (now - self._changed)
+        self._changed = now
+        self.requests += requests
+
+    def mean(self) -> float:
+        """Return the mean since the last call."""
+        self.add(0)
+        mean = self._request_seconds / max(self._changed - self._began, 1e-9)
+        self._began, self._request_seconds = self._changed, 0.0
+        return mean
 
 
 def _as_error(error: BaseException) -> Exception:

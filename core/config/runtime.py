@@ -30,6 +30,9 @@ class ExperimentSaveEvalControl(Section):
     eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1, needs=_EVALUATION_DATA)
     eval_freq_steps: int | None = key(None, "Evaluate every N steps", ge=1, needs=_EVALUATION_DATA)
     eval_freq_secs: float | None = key(None, "Evaluate every N seconds", gt=0, needs=_EVALUATION_DATA)
+    max_skipped_steps: int = key(
+        10, "End the run after this many steps in a row whose updates were all skipped (gradient norm not finite)", ge=1
+    )
     benchmark_steps: int | None = key(None, "Stop after this many steps; for benchmarks", ge=1)
 
 
@@ -90,6 +93,11 @@ class RewardConfig(Section):
     function: str = key("math", "math, or a custom function as package.module:function")
     num_workers: int = key(2, "Worker processes", ge=1)
     timeout_seconds: float = key(10.0, "Timeout per completion; one that exceeds it counts as wrong", gt=0)
+    max_failed_share: float = key(
+        0.5, "Share of the completions of a batch that may fail to be scored (exception, crash, timeout, memory); "
+        "above it the terminal shows a warning", ge=0, le=1,
+    )  # fmt: skip
+    max_failed_batches: int = key(3, "End the run after this many batches in a row above max_failed_share", ge=1)
 
 
 class EvaluationConfig(Section):

@@ -46,6 +46,25 @@ class RolloutBatch:
             fields={"rollout_logprobs": torch.from_numpy(self.rollout_logprobs.copy())},
         )
 
+    def reward_figures(self) -> dict[str, float]:
+        """Return mean, std, min and max of the rewards as the reward function gave them; the shares of groups that are
+        solved (every reward above 0), unsolved (none is) and equal (all rewards the same, so that advantages within the
+        group are 0); mean and max of the sampled tokens of a completion."""
+        starts = np.flatnonzero(np.r_[True, np.diff(self.group_ids) != 0])
+        lowest = np.minimum.reduceat(self.rewards, starts)
+        highest = np.maximum.reduceat(self.rewards, starts)
+        lengths = np.add.reduceat((self.versions >= 0).astype(np.int64), self.cu_seqlens[:-1])
+        figures = {f"reward/{name}": float(getattr(self.rewards, name)()) for name in ("mean", "std", "min", "max")}
+        figures |= {
+            "groups/solved": float((lowest > 0).mean()),
+            "groups/unsolved": float((highest <= 0).mean()),
+            "groups/equal": float((lowest == highest).mean()),
+        }
+        return figures | {
+            "answer_length/mean": float(lengths.mean()),
+            "answer_length/max": float(lengths.max()),
+        }
+
     def workflow_figures(self) -> dict[str, float]:
         """Return workflow/{name}/mean, min and max of each workflow metric over the trajectories that report it."""
         figures = {}

@@ -30,6 +30,7 @@ from core.experiments.workers import (
 from core.launch.cluster import Cluster
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.skipped_updates import SkippedUpdates
 from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
@@ -153,6 +154,7 @@ def _train(
         schedule=schedule,
         monitor=monitor,
         timer=StepTimer(lambda phase: attempt.tell(phase=phase)),
+        skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps),
         mean_batch_tokens=facts["mean_prompt_tokens"] * config.dataset.train_bs_n_seqs,
     )
 

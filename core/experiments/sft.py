@@ -32,6 +32,7 @@ from core.experiments.common import (
 from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
 from core.launch.cluster import Cluster
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.skipped_updates import SkippedUpdates
 from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
@@ -79,7 +80,9 @@ class SFTTrainer:
         monitor: Monitor,
         timer: StepTimer,
         memory: MemoryLimits,
+        skipped_updates: SkippedUpdates,
     ) -> None:
+        self._skipped_updates = skipped_updates
         self._engine, self._train, self._valid = engine, train, valid
         self._reference, self._objective, self._timer = reference, objective, timer
         self._schedule, self._monitor, self._memory = schedule, monitor, memory
@@ -103,6 +106,7 @@ class SFTTrainer:
         with timer("update"):
             metrics = self._engine.train_step(0, self._objective, self._memory)
         metrics = self.summary(metrics) | metrics
+        self._skipped_updates.check(step, metrics)
         periodic.after_step(step, timer)
         self._monitor.rpc("trainDefault", metrics)
         seconds, phases = timer.finish()
@@ -236,6 +240,7 @@ def run_offline(
             trainer = trainer_type(
                 engine=engine, reference=ref, objective=objective, train=train, valid=valid, schedule=schedule,
                 batch_size=data.train_bs_n_seqs, valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
+                skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps),
                 timer=StepTimer(lambda phase: attempt.tell(phase=phase)),
             )  # fmt: skip
             periodic = PeriodicActions(

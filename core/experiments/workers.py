@@ -377,6 +377,8 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
         reward=config.reward.function,
         reward_workers=config.reward.num_workers,
         reward_timeout_seconds=config.reward.timeout_seconds,
+        max_failed_share=config.reward.max_failed_share,
+        max_failed_batches=config.reward.max_failed_batches,
         seed=config.seed,
         shuffle=config.shuffle_dataset,
         health_interval_seconds=config.generator.health_interval_seconds,

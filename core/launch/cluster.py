@@ -28,6 +28,7 @@ from core.launch.wait import Waiter
 from core.launch.watchdog import start_watchdog
 from core.meeting import LOOPBACK
 from core.monitoring.logs import worker_environment
+from core.monitoring.worker_warnings import WorkerWarnings
 from core.processes.signals import Interrupts
 from core.processes.stacks import ask_for_stacks
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
@@ -74,6 +75,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.deadlines = deadlines
         self.log_folder = log_folder
         self.waiter = Waiter(log_folder)
+        self.waiter.every_second(WorkerWarnings(log_folder))
         self._actors: list[Any] = []
         self._groups: list[PlacementGroup] = []
 

@@ -77,6 +77,8 @@ class RewardPool:
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
         self._outcomes: Counter[Outcome] = Counter()
+        self.last_error = "none"
+        """Why a completion could not be scored, in one line."""
         self._score_sum = 0.0
         self._error: BaseException | None = None
 
@@ -194,10 +196,13 @@ class RewardPool:
 
     def _settle(self, answer: _Answer, score: float, outcome: Outcome, message: str = "") -> None:
         self._outcomes[outcome] += 1
+        if not outcome.is_verdict:
+            self.last_error = message.strip().rpartition("\n")[2] or outcome.name.lower()
         if message and self._outcomes[Outcome.ERROR] + self._outcomes[Outcome.CRASH] <= _MAX_LOGGED_ERRORS:
             logger.warning(
-                "reward %s: a completion of %s counts as wrong: %s", self._reward, answer.prompt.query_id, message
-            )
+                "reward %s: a completion of %s counts as wrong: %s\n%s", self._reward, answer.prompt.query_id,
+                self.last_error, message,
+            )  # fmt: skip
         if not answer.score.done():
             answer.score.set_result((score, outcome))
 

@@ -194,6 +194,21 @@ def test_generators_are_kept_full_while_the_last_answers_of_groups_take_their_ti
     assert max(seen) <= 32 + 7
 
 
+def test_the_share_of_busy_generators_is_a_mean_over_time() -> None:
+    """Three prompts of 1 s fill three of four places for half of the time between two looks."""
+
+    async def main() -> None:
+        producer = make_producer(CallWorkflow(seconds=1.0), 3, batch_size=3, max_in_flight=4, num_epochs=1)
+        async with producer:
+            await producer.take(0)
+            await asyncio.sleep(1.0)
+            assert producer.stats()["rollout/generators_busy"] == pytest.approx(3 / 8, rel=1e-3)
+            await asyncio.sleep(1.0)
+            assert producer.stats()["rollout/generators_busy"] == 0.0
+
+    run_virtual(main())
+
+
 def test_between_the_turns_of_some_prompts_the_generators_run_others() -> None:
     seen = run_virtual(seen_running(GroupWorkflow(num_turns=3), max_in_flight=32, seconds=60.0))
     assert min(seen[8:]) >= 32

@@ -43,6 +43,20 @@ def test_packing_keeps_order_groups_and_ages() -> None:
     assert packed.select([2, 0]).fields["rollout_logprobs"].tolist() == [0.0, -0.5, -0.5, 0.0, 0.0, -0.5]
 
 
+def test_rewards_groups_and_lengths_are_reported() -> None:
+    def group(*rewards: float) -> list[Trajectory]:
+        return [trajectory([1, 2], [3] * (i + 1), [0] * (i + 1), reward, "stop") for i, reward in enumerate(rewards)]
+
+    groups = [group(1.0, 1.0), group(2.0, 1.0), group(-1.0, -1.0), group(1.0, -1.0)]
+    figures = pack_trajectories(groups, positions=range(4)).reward_figures()
+    rewards = np.array([1, 1, 2, 1, -1, -1, 1, -1], np.float32)
+    assert figures == {
+        "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()), "reward/min": -1.0,
+        "reward/max": 2.0, "groups/solved": 0.5, "groups/unsolved": 0.25, "groups/equal": 0.5,
+        "answer_length/mean": 1.5, "answer_length/max": 2.0,
+    }  # fmt: skip
+
+
 def test_experts_are_no_field_of_every_model_and_unknown_where_a_trajectory_does_not_tell() -> None:
     told = trajectory([1, 2], [3], [4], 1.0, "stop")
     experts = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
