@@ -25,6 +25,7 @@ from typing import Any
 
 from rollout.inference.gpus import query_gpus
 from tools.bench import (
+    accuracy,
     convert,
     cpu,
     datapath,
@@ -66,6 +67,7 @@ CPU: dict[str, Callable[[cpu.Scene], Iterator[Figure]]] = {
     "async": cpu.sync_and_async,
     "loop": cpu.loop,
     "memory": cpu.memory,
+    "time_to_accuracy": accuracy.time_to_accuracy,
     "datapath": datapath.datapath,
     "convert": convert.both_ways,
 }

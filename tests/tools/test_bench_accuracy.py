@@ -1,0 +1,58 @@
+"""The search of `python -m tools.bench cpu --only time_to_accuracy`."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.types import Prompt
+from tools.bench import accuracy
+from tools.bench.reward import exact_reward
+
+
+def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() -> None:
+    calls: list[list[tuple[float, str, int]]] = [[], []]
+
+    def side(number: int, best: tuple[float, str]) -> accuracy.Measure:
+        def measure(lr: float, precision: str, seed: int) -> float:
+            calls[number].append((lr, precision, seed))
+            return 10.0 * (number + 1) + seed if (lr, precision) == best else math.inf
+
+        return measure
+
+    found = accuracy.compare([side(0, (5e-4, "float32")), side(1, (1e-3, "bfloat16"))])
+    assert found == [12.0, 22.0]
+    for number, best in ((0, (5e-4, "float32")), (1, (1e-3, "bfloat16"))):
+        searched, measured = calls[number][:-3], calls[number][-3:]
+        assert searched == [(*setting, 1) for setting in accuracy.SEARCH]
+        assert measured == [(*best, seed) for seed in (1, 2, 3)]
+
+
+def test_the_baseline_reports_the_seconds_of_its_first_evaluation_at_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        curve = {"eval_steps": [0, 10, 20], "accuracies": [0.4, 0.7, 0.81 if command[-1] == "1" else 0.79]}
+        return subprocess.CompletedProcess(
+            command, 0, stdout=f"noise\n{json.dumps({**curve, 'eval_seconds': [0, 3, 6]})}\n"
+        )
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = (Path("python"), Path("warm"), Path("model"), 2e-4, "float32")
+    assert accuracy.theirs(*arguments, 1) == 6
+    assert accuracy.theirs(*arguments, 2) == math.inf
+    assert commands[0][commands[0].index("--target") + 1] == "0.8" and "--precision" in commands[0]
+
+
+def test_the_reward_is_one_for_the_exact_sum_alone() -> None:
+    prompt = Prompt(
+        query_id="47+58", index=0, task="math", text="47+58=", token_ids=np.array([2]), solutions=("\\boxed{105}",)
+    )
+    assert [exact_reward(prompt, text) for text in ("105", " 105", "1050", "x105", "")] == [1.0, 1.0, -1.0, -1.0, -1.0]
