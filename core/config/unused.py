@@ -13,7 +13,8 @@ from typing import Any
 from allocation import Allocation
 from core.config.allocation import resolve_allocation
 from core.config.base import Section, default_of, fields_by_key
-from core.config.experiments import ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.models import ModelTrainEvalConfig
 from core.config.push import choose_transport
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from rollout.inference.registry import BACKENDS
@@ -75,10 +76,7 @@ def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
     yield "only the actor has servers", ("critic.sglang", "ref.sglang")
     yield "only the actor's experts are replayed", ("critic.moe_routing_replay", "ref.moe_routing_replay")
     yield "only the critic has a value head", ("actor.init_critic_from_actor", "ref.init_critic_from_actor")
-    not_trained = ["gradient_checkpointing", "grad_reduce_in_fp32", "moe_aux_loss_coeff", "moe_bias_update_rate"]
-    optimizer = config.ref.optimizer
-    not_trained += [f"optimizer.{k}" for k in type(optimizer).model_fields if (k, optimizer.type) != ("type", "empty")]
-    yield "the reference model is not trained", tuple(f"ref.{key}" for key in not_trained)
+    yield _untrained(config.ref)
     if config.staleness.max_staleness == 0:
         yield "staleness.max_staleness=0: no token is too old", ("staleness.over_age",)
     if not config.samples.share:
@@ -100,19 +98,38 @@ def _generators(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]
         yield why, ("generator.interrupt",)
 
 
-def _sft(config: SFTConfig, allocation: Allocation) -> Iterator[Idle]:
-    yield "sft has no servers", ("model.sglang",)
-    yield "sft has no generators", ("model.moe_routing_replay", "monitor.save_batches")
-    yield "sft trains no critic", ("model.init_critic_from_actor",)
+def _without_generators(config: SFTConfig, allocation: Allocation) -> Iterator[Idle]:
+    for name in config.models:
+        yield f"{config.NAME} has no servers", (f"{name}.sglang",)
+        yield f"{config.NAME} has no generators", (f"{name}.moe_routing_replay",)
+        yield f"{config.NAME} trains no critic", (f"{name}.init_critic_from_actor",)
+    yield f"{config.NAME} has no generators", ("monitor.save_batches",)
     if not config.dataset.valid_path:
         yield "dataset.valid_path is empty", ("dataset.valid_bs_n_seqs",)
+
+
+def _dpo(config: DPOConfig, allocation: Allocation) -> Iterator[Idle]:
+    yield _untrained(config.ref)
+    yield from _without_generators(config, allocation)
+
+
+def _untrained(reference: ModelTrainEvalConfig) -> Idle:
+    keys = ["gradient_checkpointing", "grad_reduce_in_fp32", "moe_aux_loss_coeff", "moe_bias_update_rate"]
+    optimizer = reference.optimizer
+    keys += [f"optimizer.{k}" for k in type(optimizer).model_fields if (k, optimizer.type) != ("type", "empty")]
+    return "the reference model is not trained", tuple(f"ref.{key}" for key in keys)
 
 
 _ABSENT: Mapping[str, Callable[[Any], Iterator[tuple[str, str]]]] = {
     "ppo-math": _absent_from_ppo,
     "sft": lambda config: iter(()),
+    "dpo": lambda config: iter(()),
 }
-_BY_EXPERIMENT: Mapping[str, Callable[[Any, Allocation], Iterator[Idle]]] = {"ppo-math": _ppo, "sft": _sft}
+_BY_EXPERIMENT: Mapping[str, Callable[[Any, Allocation], Iterator[Idle]]] = {
+    "ppo-math": _ppo,
+    "sft": _without_generators,
+    "dpo": _dpo,
+}
 
 
 def _unused_roles(config: ExperimentConfig) -> Iterator[tuple[str, str]]:

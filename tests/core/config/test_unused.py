@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from core.config.base import Section, all_keys, fields_by_key
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.load import load_config
 from core.config.unused import unused_keys
-from core.experiments import common, ppo, sft, workers
+from core.experiments import common, dpo, ppo, sft, workers
 from core.paths import RunPaths
 
 WITH_ALL = "ppo.kl_ctl=0.1 ppo.disable_value=false critic.init_critic_from_actor=true evaluation.path={data}"
@@ -145,11 +146,13 @@ def keys_read(config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, folder:
         (common, "TensorBoardSink"), (common, "WandbSink"), (common, "MLflowSink"), (ppo, "forget_modules"),
         (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (sft, "Cluster"), (sft, "AnswerDataset"),
         (sft, "load_tokenizer"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
+        (dpo, "PreferenceDataset"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Folder if name == "Cluster" else Anything)
     monkeypatch.setattr(Section, "__getattribute__", getattribute, raising=False)
     attempt: Any = Anything()
-    run: Any = ppo.run_ppo if config.NAME == "ppo-math" else sft.run_sft
+    module, _, function = config.RUN.partition(":")
+    run = getattr(importlib.import_module(module), function)
     run(config, RunPaths.for_trial(str(folder), "e", "t"), Console(file=io.StringIO()), attempt)
     monkeypatch.undo()
     return read
@@ -169,6 +172,7 @@ ELSEWHERE = (
     # core/quickstart.py reads them before an attempt.
     "experiment_name", "trial_name", "mode", "recover_retries", "monitor.log_level", "external_configs.*",
     "deadlines.*",  # core/launch, at every call
+    "dataset.fields.*",  # as a whole
     "*.type._class", "*.type.is_critic",  # refused where they disagree with config.json
     "*.optimizer.type",  # refused where a trained model has none
 )  # fmt: skip
@@ -186,11 +190,14 @@ def test_every_key_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.Monke
     check_walk(load(tmp_path, overrides), tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("experiment", ["sft", "dpo"])
 @pytest.mark.parametrize("overrides", ["", "dataset.valid_path=DATA", "recover_mode=disabled"])
-def test_every_key_of_sft_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
+def test_every_key_of_a_run_without_generators_is_read_or_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: str, overrides: str
+) -> None:
     path = write_run(tmp_path, SMALLEST_SFT)
     words = overrides.replace("DATA", str(tmp_path / "prompts.jsonl")).split()
-    check_walk(load_config("sft", path, words).config, tmp_path, monkeypatch)
+    check_walk(load_config(experiment, path, words).config, tmp_path, monkeypatch)
 
 
 def check_walk(config: ExperimentConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
