@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "slipstream": {"allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools"},
 }
 ORDER = {
-    "model_specs": ("values", "moe rope", "config", "server_parts", "family", "families", "hf_config"),
+    "model_specs": ("values", "moe rope", "config", "server_parts", "family", "families", "hf_config", "model_folder"),
     "rollout": (
         "types plugins errors",
         "trajectory_checks data rewards experience ledger",
@@ -415,7 +415,7 @@ ALIASES = {
     "core/config/models.py": ("actor.sglang.*", "sglang: dict[str, FlagValue]"),
     "core/config/runtime.py": ("added to actor.sglang",),
     "core/config/rules.py": ("config.actor.sglang",),
-    "core/config/unused.py": ("actor.sglang", "critic.sglang", "ref.sglang", "model.sglang"),
+    "core/config/unused.py": ("actor.sglang", "critic.sglang", "{name}.sglang"),
     "core/experiments/workers.py": ("config.actor.sglang",),
 }
 """Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""

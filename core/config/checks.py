@@ -20,13 +20,13 @@ from allocation import AllocationError, model_errors
 from core.config.algorithm import check_algorithm
 from core.config.allocation import resolve_allocation
 from core.config.base import Problem
-from core.config.check_models import ModelFolderError, read_model_folder
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.config.ray_address import joined_cluster
 from core.paths import RunPaths
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
+from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.preferences import read_preferences
 from rollout.data.rows import DatasetError, read_pairs, scan_rows
 from rollout.inference.gpus import check_gpus

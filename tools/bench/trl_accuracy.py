@@ -59,7 +59,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             callbacks=[clock],
             args=GRPOConfig(
                 output_dir=scratch,
-                use_cpu=not torch.cuda.is_available(),
+                use_cpu=not torch.accelerator.is_available(),
                 bf16=given.precision == "bfloat16",
                 gradient_checkpointing=False,
                 model_init_kwargs={"dtype": "float32"},
