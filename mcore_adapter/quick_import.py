@@ -2,7 +2,7 @@
 
 Megatron decorates its fused functions with torch.compile while it is imported. That loads torch's compiler, a third of
 the import time of a trainer rank, also where none of these functions is ever called. Here the compiler is loaded at
-the first call of such a function. The same holds for the optimizers of torch.
+the first call of such a function on a GPU; on the CPU they run as they are. The same holds for the optimizers of torch.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ def _compiled_when_called(compiler: Callable[..., Any], function: Any = None, **
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # The compiler of an outer function must not trace this one, only what it calls.
+        # On the CPU compiling takes longer than what it saves, and needs a C++ compiler. The compiler of an outer
+        # function must not trace this one, only what it calls.
+        on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in (*args, *kwargs.values()))
         inner = torch.compiler.is_dynamo_compiling()
-        return function(*args, **kwargs) if inner else compiled()(*args, **kwargs)
+        return compiled()(*args, **kwargs) if on_gpu and not inner else function(*args, **kwargs)
 
     return call

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mcore_adapter import quick_import
 
 SHOW = """
@@ -22,21 +24,29 @@ def test_the_engine_and_optimizers_load_megatron_and_no_compiler() -> None:
     assert done.stdout.split() == ["True", "False", "torch"]
 
 
-def test_a_function_is_compiled_once_with_its_options_at_its_first_call() -> None:
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_function_is_compiled_once_with_its_options_at_its_first_call_on_a_gpu() -> None:
     compiled: list[dict[str, Any]] = []
 
     def compiler(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         compiled.append(options)
-        return lambda *args: ("compiled", function(*args))
+        return lambda *args, **kwargs: ("compiled", function(*args, **kwargs))
 
     def decorate(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return quick_import._compiled_when_called(compiler, **options)
 
     @decorate(mode="fast")
-    def double(number: int) -> int:
+    def double(number: torch.Tensor) -> int:
         """Return twice the number."""
-        return 2 * number
+        return 2 * int(number)
 
-    assert not compiled and double.__name__ == "double"
-    assert [double(2), double(3)] == [("compiled", 4), ("compiled", 6)]
+    assert double.__name__ == "double"
+    assert [double(torch.tensor(2)), double(number=torch.tensor(3))] == [4, 6] and not compiled, "not on the CPU"
+    on_gpu = [torch.tensor(n).as_subclass(OnGPU) for n in (2, 3)]
+    assert [double(on_gpu[0]), double(number=on_gpu[1])] == [("compiled", 4), ("compiled", 6)]
     assert compiled == [{"mode": "fast"}]
