@@ -53,6 +53,8 @@ class Rank:
     def joined(self, layout: ParallelLayout, *, seed: int = 1, kind: Any = "cpu") -> Iterator[tuple[Any, Any]]:
         """(ParallelState, Device) of this rank in `layout`; its world must be the whole call. Each rank has the GPU of
         its number, where they run on GPUs."""
+        import torch
+
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
@@ -68,6 +70,9 @@ class Rank:
             timeout_seconds=120,
         )
         try:
+            # Gloo reports a peer that leaves before this rank has connected all of its groups as a crash.
+            if torch.distributed.get_backend() == "gloo":
+                torch.distributed.barrier()
             with device.activate():
                 yield parallel, device
         finally:
