@@ -62,6 +62,7 @@ ORDER = {
     ),
     "slipstream": ("api", "cli"),
     "tools": (
+        "arguments",
         "scratch_model demo_plot",
         "demo",
         "curves eval loss samples sweep",

@@ -31,6 +31,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tools import arguments
 from tools.chaos_run import (
     TARGETS,
     Leftovers,
@@ -124,9 +125,11 @@ class Report:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=12, help="how many")
-    parser.add_argument("--seed", type=int, default=1, help="of targets and moments")
-    parser.add_argument("--folder", type=Path, help="keep everything here (default: a temporary folder)")
+    parser.add_argument("--kills", type=arguments.integer(least=1), default=12, help="how many")
+    parser.add_argument("--seed", type=arguments.seed, default=1, help="of targets and moments")
+    parser.add_argument(
+        "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
+    )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
     with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:

@@ -8,12 +8,20 @@ For trying a recipe where no pretrained model is at hand:
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
-from rollout.data.rows import scan_rows
+import psutil
+
+from rollout.data.rows import DatasetError, scan_rows
+from tools import arguments
 
 PAD, EOS = "<pad>", "<eos>"
+MARKER = ".slipstream-scratch-model"
+"""File that identifies a folder that this tool has written, and may write again."""
+_BYTES_PER_PARAMETER = 8
+"""The float32 weights, and a copy while they are saved."""
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
@@ -66,21 +74,60 @@ def make_model(
     return sum(p.numel() for p in model.parameters())
 
 
-def main() -> None:
+def problems(
+    data: Path, output: Path, *, hidden_size: int, num_layers: int, vocab_size: int, head_dim: int
+) -> list[str]:
+    """Return what is wrong with the arguments, one line each."""
+    found = []
+    if hidden_size % (2 * head_dim):
+        near = max(1, round(hidden_size / (2 * head_dim))) * 2 * head_dim
+        found.append(f"--hidden-size {hidden_size} must be a multiple of twice --head-dim, {2 * head_dim}; try {near}")
+    if head_dim % 2:
+        found.append(f"--head-dim {head_dim} must be even: rotary embeddings turn pairs")
+    # Attention has 3 matrices of hidden^2 (two of half the size), the MLP 3 of 3 * hidden^2.
+    parameters = num_layers * 12 * hidden_size**2 + vocab_size * hidden_size
+    needed, free = parameters * _BYTES_PER_PARAMETER / 2**30, psutil.virtual_memory().available / 2**30
+    if needed > free:
+        found.append(
+            f"--hidden-size {hidden_size} --num-layers {num_layers}: {parameters / 1e9:.1f}e9 parameters need "
+            f"{needed:.0f} GiB, {free:.0f} GiB of memory are free; choose smaller ones"
+        )
+    if output.is_dir() and any(output.iterdir()) and not (output / MARKER).is_file():
+        found.append(f"--output {output} is not empty and was not written by this tool; name another folder")
+    try:
+        next(iter(scan_rows(data)))
+    except (DatasetError, StopIteration) as error:
+        found.append(f"--data: {error}")
+    return found
+
+
+def main() -> int:
+    """Write the model; return 0, or 2 for bad input, with one line on stderr for each problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="jsonl file of prompts")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64, of twice --head-dim")
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=32, help="SGLang's GPU kernels require 64 or more")
-    parser.add_argument("--vocab-size", type=int, default=768)
-    parser.add_argument("--seed", type=int, default=1)
+    add, size = parser.add_argument, arguments.integer(least=1)
+    add("--data", type=arguments.data_file, required=True, help="jsonl file of prompts")
+    add("--output", type=arguments.new_folder, required=True, help="folder to write to; a model of others stays")
+    add("--hidden-size", type=size, default=128, help="a multiple of 64, of twice --head-dim")
+    add("--num-layers", type=size, default=4)
+    add("--head-dim", type=size, default=32, help="SGLang's GPU kernels require 64 or more")
+    add("--vocab-size", type=arguments.integer(least=258), default=768, help="at least the 256 bytes, <pad> and <eos>")
+    add("--seed", type=arguments.seed, default=1)
     given = parser.parse_args()
-    size = {"hidden_size": given.hidden_size, "num_layers": given.num_layers, "vocab_size": given.vocab_size}
-    size["head_dim"] = given.head_dim
-    count = make_model(given.data, given.output, seed=given.seed, **size)
+    shape = {"hidden_size": given.hidden_size, "num_layers": given.num_layers, "vocab_size": given.vocab_size}
+    shape["head_dim"] = given.head_dim
+    if wrong := problems(given.data, given.output, **shape):
+        print("\n".join(f"error: {line}" for line in wrong), file=sys.stderr)
+        return 2
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / MARKER).write_text("python -m tools.scratch_model wrote this folder and may write it again.\n")
+    try:
+        count = make_model(given.data, given.output, seed=given.seed, **shape)
+    except DatasetError as error:
+        print(f"error: --data: {error}", file=sys.stderr)
+        return 2
     print(f"{given.output}: {count / 1e6:.1f}M parameters")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.inference.gpus import query_gpus
+from tools import arguments as cli
 from tools.bench import (
     accuracy,
     convert,
@@ -99,9 +100,14 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
     parser.add_argument("--shape", choices=gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
-    parser.add_argument("--first-gpu", type=int, default=0, help="gpu: where the trainer is; servers come behind it")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks"))
+    parser.add_argument("--trial", action="store_true", help="gpu: without a GPU, run everything small on the CPU")
+    parser.add_argument(
+        "--first-gpu", type=cli.integer(least=0), default=0, help="gpu: where the trainer is; servers come behind it"
+    )
+    parser.add_argument("--output", type=cli.new_folder, default=Path("benchmarks"))
     given = parser.parse_args()
+    if given.device == "gpu" and not given.trial and not query_gpus():
+        parser.error("gpu: nvidia-smi shows none on this host; write cpu, or add --trial")
     measurements: dict[str, Callable[[Any], Iterator[Any]]] = dict(CPU if given.device == "cpu" else GPU)
     unknown = set(given.only or ()) - measurements.keys()
     if unknown:
@@ -164,7 +170,7 @@ def host(device: str) -> str:
 
 def write(folder: Path, name: str, rows: list[Row]) -> None:
     """Put the rows into today's file, in place of those of the same names."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{date.today().isoformat()}.json"
     old = json.loads(path.read_text()) if path.exists() else []
     mine = {row.name for row in rows}

@@ -18,6 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from tools import arguments as cli
 from tools.demo.data import Ingredients, answer_of, make_ingredients
 from tools.demo.run import DemoError, accuracy, answers, first_at_least, run_quickstart, saved_models
 from tools.demo_plot import draw_run
@@ -39,12 +40,15 @@ PLACES: dict[int, tuple[list[str], list[str]]] = {
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; without arguments the demo is the configuration in examples/configs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sampling")
+    parser.add_argument("--seed", type=cli.seed, default=1, help="seed of weights, data order and sampling")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), help="folder to write to; an earlier demo in it goes"
+        "--output",
+        type=cli.new_folder,
+        default=Path("runs/demo"),
+        help="folder to write to; an earlier demo in it goes",
     )
     parser.add_argument("--gpus", type=int, choices=sorted(PLACES), default=0, help="GPUs to use; 0: the processor")
-    parser.add_argument("--steps", type=int, help="PPO steps; else those of its configuration")
+    parser.add_argument("--steps", type=cli.integer(least=1), help="PPO steps; else those of its configuration")
     return parser
 
 

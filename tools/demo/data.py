@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools import arguments as cli
+
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*="
 """With the two special tokens 16 tokens in all: divisible by every small tensor-parallel size."""
@@ -123,8 +125,8 @@ def save_model(folder: Path, *, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo's data sets and model.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the model's weights")
+    parser.add_argument("--output", type=cli.new_folder, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the model's weights")
     arguments = parser.parse_args()
     print(make_ingredients(arguments.output, seed=arguments.seed))
 

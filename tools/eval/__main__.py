@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools import arguments
 from tools.eval.compare import compare, report
 
 FAILED = 1
@@ -68,13 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model_path", type=Path, required=True, help="Hugging Face folder, saved step, or recover checkpoint")
-    add("--output_path", type=Path, required=True, help="folder for completions and tables")
+    add("--output_path", type=arguments.new_folder, required=True, help="folder for completions and tables")
     add("--data_names", default="math_500,aime24,amc23", help="benchmarks, or paths of jsonl files, with commas")
     add("--max_gen_tokens", type=_positive, default=32768, help="maximum tokens per completion")
     add("--n_sampling", type=int, default=32, help="sampled completions per question, in addition to the greedy one")
     add("--temperature", type=float, default=0.6, help="of the sampled completions")
     add("--top_p", type=float, default=0.95, help="of the sampled completions")
-    add("--seed", type=int, default=1)
+    add("--seed", type=arguments.seed, default=1)
     add("--num_questions", type=_positive, help="use only the first N questions of each benchmark")
     add("--data_dir", type=Path, help="folder of the benchmarks; default: $SLIPSTREAM_DATA, data, ../shared/data")
     add("--prompt_field", help="key of the question; default: detected")

@@ -1,0 +1,104 @@
+"""Bad arguments of the tools: exit code 2 and one line, before anything is imported or written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import scratch_model
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "1 + 1 =", "solutions": ["2"]}) + "\n")
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, module: str, *words: str) -> int:
+    """The exit code of a tool with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    try:
+        return importlib.import_module(module).main() or 0
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hidden-size", "100"], "error: --hidden-size 100 must be a multiple of twice --head-dim, 64; try 128"),
+        (["--hidden-size", "0"], "argument --hidden-size: 0 must be at least 1"),
+        (["--head-dim", "0"], "argument --head-dim: 0 must be at least 1"),
+        (["--head-dim", "5", "--hidden-size", "10"], "error: --head-dim 5 must be even"),
+        (["--num-layers", "-3"], "argument --num-layers: -3 must be at least 1"),
+        (["--vocab-size", "10"], "argument --vocab-size: 10 must be at least 258"),
+        (
+            ["--seed", "99999999999999999999999"],
+            "argument --seed: 99999999999999999999999 must be from 0 to 4294967295",
+        ),
+        (["--hidden-size", "640000", "--num-layers", "9999"], "of memory are free; choose smaller ones"),
+        (["--output", "/proc/x"], "argument --output: /proc/x: cannot write in /proc"),
+        (["--output", "DATA"], "is a file; name a folder"),
+        (["--data", "/no/file"], "argument --data: /no/file: no such file"),
+        (["--data", "FIFO"], "fifo: not a regular file"),
+        (["--data", "BAD"], "error: --data: "),
+    ],
+)
+def test_scratch_model_refuses_what_it_cannot_make(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str],
+    said: str,
+) -> None:  # fmt: skip
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "bad.jsonl").write_text("{nothing\n")
+    places = {"DATA": str(data), "FIFO": str(tmp_path / "fifo"), "BAD": str(tmp_path / "bad.jsonl")}
+    words = [places.get(word, word) for word in words]
+    output = tmp_path / "model"
+    monkeypatch.setattr(scratch_model, "make_model", lambda *args, **kwargs: pytest.fail("it was made"))
+    assert run(monkeypatch, "tools.scratch_model", "--data", str(data), "--output", str(output), *words) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not output.exists()
+
+
+def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(scratch_model, "make_model", lambda data, output, **shape: made.append(output) or 1)
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    assert run(monkeypatch, "tools.scratch_model", "--data", str(data), "--output", str(theirs)) == 2
+    assert "is not empty and was not written by this tool" in capsys.readouterr().err
+    for _ in range(2):
+        assert run(monkeypatch, "tools.scratch_model", "--data", str(data), "--output", str(mine)) == 0
+    assert made == [mine, mine] and [path.name for path in theirs.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "said"),
+    [
+        ("tools.chaos", ["--kills", "0"], "argument --kills: 0 must be at least 1"),
+        ("tools.chaos", ["--kills", "-1"], "argument --kills: -1 must be at least 1"),
+        ("tools.chaos", ["--folder", __file__], "is a file; name a folder"),
+        ("tools.demo.__main__", ["--output", "/proc/x"], "argument --output: /proc/x: cannot write in /proc"),
+        ("tools.demo.__main__", ["--steps", "0"], "argument --steps: 0 must be at least 1"),
+        ("tools.demo.data", ["--output", "/proc/x"], "argument --output: /proc/x: cannot write in /proc"),
+        ("tools.eval.__main__", ["--model_path", "m", "--output_path", "/etc/passwd"], "is a file; name a folder"),
+        (
+            "tools.eval.__main__", ["--model_path", "m", "--output_path", "o", "--seed", "99999999999"],
+            "argument --seed: 99999999999 must be from 0",
+        ),
+    ],
+)  # fmt: skip
+def test_the_other_tools_refuse_bad_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, words: list[str], said: str
+) -> None:
+    assert run(monkeypatch, module, *words) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,57 @@
+"""Types of command-line arguments that refuse what cannot work, before anything is imported or started.
+
+Used as `type=` of argparse, which names the argument and ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def integer(*, least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a type for integers from `least` to `most`."""
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
+        if value < least or (most is not None and value > most):
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{value} must be {bounds}")
+        return value
+
+    return integer
+
+
+seed = integer(least=0, most=2**32 - 1)
+"""A seed of the run, and of torch and numpy."""
+
+
+def new_folder(text: str) -> Path:
+    """Return the path of a folder that is there and may be written, or that may be made."""
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a file; name a folder")
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.exists(p))
+    try:
+        # Writing is the only test that knows about read-only mounts and root; the file has no name.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: cannot write in {existing}: {error.strerror}") from None
+    return path
+
+
+def data_file(text: str) -> Path:
+    """Return the path of a file that can be read: no folder, no pipe."""
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
+    if not os.access(path, os.R_OK):
+        raise argparse.ArgumentTypeError(f"{path}: it may not be read; change its permissions")
+    return path
