@@ -97,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
 def _which_experiment(given: str | None) -> str:
     if given is None:
         return f"which experiment? One of {', '.join(EXPERIMENTS)}; --help explains"
-    near = difflib.get_close_matches(given, EXPERIMENTS, n=1, cutoff=0.4)
+    near = [name for name in EXPERIMENTS if name.startswith(given)]
+    near += difflib.get_close_matches(given, EXPERIMENTS, n=1, cutoff=0.4)
     return f"unknown experiment {given!r}; " + (
         f"did you mean {near[0]!r}?" if near else f"one of {', '.join(EXPERIMENTS)}"
     )

@@ -185,7 +185,7 @@ def test_help_lists_every_key_fast_and_alone(capsys: pytest.CaptureFixture[str])
     assert quickstart.main(["sft", "-h"]) == 0
     assert "  dataset.train_path (str; required)\n" in capsys.readouterr().out
     assert quickstart.main(["--help"]) == 0
-    assert "{ppo-math,sft}" in capsys.readouterr().out
+    assert "{ppo-math,sft,dpo}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

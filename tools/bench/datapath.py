@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.marks = [(time.thread_time(), time.perf_counter())]
+
+    def whole_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def after_step(self, step: int, timer: StepTimer) -> None: ...
 

@@ -63,6 +63,7 @@ class Cluster:
     """Hands out `actors` in order; does the chores before it gathers, as the real one does while it waits."""
 
     startup_seconds = 60.0
+    host = "127.0.0.1"
 
     def __init__(self, log_folder: Path, actors: list[Actor]) -> None:
         self.log_folder, self.actors = log_folder, iter(actors)
