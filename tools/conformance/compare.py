@@ -26,7 +26,7 @@ class Outcome:
     check: Check
     peer: str
     difference: float
-    """Largest absolute difference between the peer and this project over all cases; inf for NaN."""
+    """Largest difference between the peer and this project over all cases; inf for NaN."""
     from_formula: float | None
     """Largest difference between the peer and the formula of its deviation."""
     case: str
@@ -83,19 +83,23 @@ def judge(check: Check, call: Call, peer: str, found: Sequence[tuple[Batch, Mapp
         expected = ours(check, batch)
         apart = difference(theirs, expected, batch)
         if apart >= worst:
-            worst, case = apart, describe(theirs, expected, batch)
+            worst, case = apart, describe(check, theirs, expected, batch)
         if call.deviation is not None:
             from_formula = max(from_formula or 0.0, difference(theirs, call.deviation.formula(batch), batch))
     return Outcome(check=check, peer=peer, difference=worst, from_formula=from_formula, case=case)
 
 
 def difference(first: Result, second: Result, batch: Batch) -> float:
-    """Return the largest absolute difference between two results over trained tokens; inf where one is NaN."""
-    apart = [((first[name] - second[name]).abs() * _mask(second[name], batch)).max() for name in second]
+    """Return the largest difference between two results over trained tokens, relative to `second` where that is above
+    1; inf where one is NaN."""
+    apart = [
+        ((first[name] - value).abs() / value.abs().clamp(min=1.0) * _mask(value, batch)).max()
+        for name, value in second.items()
+    ]
     return float(torch.stack(apart).nan_to_num(nan=torch.inf).max())
 
 
-def describe(theirs: Result, expected: Result, batch: Batch) -> str:
+def describe(check: Check, theirs: Result, expected: Result, batch: Batch) -> str:
     """Name the token of the largest difference, with its advantage or reward and ratios, and both values."""
     name = next(n for n in ("grads", "advantages", "weights") if n in expected)
     apart = ((theirs[name] - expected[name]).abs() * of(batch, "mask")).nan_to_num(nan=torch.inf)
@@ -104,6 +108,8 @@ def describe(theirs: Result, expected: Result, batch: Batch) -> str:
     i, t = divmod(int(apart.argmax()), apart.shape[1])
     if name == "advantages":
         where = f"R = {batch['rewards'][i]:g}"
+    elif check.quantity == "preferences":
+        where = "rejected token" if i % 2 else "chosen token"
     else:
         low, high = ("rollout_logprobs", "old_logprobs") if name == "weights" else ("old_logprobs", "logprobs")
         ratio = (of(batch, high) - of(batch, low))[i, t].exp()

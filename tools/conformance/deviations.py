@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from tools.conformance.batches import GROUP_SIZE, LONGEST, Batch
 from tools.conformance.checks import Result, of
@@ -149,6 +150,22 @@ def k3_ratio_to_2(logprobs: Tensor, batch: Batch) -> Tensor:
     mask, x = of(batch, "mask"), logprobs - of(batch, "ref_logprobs")
     ratio = (logprobs - of(batch, "old_logprobs")).exp().clamp(0.0, 2.0)
     return (((-x).exp() - 1 + x) * ratio * mask).sum() / mask.sum()
+
+
+@with_gradient
+def one_pair_of_all(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Compute -(1 - s) log sigmoid(beta D) - s log sigmoid(-beta D) of the sum D over all pairs, s = 0.1, beta =
+    0.1."""
+    changes = ((logprobs - of(batch, "ref_logprobs")) * of(batch, "mask")).sum(1)
+    margin = 0.1 * (changes[0::2] - changes[1::2]).sum()
+    return -0.9 * logsigmoid(margin) - 0.1 * logsigmoid(-margin)
+
+
+@with_gradient
+def ipo_of_sums(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Compute (D - 1 / (2 beta))^2 from sums over tokens, beta = 0.1."""
+    changes = ((logprobs - of(batch, "ref_logprobs")) * of(batch, "mask")).sum(1)
+    return (changes[0::2] - changes[1::2] - 5.0).square().mean()
 
 
 def inverted_band(low: float, high: float, *, of_sequence: bool = False) -> Callable[[Batch], Result]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.conformance import deviations as d
+from tools.conformance.batches import LONGEST
 from tools.conformance.checks import Call, Check, Deviation
 
 NONE = {"correction": "none"}
@@ -34,6 +35,11 @@ def weights(name: str, settings: Mapping[str, Any], peers: Mapping[str, Call], *
     return Check(name=name, quantity="weights", algorithm="rloo", settings=settings, peers=peers, **more)
 
 
+def preferences(name: str, settings: Mapping[str, Any], peers: Mapping[str, Call]) -> Check:
+    settings = {"beta": 0.1, **settings}
+    return Check(name=name, quantity="preferences", algorithm="dpo", settings=settings, peers=peers, kind="all_trained")
+
+
 def kl(name: str, estimator: str, gradient: str, peers: Mapping[str, Call]) -> Check:
     settings = {"ppo.kl_ctl": 1.0, "kl_in": "loss", "kl_estimator": estimator, "kl_gradient": gradient}
     return Check(
@@ -60,6 +66,9 @@ ADVANTAGES = (
         "trinity": same("grouped", name="opmd"),
         "openrlhf": same("advantage", estimator="dr_grpo"),
     }),
+    advantages("dapo: penalty of overlong answers", "dapo",
+               {"advantage_std": "none", "overlong_share": 3 / LONGEST, "ppo.gen.max_new_tokens": LONGEST},
+               {"openrlhf": same("advantage", estimator="dr_grpo", overlong_buffer=3)}, kind="all_trained"),
     advantages("rloo: advantage", "rloo", {}, {
         "trl": same("rloo_advantage"),
         "verl": same("advantage", estimator="rloo"),
@@ -217,4 +226,17 @@ CORRECTIONS = (
     }),
 )  # fmt: skip
 
-ROWS = (*ADVANTAGES, *LOSSES, *KL, *CORRECTIONS)
+PREFERENCES = (
+    preferences("dpo, beta 0.1", {}, {"trl": same("dpo", kind="sigmoid"), "openrlhf": same("dpo")}),
+    preferences("dpo, label_smoothing=0.1", {"label_smoothing": 0.1}, {
+        "trinity": differs("dpo", "log sigmoid of the sum over all pairs of the batch, not the mean over pairs",
+                           d.one_pair_of_all, label_smoothing=0.1),
+        "openrlhf": same("dpo", label_smoothing=0.1),
+    }),
+    preferences("ipo, beta 0.1", {"kind": "ipo"}, {
+        "trl": same("dpo", kind="ipo"),
+        "openrlhf": differs("dpo", "sums over tokens (here: means)", d.ipo_of_sums, ipo=True),
+    }),
+)  # fmt: skip
+
+ROWS = (*ADVANTAGES, *LOSSES, *KL, *CORRECTIONS, *PREFERENCES)

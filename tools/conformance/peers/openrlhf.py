@@ -24,21 +24,31 @@ for library, modules in EMPTY.items():
         empty.__getattr__ = lambda name: None  # type: ignore[method-assign]
         sys.modules[module] = empty
 
-from openrlhf.models.loss import PolicyLoss, aggregate_loss  # noqa: E402
+from openrlhf.models.loss import DPOLoss, PolicyLoss, aggregate_loss  # noqa: E402
 from openrlhf.models.utils import compute_approx_kl  # noqa: E402
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker  # noqa: E402
 
 Batch = dict[str, Any]
 
 
-def advantage(batch: Batch, *, estimator: str, gamma: float = 1.0, lambd: float = 1.0) -> dict[str, torch.Tensor]:
-    """Compute advantages from rewards and, for gae, values."""
+def advantage(
+    batch: Batch, *, estimator: str, gamma: float = 1.0, lambd: float = 1.0, overlong_buffer: float | None = None
+) -> dict[str, torch.Tensor]:
+    """Compute advantages from rewards and, for gae, values. `overlong_buffer`: tokens before the longest answer."""
     space = types.SimpleNamespace
     algo = space(advantage=space(estimator=estimator, gamma=gamma, lambd=lambd, no_std_norm=False))
     size = batch["group"].count(batch["group"][0])
-    no_penalty = space(overlong_buffer_len=None, stop_properly_penalty_coef=None, clip_range=None)
+    no_penalty = space(
+        overlong_buffer_len=overlong_buffer,
+        overlong_penalty_factor=1.0,
+        stop_properly_penalty_coef=None,
+        clip_range=None,
+    )
     arguments = space(
-        algo=algo, rollout=space(n_samples_per_prompt=size, max_new_tokens=100), reward=no_penalty, ds=space()
+        algo=algo,
+        rollout=space(n_samples_per_prompt=size, max_new_tokens=batch["mask"].shape[1]),
+        reward=no_penalty,
+        ds=space(),
     )
     maker = RemoteExperienceMaker.__new__(RemoteExperienceMaker)
     maker.strategy, maker.args, maker.advantage_estimator = space(args=arguments), arguments, estimator
@@ -81,4 +91,11 @@ def kl(batch: Batch, *, estimator: str, unbiased: bool = False) -> dict[str, tor
     return {"loss": aggregate_loss(value, batch["mask"])}
 
 
-OPERATIONS = {"advantage": advantage, "loss": loss, "weights": weights, "kl": kl}
+def dpo(batch: Batch, **options: Any) -> dict[str, torch.Tensor]:
+    """Call the DPO loss on pairs of neighbours, chosen and rejected, with sums over tokens as in its trainer."""
+    policy, reference = ((batch[name] * batch["mask"]).sum(1) for name in ("logprobs", "ref_logprobs"))
+    value, *_ = DPOLoss(beta=0.1, **options)(policy[0::2], policy[1::2], reference[0::2], reference[1::2])
+    return {"loss": value}
+
+
+OPERATIONS: dict[str, Any] = {"advantage": advantage, "loss": loss, "weights": weights, "kl": kl, "dpo": dpo}

@@ -11,6 +11,7 @@ from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
 from trinity.algorithm.advantage_fn.opmd_advantage import OPMDGroupAdvantage
 from trinity.algorithm.kl_fn import kl_fn
 from trinity.algorithm.policy_loss_fn.cispo_policy_loss import CISPOPolicyLossFn
+from trinity.algorithm.policy_loss_fn.dpo_loss import DPOLossFn
 from trinity.algorithm.policy_loss_fn.gspo_policy_loss import GSPOLossFn
 from trinity.algorithm.policy_loss_fn.opmd_policy_loss import OPMDPolicyLossFn
 from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
@@ -74,4 +75,12 @@ def kl(batch: Batch, *, name: str) -> dict[str, torch.Tensor]:
     return {"loss": value}
 
 
-OPERATIONS = {"grouped": grouped, "batched": batched, "loss": loss, "kl": kl}
+def dpo(batch: Batch, **options: Any) -> dict[str, torch.Tensor]:
+    """Call the DPO loss on pairs of neighbours: chosen, rejected."""
+    value, _ = DPOLossFn(**options)(
+        logprob=batch["logprobs"], ref_logprob=batch["ref_logprobs"], action_mask=batch["mask"]
+    )
+    return {"loss": value}
+
+
+OPERATIONS: dict[str, Any] = {"grouped": grouped, "batched": batched, "loss": loss, "kl": kl, "dpo": dpo}

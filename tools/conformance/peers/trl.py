@@ -1,4 +1,4 @@
-"""TRL 1.16: advantages, corrections and losses of GRPOTrainer and RLOOTrainer. Runs in TRL's environment.
+"""TRL 1.16: advantages, corrections and losses of GRPOTrainer, RLOOTrainer and DPOTrainer. Runs in TRL's environment.
 
 The methods run unchanged on an object that stands for the trainer: its model returns the given log-probabilities, and
 its generation returns the given rewards.
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import GRPOTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 Batch = dict[str, Any]
 
@@ -134,7 +134,33 @@ def rloo_loss(batch: Batch) -> dict[str, torch.Tensor]:
     return {"loss": RLOOTrainer._compute_loss(stub, None, inputs)}
 
 
-OPERATIONS = {
+def dpo(batch: Batch, *, kind: str, beta: float = 0.1) -> dict[str, torch.Tensor]:
+    """Call DPOTrainer._compute_loss on pairs of neighbours: chosen, rejected."""
+
+    def chosen_first(name: str) -> torch.Tensor:
+        """Put the prompt token before each row."""
+        rows = torch.cat((batch[name][0::2], batch[name][1::2]))
+        return torch.cat((torch.zeros_like(rows[:, :1]), rows), dim=1)
+
+    mask = chosen_first("mask").long()
+
+    def model(name: str) -> Any:
+        logprobs = chosen_first(name)[:, 1:]
+        zeros = torch.zeros(logprobs.shape)
+        output = SimpleNamespace(log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+        return lambda **_: output
+
+    stub = trainer(
+        batch, batch["logprobs"], loss_types=[kind], loss_weights=[1.0], beta=beta, ld_alpha=None, use_weighting=False,
+        precompute_ref_logps=False, f_divergence_type="reverse_kl", label_smoothing=0.0, _total_train_tokens=0,
+        _tp_size=1,
+    )  # fmt: skip
+    stub.ref_model = model("ref_logprobs")
+    inputs = {"input_ids": mask, "attention_mask": mask, "completion_mask": mask}
+    return {"loss": DPOTrainer._compute_loss(stub, model("logprobs"), inputs, False)}
+
+
+OPERATIONS: dict[str, Any] = {
     "advantage": advantage, "rloo_advantage": rloo_advantage, "weights": weights, "opsm": opsm, "loss": loss,
-    "rloo_loss": rloo_loss,
+    "rloo_loss": rloo_loss, "dpo": dpo,
 }  # fmt: skip

@@ -69,4 +69,10 @@ def rejection(batch: Batch, *, rule: str, threshold: str) -> dict[str, torch.Ten
     return {"weights": log_ratio.exp() * kept}
 
 
-OPERATIONS = {"advantage": advantage, "loss": loss, "kl": kl, "weights": weights, "rejection": rejection}
+OPERATIONS: dict[str, Any] = {
+    "advantage": advantage,
+    "loss": loss,
+    "kl": kl,
+    "weights": weights,
+    "rejection": rejection,
+}
