@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.arguments import integer, new_folder
+from tools.arguments import seed as seed_argument
 from tools.sweep.figures import draw_by_staleness, shown
 from tools.sweep.runs import Run, read_all, read_keys, run_all
 from tools.sweep.warm import warm_up
@@ -41,12 +43,12 @@ UNNEEDED = {("loglinear", 0): "decoupled"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: 1 where a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the sweep; rows in it are kept")
-    parser.add_argument("--staleness", nargs="+", type=int, default=STALENESS)
+    parser.add_argument("--output", type=new_folder, required=True, help="folder of the sweep; rows in it are kept")
+    parser.add_argument("--staleness", nargs="+", type=integer(least=0), default=STALENESS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=tuple(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=300, help="training steps of a run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, two cores each")
+    parser.add_argument("--seeds", nargs="+", type=seed_argument, default=[1, 2, 3])
+    parser.add_argument("--steps", type=integer(least=1), default=300, help="training steps of a run")
+    parser.add_argument("--jobs", type=integer(least=1), default=1, help="runs at a time, two cores each")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that change in every run")
     given = parser.parse_args(arguments)
     try:
