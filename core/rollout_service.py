@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from core.data.answers import AnswerDataset
+from core.data.demonstrations import Demonstrations
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.monitoring.sample_writer import SampleWriter
 from core.monitoring.samples import Sample
 from core.rollout_settings import RolloutSettings
 from rollout.data.prompts import PromptDataset
+from rollout.data.rows import DatasetError
 from rollout.data.tokenizer import load_tokenizer
 from rollout.errors import ErrorPolicy
 from rollout.evaluation import Judged, end_token_ids, sample_and_judge
@@ -79,6 +82,8 @@ class RolloutService:
             name: load(path).prompts[: settings.num_eval_prompts] for name, path in named(settings.eval_paths).items()
         }
 
+        self._demonstrations = _demonstrations(settings, self._tokenizer) if settings.demonstrations_path else None
+
     def _make_producer(self, settings: RolloutSettings, workflow: Workflow) -> RolloutProducer:
         return RolloutProducer(
             self._dataset,
@@ -127,6 +132,7 @@ class RolloutService:
         await self._producer.__aenter__()
 
     def _load(self, version: int, state: Any, *, ignore_changes: bool) -> None:
+        self._check_demonstrations(state.get("demonstrations"), ignore_changes=ignore_changes)
         same_groups = state["group_size"] == self._group_size  # whether not is allowed was decided before
         if not same_groups:
             logger.warning("group_size was %d: untrained completions are sampled again", state["group_size"])
@@ -135,12 +141,23 @@ class RolloutService:
         else:
             self._producer.load_state_dict(state["producer"], keep_sampled=same_groups, ignore_changes=ignore_changes)
 
+    def _check_demonstrations(self, before: Any, *, ignore_changes: bool) -> None:
+        try:
+            if self._demonstrations is not None and before is not None:
+                self._demonstrations.check_continues(before)
+        except DatasetError as change:
+            if not ignore_changes:
+                raise
+            logger.warning("%s. Ignored: the run continues with these demonstrations.", change)
+
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         """Return the next batch, packed, and the figures of the producer and of the workflow. Raises RewardFailureError
         where most completions could not be scored for some batches."""
         groups = await self._producer.take(version)
         self._failed_scores.check(self._rewards.stats(), step=version + 1, last_error=self._rewards.last_error)
         batch = await asyncio.to_thread(pack_trajectories, groups, self._producer.taken)
+        if self._demonstrations is not None:
+            batch = replace(batch, demonstrations=self._demonstrations.of_step(version))
         await self._samples.write(groups, batch.positions, step=version + 1)
         return batch, self._producer.stats() | batch.workflow_figures()
 
@@ -155,7 +172,9 @@ class RolloutService:
         """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
         cursor. The samples of the last batch are in their file then."""
         await self._samples.written()
-        return {"group_size": self._group_size, "producer": await self._producer.state_dict()}
+        demonstrations = self._demonstrations.state_dict() if self._demonstrations is not None else None
+        producer = await self._producer.state_dict()
+        return {"group_size": self._group_size, "producer": producer, "demonstrations": demonstrations}
 
     async def evaluate(self) -> dict[str, float]:
         """Judge one completion for each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean length
@@ -189,6 +208,15 @@ class RolloutService:
         await self._samples.close()
         await self.router.close()
         await self._rewards.close()
+
+
+def _demonstrations(settings: RolloutSettings, tokenizer: Any) -> Demonstrations:
+    """Read the demonstrations of a run; they are as long as a prompt with its completion, at most."""
+    rows = AnswerDataset(
+        settings.demonstrations_path, tokenizer, seed=settings.seed, shuffle=settings.shuffle,
+        max_seqlen=settings.max_prompt_len + settings.sampling.max_new_tokens,
+    )  # fmt: skip
+    return Demonstrations(rows, settings.demonstrations_per_step)
 
 
 def _figures(judged: Sequence[Judged]) -> dict[str, float]:

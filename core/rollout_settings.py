@@ -45,6 +45,9 @@ class RolloutSettings:
     """Either "wait" for the oldest prompts, or "mask" tokens that are too old."""
     in_order: bool
     """A step trains on exactly the prompts of its place in the stream."""
+    demonstrations_path: str = ""
+    """jsonl file of prompts with answers to train on beside the samples; empty: none."""
+    demonstrations_per_step: int = 0
     dynamic_sampling_limit: int | None = None
     """Drop groups without spread, up to so many batches of prompts a step. None: keep all."""
     max_in_flight: int

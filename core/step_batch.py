@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from core.algorithms.base import Algorithm, Objective
+from core.algorithms.mix import DEMONSTRATION
 from core.data.batch_writer import BatchWriter, assemble
 from core.data.minibatches import Unit, deal_minibatches, units_of
 from core.data.rollout_batch import RolloutBatch
 from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use
+from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.weights import TokenWeights
 
 Results = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
@@ -74,10 +76,18 @@ class StepBatch:
         self._rollout, self._version = rollout, request.version
         units = units_of(rollout.group_ids, request.unit)
         minibatches = deal_minibatches(units, request.num_minibatches, seed=request.seed)
+        token_ids, loss_mask, experts = rollout.token_ids, rollout.loss_mask, rollout.routed_experts
+        self._cu_seqlens = rollout.cu_seqlens
+        if (shown := rollout.demonstrations) is not None:
+            minibatches = _beside(minibatches, shown.num_sequences, first=rollout.num_sequences, seed=request.seed)
+            units = np.concatenate((units, units.max() + 1 + np.arange(shown.num_sequences)))
+            token_ids = np.concatenate((token_ids, shown.token_ids.numpy().astype(token_ids.dtype)))
+            loss_mask = np.concatenate((loss_mask, shown.loss_mask.numpy()))
+            self._cu_seqlens = np.concatenate((self._cu_seqlens, shown.cu_seqlens.numpy()[1:] + self._cu_seqlens[-1]))
+            experts = None if experts is None else self._padded(experts, -1)
         self._writer = BatchWriter(
-            put, token_ids=rollout.token_ids, cu_seqlens=rollout.cu_seqlens, loss_mask=rollout.loss_mask,
-            routed_experts=rollout.routed_experts, units=units if request.unit == "pair" else None,
-            minibatches=minibatches, uses=request.uses,
+            put, token_ids=token_ids, cu_seqlens=self._cu_seqlens, loss_mask=loss_mask, routed_experts=experts,
+            units=units if request.unit == "pair" else None, minibatches=minibatches, uses=request.uses,
         )  # fmt: skip
 
     @property
@@ -100,6 +110,7 @@ class StepBatch:
                 "n_seqs": float(rollout.num_sequences),
                 "no_eos_ratio": float(rollout.no_eos.mean()),
                 **rollout.reward_figures(),
+                **_figures(rollout.demonstrations),
             },
         )
 
@@ -107,15 +118,40 @@ class StepBatch:
         """Compute advantages from the results of the passes, and place every field to train on."""
         torch.set_num_threads(1)
         rollout, algorithm = self._rollout, scoring.algorithm
-        passes = {name: assemble(of, rollout.cu_seqlens) for name, of in results.items()}
+        passes = {name: assemble(of, self._cu_seqlens) for name, of in results.items()}
         sampled = {"rollout_logprobs": torch.from_numpy(rollout.rollout_logprobs)}
-        known: dict[str, Tensor] = {**sampled, **passes, "loss_mask": torch.from_numpy(rollout.loss_mask)}
+        known: dict[str, Tensor] = {**sampled, "loss_mask": torch.from_numpy(rollout.loss_mask)}
+        known |= {name: value[: len(rollout.token_ids)] for name, value in passes.items()}
         known["ages"] = rollout.token_ages(self._version)
         trained_on, metrics = algorithm.advantages(rollout, known)
-        fields = {name: value.numpy() for name, value in {**sampled, **passes, **trained_on}.items()}
+        fields = {name: self._padded(value.numpy(), 0) for name, value in {**sampled, **trained_on}.items()}
+        fields = {**{name: value.numpy() for name, value in passes.items()}, **fields}
+        if rollout.demonstrations is not None:
+            fields[DEMONSTRATION] = np.arange(self._cu_seqlens[-1]) >= len(rollout.token_ids)
         weights = {engine: _token_weights(objective) for engine, objective in scoring.objectives.items()}
         stored = self._writer.put_fields(fields, weights)
         return stored, Scored(metrics=metrics, algorithm_state=algorithm.state_dict())
+
+    def _padded(self, values: np.ndarray, fill: int) -> np.ndarray:
+        """Extend values of the rollouts' tokens by `fill` for those of demonstrations."""
+        added = int(self._cu_seqlens[-1]) - len(values)
+        return np.concatenate((values, np.full((added, *values.shape[1:]), fill, values.dtype))) if added else values
+
+
+def _beside(minibatches: list[list[int]], count: int, *, first: int, seed: int) -> list[list[int]]:
+    """Deal `count` demonstrations, the sequences from `first` on, into minibatches of rollouts."""
+    dealt = deal_minibatches(np.arange(count), len(minibatches), seed=seed)
+    dealt += [[] for _ in range(len(minibatches) - len(dealt))]
+    return [[*rollouts, *(first + i for i in more)] for rollouts, more in zip(minibatches, dealt, strict=True)]
+
+
+def _figures(demonstrations: PackedBatch | None) -> dict[str, float]:
+    if demonstrations is None:
+        return {}
+    return {
+        "n_demonstrations": float(demonstrations.num_sequences),
+        "n_demonstrated_tokens": float(demonstrations.loss_mask.sum()),
+    }
 
 
 def _token_weights(objective: Objective) -> TokenWeights | None:

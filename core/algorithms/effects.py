@@ -11,7 +11,7 @@ _ALWAYS = frozenset({
     "ppo_n_minibatches", "actor_sample_reuse", "kl_ctl",
     "reward_output_scaling", "reward_output_bias", "mask_no_eos_with_zero", "adv_norm",
     "entropy_coeff", "advantage", "loss", "aggregation", "correction", "overlong_share",
-    "opsm_threshold", "dynamic_sampling",
+    "opsm_threshold", "dynamic_sampling", "demonstration_weight",
 })  # fmt: skip
 _ADVANTAGE: Mapping[str, frozenset[str]] = {
     "gae": frozenset({"discount", "gae_lambda", "group_adv_norm"}),
@@ -57,6 +57,10 @@ def keys_read(settings: AlgorithmSettings) -> frozenset[str]:
         reads |= {"overlong_penalty"}
     if settings.aggregation == "constant":
         reads |= {"aggregation_constant"}
+    if settings.demonstration_weight:
+        reads |= {"demonstration_loss", "demonstration_warmup_steps", "demonstration_decay_steps"}
+    if settings.demonstration_weight and settings.demonstration_decay_steps:
+        reads |= {"demonstration_valley"}
     return reads | _kl_keys(settings)
 
 

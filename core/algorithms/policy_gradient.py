@@ -19,7 +19,8 @@ from core.algorithms.base import Algorithm, Metrics, Objective, Pass, Unit
 from core.algorithms.baselines import BASELINES
 from core.algorithms.corrections import PROXIMAL_SHARE, SMALL_CHANGE, proximal_share, small_changes
 from core.algorithms.kl import AdaptiveKL
-from core.algorithms.losses import policy_loss, value_loss
+from core.algorithms.losses import policy_loss, trained_weights, value_loss
+from core.algorithms.mix import DEMONSTRATION, demonstration_loss, demonstration_weight, mixed_weights
 from core.algorithms.rewards import overlong_penalty, reward_metrics, sequence_scores, token_divergence, token_rewards
 from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import sequence_of_token
@@ -42,6 +43,7 @@ class PolicyGradient(Algorithm):
         self._settings = settings
         self._value_norm = ValueNorm()
         self._kl = AdaptiveKL(settings.kl_ctl, settings.kl_target, settings.kl_horizon)
+        self._steps = 0  # whose advantages were computed
 
     @property
     def settings(self) -> AlgorithmSettings:
@@ -75,6 +77,7 @@ class PolicyGradient(Algorithm):
         self, batch: RolloutBatch, fields: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         settings, mask = self.settings, fields["loss_mask"]
+        self._steps += 1
         trained_on = _policy_fields(settings, fields)
         scores, task_reward, figures = _scores(batch, settings)
         divergence = token_divergence({**fields, **trained_on}, settings)
@@ -92,7 +95,18 @@ class PolicyGradient(Algorithm):
         if settings.adv_norm:
             advantages = whiten(advantages, mask, of_sample=settings.adv_norm_std == "sample")
         trained_on["advantages"] = advantages
+        if self._mixes:
+            metrics["demonstration_weight"] = self._mu
         return trained_on, metrics
+
+    @property
+    def _mixes(self) -> bool:
+        return self._settings.demonstration_weight > 0
+
+    @property
+    def _mu(self) -> float:
+        """Weight of the demonstrations in the present step."""
+        return demonstration_weight(max(self._steps - 1, 0), self._settings)
 
     def baseline(self, scores: Tensor, group_ids: Tensor) -> Tensor:
         """Compute the advantage of each sequence, or its score where a critic has the baseline: [N] of [N] each."""
@@ -125,9 +139,14 @@ class PolicyGradient(Algorithm):
     @property
     def weighs_alike(self) -> bool:
         overridden = type(self).token_weights is not PolicyGradient.token_weights
-        return self._settings.aggregation == "token_mean" and not overridden
+        return self._settings.aggregation == "token_mean" and not overridden and not self._mixes
 
     def token_weights(self, minibatch: PackedBatch) -> Tensor:
+        if self._mixes and DEMONSTRATION in minibatch.fields:
+            return mixed_weights(minibatch, self._rollout_weights, self._mu)
+        return self._rollout_weights(minibatch)
+
+    def _rollout_weights(self, minibatch: PackedBatch) -> Tensor:
         settings = self._settings
         if settings.aggregation == "token_mean":
             return token_mean(minibatch)
@@ -140,14 +159,24 @@ class PolicyGradient(Algorithm):
         return token_sum(minibatch, divisor=trained * constant)
 
     def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
-        return policy_loss(output, fields, sequences, self.settings)
+        if not self._mixes or DEMONSTRATION not in fields:
+            return policy_loss(output, fields, sequences, self.settings)
+        assert output.logprobs is not None, "the actor's engine returns log-probabilities"
+        sampled = {**fields, "loss_mask": fields["loss_mask"] & ~fields[DEMONSTRATION].bool()}
+        loss, metrics = policy_loss(output, sampled, sequences, self.settings)
+        weights, mu = trained_weights(fields), self._mu
+        metrics = {name: value / (1.0 - mu) for name, value in metrics.items()}  # means over rollouts alone
+        shown, figures = demonstration_loss(output.logprobs, weights, fields, self._settings, mu)
+        return loss + shown, metrics | figures
 
     def state_dict(self) -> dict[str, object]:
-        return {"value_norm": asdict(self._value_norm), "kl_coefficient": self._kl.coefficient}
+        state = {"value_norm": asdict(self._value_norm), "kl_coefficient": self._kl.coefficient}
+        return {**state, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "value_norm" in state:
             self._value_norm = replace(self._value_norm, **state["value_norm"])
+        self._steps = state.get("steps", self._steps)
         if "kl_coefficient" in state and self._kl.target is not None:
             self._kl.coefficient = state["kl_coefficient"]
 

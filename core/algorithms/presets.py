@@ -106,6 +106,16 @@ PRESETS: Mapping[str, Preset] = {
         "Tajwar et al. 2026 (Maximum likelihood reinforcement learning), as in prime-rl",
         {**_OUTCOME, "algorithm.advantage": "maxrl"},
     ),
+    "mix": Preset(
+        "GRPO on rollouts and fine-tuning on demonstrations in every step",
+        "Trinity-RFT 0.6 (MIX)",
+        {**_OUTCOME, "algorithm.demonstration_weight": 0.1},
+    ),
+    "chord": Preset(
+        "as mix, with demonstrated tokens weighed by p (1 - p)",
+        "Zhang et al. 2025 (CHORD), as in Trinity-RFT 0.6",
+        {**_OUTCOME, "algorithm.demonstration_weight": 0.1, "algorithm.demonstration_loss": "chord"},
+    ),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ Level = Literal["token", "sequence", "geometric"]
 Proximal = Literal["recomputed", "loglinear", "reused"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var"]
 KLGradient = Literal["own", "k2", "ratio"]
+DemonstrationLoss = Literal["nll", "chord"]
 
 BOUNDS: Mapping[tuple[str, str], tuple[float, float]] = {
     ("tis", "token"): (0.0, 2.0),
@@ -92,6 +93,11 @@ class AlgorithmSettings:
     kl_gradient: KLGradient = "own"
     kl_target: float | None = None
     kl_horizon: float = 10000.0
+    demonstration_weight: float = 0.0
+    demonstration_loss: DemonstrationLoss = "nll"
+    demonstration_warmup_steps: int = 0
+    demonstration_decay_steps: int = 0
+    demonstration_valley: float | None = None
 
     @property
     def num_updates(self) -> int:

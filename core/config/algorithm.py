@@ -114,6 +114,7 @@ def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator
     elif settings.dynamic_sampling and config.group_size == 1:
         message = "true, but the only answer to a prompt has no other reward to differ from; write group_size of at "
         yield Problem(key="algorithm.dynamic_sampling", message=message + "least 2, or false")
+    yield from _check_demonstrations(config, settings)
     yield from _check_correction(config, settings)
     yield from _check_proximal(config, settings)
     low, high = settings.clip_range
@@ -130,6 +131,22 @@ def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator
             "needs the KL divergence in the reward, where it is measured; write kl_in=reward or both, and ppo.kl_ctl"
         )
         yield Problem(key="algorithm.kl_target", message=message)
+
+
+def _check_demonstrations(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
+    if not settings.demonstration_weight:
+        return
+    if not config.demonstrations.path:
+        name = f"algorithm.name={config.algorithm.name}" if config.algorithm.name in ("mix", "chord") else "it"
+        message = f"required: {name} trains on prompts with answers beside rollouts; or write "
+        yield Problem(key="demonstrations.path", message=message + "algorithm.demonstration_weight=0")
+    elif config.demonstrations_per_step < config.ppo.ppo_n_minibatches:
+        message = f"{config.demonstrations.share}: {config.demonstrations_per_step} demonstrations of a step are fewer "
+        message += f"than ppo_n_minibatches={config.ppo.ppo_n_minibatches}; raise one or lower the other"
+        yield Problem(key="demonstrations.share", message=message)
+    if settings.aggregation not in ("token_mean", "sequence_mean"):
+        message = f"{settings.aggregation} has no scale to mix demonstrations with; write token_mean or sequence_mean"
+        yield Problem(key="algorithm.aggregation", message=message)
 
 
 def _check_correction(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
@@ -184,6 +201,8 @@ def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
         if reads is None:
             return
         reads |= {"dynamic_sampling", "dynamic_sampling_limit"}
+    if config.demonstrations.path and not config.algorithm.demonstration_weight:
+        yield "demonstrations.path"
     known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
     for prefix, section in (("ppo.", config.ppo), ("algorithm.", config.algorithm), ("", config)):
         for key in sorted(section.model_fields_set & known - reads):

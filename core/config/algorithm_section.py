@@ -9,6 +9,7 @@ from core.algorithms.settings import (
     Advantage,
     Aggregation,
     Correction,
+    DemonstrationLoss,
     KLEstimator,
     KLGradient,
     Level,
@@ -192,5 +193,30 @@ class AlgorithmConfig(Section):
     )
     kl_horizon: float = key(
         10000.0, "Sequences in which the coefficient may change by 20 %", gt=0, needs="algorithm.kl_target"
+    )
+    demonstration_weight: float = key(
+        0.0,
+        "Weight mu of demonstrations in the loss, 1 - mu of rollouts (mix, chord). 0: rollouts alone",
+        ge=0,
+        lt=1,
+        needs="demonstrations.path",
+    )
+    demonstration_loss: DemonstrationLoss = key(
+        "nll",
+        "Loss of demonstrated tokens. nll: negative log-likelihood. chord: times p (1 - p) of the token",
+        needs="algorithm.demonstration_weight > 0",
+    )
+    demonstration_warmup_steps: int = key(
+        0, "Steps in which mu rises from 0", ge=0, needs="algorithm.demonstration_weight > 0"
+    )
+    demonstration_decay_steps: int = key(
+        0, "Steps after them in which mu follows a cosine to its valley", ge=0, needs="algorithm.demonstration_valley"
+    )
+    demonstration_valley: float | None = key(
+        None,
+        "mu after these steps. null: it stays at demonstration_weight",
+        ge=0,
+        lt=1,
+        needs="algorithm.demonstration_decay_steps > 0",
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)

@@ -118,7 +118,12 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 
 
 def _prompts(config: PPOMATHConfig) -> Iterator[Problem]:
-    return _data_files(config, _scan_solved_rows if config.reward.function == "math" else scan_rows)
+    yield from _data_files(config, _scan_solved_rows if config.reward.function == "math" else scan_rows)
+    if config.demonstrations.path:
+        try:
+            read_pairs(config.demonstrations.path)
+        except DatasetError as error:
+            yield Problem(key="demonstrations.path", message=str(error))
 
 
 def _answers(config: SFTConfig) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from core.config.algorithm_section import AlgorithmConfig
 from core.config.base import Section, key, section
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
+    DemonstrationConfig,
     DPOHyperparameters,
     PPOHyperparameters,
     PreferenceDatasetConfig,
@@ -152,6 +153,9 @@ class PPOMATHOptions(Section):
     )
     staleness: StalenessConfig = section(StalenessConfig, "Bound on the age of the weights that sampled a batch")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Algorithm, off-policy correction, KL divergence, entropy")
+    demonstrations: DemonstrationConfig = section(
+        DemonstrationConfig, "Expert data beside rollouts", needs="algorithm.demonstration_weight > 0"
+    )
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
     workflow: WorkflowConfig = section(WorkflowConfig, "Workflow and prompt template")
     reward: RewardConfig = section(RewardConfig, "Scoring of completions")
@@ -319,6 +323,14 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def data_files(self) -> tuple[tuple[str, str], ...]:
         return (("dataset.path", self.dataset.path), *(("evaluation.path", path) for path in self.evaluation.paths))
+
+    @property
+    def demonstrations_per_step(self) -> int:
+        """Demonstrations of a step, beside its completions."""
+        if not self.algorithm.demonstration_weight or not self.demonstrations.path:
+            return 0
+        share = self.demonstrations.share
+        return max(1, round(share / (1.0 - share) * self.dataset.train_bs_n_seqs * self.group_size))
 
     def max_tokens_per_mb(self, role: str) -> int:
         """Return the maximum of tokens of one forward pass of `role` (a key of `roles`)."""

@@ -68,6 +68,15 @@ class DPOHyperparameters(Section):
     )
 
 
+class DemonstrationConfig(Section):
+    """Expert data that is trained on beside rollouts (mix, chord)."""
+
+    path: str = key("", "jsonl file of prompts with answers, as for sft; empty: none")
+    share: float = key(
+        0.5, "Share of demonstrations among the sequences of a step", gt=0, lt=1, needs="demonstrations.path"
+    )
+
+
 class GenerationHyperparameters(Section):
     """How answers are sampled during training."""
 

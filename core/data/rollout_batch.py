@@ -32,6 +32,8 @@ class RolloutBatch:
     """[T, layers, k] int16: the experts that the generators used; negative: not known."""
     workflow_metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
     """[N] float64 each: what the workflow reports of its trajectories; NaN: not reported."""
+    demonstrations: PackedBatch | None = None
+    """Sequences that no policy sampled, which the step trains on as well."""
 
     @property
     def num_sequences(self) -> int:

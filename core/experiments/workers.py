@@ -352,6 +352,8 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
         max_staleness=config.staleness.max_staleness,
         over_age=config.staleness.over_age,
         in_order=config.staleness.in_order,
+        demonstrations_path=config.demonstrations.path if config.demonstrations_per_step else "",
+        demonstrations_per_step=config.demonstrations_per_step,
         dynamic_sampling_limit=config.algorithm.dynamic_sampling_limit if config.algorithm.dynamic_sampling else None,
         num_epochs=config.exp_ctrl.total_train_epochs,
         num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight

@@ -13,6 +13,7 @@ from tiny_models import write_model
 from allocation import ParallelLayout
 from core.algorithms import PRESETS
 from core.algorithms.dpo import DPO
+from core.algorithms.mix import DEMONSTRATION
 from core.algorithms.policy_gradient import PolicyGradient
 from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.weights import sequence_mean, weigh_tokens
@@ -31,9 +32,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "pairs of sequences": ("dpo", {"beta": 0.5, "label_smoothing": 0.1}),
+    "demonstrations": ("chord", {"demonstration_weight": 0.4, "aggregation": "sequence_mean"}),
 }  # fmt: skip
 """(preset, changes). The clip range is so wide that some sequences are clipped and others are not."""
-GSPO, SUMS, PAIRS = CASES
+GSPO, SUMS, PAIRS, SHOWN = CASES
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {"disable_value": True, "max_new_tokens": 10}) for name in PRESETS},
     "mis sequence": ("grpo", {"correction": "mis"}),
@@ -67,16 +69,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def one_advantage_each(*, backwards: bool = False, pairs: bool = False) -> Any:
+def one_advantage_each(*, backwards: bool = False, preset: str = "grpo") -> Any:
     """Sequences with one advantage each; one of them has no trained token. Other policies are fixed by their seeds.
-    `pairs`: all have trained tokens, and a partner some places away."""
+    For dpo all have trained tokens, and a partner some places away; for mix and chord three are demonstrations."""
     batch = random_batch(num_sequences=12)
     generator = torch.Generator().manual_seed(9)
     advantages = torch.randn(batch.num_sequences, generator=generator).repeat_interleave(batch.seq_lens)
     old, rollout, ref = 0.2 * torch.randn(3, batch.num_tokens, generator=generator)
     probe = torch.randn(batch.num_tokens, generator=generator)
     batch = batch.with_fields(advantages=advantages, old_noise=old, rollout_noise=rollout, ref_noise=ref, probe=probe)
-    if pairs:
+    if preset in ("mix", "chord"):
+        demonstrated = torch.isin(torch.arange(batch.num_sequences), torch.tensor([2, 7, 9]))
+        batch = batch.with_fields(**{DEMONSTRATION: demonstrated.repeat_interleave(batch.seq_lens)})
+    if preset == "dpo":
         signed = torch.tensor([1, 2, 3, -1, -2, -3, -4, -5, -6, 6, 5, 4])
         batch = batch.with_fields(**{PAIR: signed.repeat_interleave(batch.seq_lens)})
     else:
@@ -93,7 +98,7 @@ def run_cases(
         for name, (preset, changes) in cases.items():
             pairs = preset == "dpo"
             chosen = DPO(**changes) if pairs else algorithm(preset, **changes)
-            batch = one_advantage_each(backwards=backwards, pairs=pairs)
+            batch = one_advantage_each(backwards=backwards, preset=preset)
             for limit in limits:
                 engine = make_engine(parallel, device, model)
                 steps = [

@@ -28,6 +28,12 @@ GIVEN = ("ppo.adv_norm", "ppo.kl_ctl")
 """Keys of SMALLEST_PPO that presets set as well."""
 
 
+def preset(tmp_path: Path, name: str) -> PPOMATHConfig:
+    """A run of a preset, with groups, and demonstrations where it needs them."""
+    shown = "demonstrations.path=rows.jsonl" if name in ("mix", "chord") else ""
+    return load(tmp_path, f"algorithm.name={name} group_size=2 {shown}")
+
+
 def reported(config: PPOMATHConfig) -> str:
     """The keys of the warning about those without effect."""
     found = [w.partition(": not used by this run") for w in config_warnings(config)]
@@ -40,7 +46,7 @@ def messages(config: PPOMATHConfig) -> list[str]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_loads_with_its_values_and_none_of_them_is_without_effect(tmp_path: Path, name: str) -> None:
-    config = load(tmp_path, f"algorithm.name={name} group_size=2")
+    config = preset(tmp_path, name)
     assert messages(config) == [] and reported(config) in ("", "ppo.disable_value")
     lines = listing(config).splitlines()
     for dotted, value in PRESETS[name].values.items():
@@ -56,7 +62,7 @@ def test_every_preset_loads_with_its_values_and_none_of_them_is_without_effect(t
 def test_every_preset_can_be_built_and_keeps_groups_together_where_it_compares_answers(
     tmp_path: Path, name: str
 ) -> None:
-    algorithm = build_algorithm(load(tmp_path, f"algorithm.name={name} group_size=2"))
+    algorithm = build_algorithm(preset(tmp_path, name))
     assert algorithm.unit == ("sequence" if name in ("ppo", "reinforce_pp") else "group")
     without_old = ("topr", "opmd", "opmd_logavgexp")
     assert algorithm.passes == (frozenset() if name in without_old else {"old_logprobs"})
@@ -131,6 +137,10 @@ def test_keys_that_the_algorithm_does_not_read_are_reported(tmp_path: Path, over
         ("algorithm.overlong_share=0.5 algorithm.overlong_penalty=2", ""),
         ("algorithm.dynamic_sampling_limit=2", "algorithm.dynamic_sampling_limit"),
         ("algorithm.name=dapo group_size=2 algorithm.dynamic_sampling_limit=2", ""),
+        ("demonstrations.path=x", "demonstrations.path"),
+        ("algorithm.demonstration_loss=chord", "algorithm.demonstration_loss"),
+        ("algorithm.demonstration_weight=0.2 algorithm.demonstration_valley=0.1", "algorithm.demonstration_valley"),
+        ("algorithm.demonstration_weight=0.2 algorithm.demonstration_loss=chord demonstrations.path=x", ""),
         ("algorithm.name=ppo ppo.critic_sample_reuse=2", "ppo.critic_sample_reuse"),
         ("algorithm.aggregation_constant=5", "algorithm.aggregation_constant"),
         ("ppo.adv_norm=false algorithm.adv_norm_std=sample", "algorithm.adv_norm_std"),
@@ -157,6 +167,11 @@ def test_settings_that_others_leave_without_effect_are_reported(tmp_path: Path, 
         ("algorithm.name=rloo", "group_size: algorithm.name=rloo compares the answers to one prompt and needs at"),
         ("algorithm.advantage=maxrl", "group_size: algorithm.advantage=maxrl compares the answers to one prompt and"),
         ("algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling: true, but the only answer to a prompt has no"),
+        ("algorithm.name=mix group_size=2", "demonstrations.path: required: algorithm.name=mix trains on prompts with"),
+        ("algorithm.demonstration_weight=0.1 algorithm.aggregation=constant demonstrations.path=x",
+         "algorithm.aggregation: constant has no scale to mix demonstrations with; write token_mean"),
+        ("algorithm.demonstration_weight=0.1 demonstrations.path=x demonstrations.share=0.01 ppo.ppo_n_minibatches=2",
+         "demonstrations.share: 0.01: 1 demonstrations of a step are fewer than ppo_n_minibatches=2"),
         ("algorithm.decoupled=true algorithm.correction=tis", "algorithm.decoupled: true, and algorithm.correction=t"),
         ("algorithm.correction=tis algorithm.correction_level=geometric",
          "algorithm.correction_level: geometric does not exist for correction=tis; write token or sequence"),
