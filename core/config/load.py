@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from core.config.base import ConfigError, Problem, Section, all_keys, default_of, fields_by_key, sub_section
-from core.config.coerce import CoerceError, coerce, describe, to_node
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
-from core.config.interpolate import InterpolationError, Interpolator
+from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
+from core.config.parsing.interpolate import InterpolationError, Interpolator
+from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, move, read_yaml
 from core.config.rules import check_rules
-from core.config.yaml_tree import Node, Scalar, Table, apply_override, move, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

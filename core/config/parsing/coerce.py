@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from core.config.yaml_tree import Items, Node, Scalar, Table
+from core.config.parsing.yaml_tree import Items, Node, Scalar, Table
 
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _MAX_INTEGER_LENGTH = 32

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
-from core.config.yaml_tree import Items, Node, Scalar, Table, find
+from core.config.parsing.yaml_tree import Items, Node, Scalar, Table, find
 
 _ENV = "oc.env:"
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
