@@ -201,8 +201,6 @@ def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
         if reads is None:
             return
         reads |= {"dynamic_sampling", "dynamic_sampling_limit"}
-    if config.demonstrations.path and not config.algorithm.demonstration_weight:
-        yield "demonstrations.path"
     known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
     for prefix, section in (("ppo.", config.ppo), ("algorithm.", config.algorithm), ("", config)):
         for key in sorted(section.model_fields_set & known - reads):

@@ -40,7 +40,7 @@ class PreferenceFieldsConfig(Section):
     @property
     def columns(self) -> PreferenceFields:
         """The same for the reader of the files."""
-        return PreferenceFields(**self.model_dump())
+        return PreferenceFields(prompt=self.prompt, chosen=self.chosen, rejected=self.rejected)
 
 
 class PreferenceDatasetConfig(Section):

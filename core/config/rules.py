@@ -127,11 +127,6 @@ def _reference(config: PPOMATHConfig | DPOConfig) -> Iterator[Violation]:
         yield Violation(("ref.type.is_critic",), "ref is a language model; only the critic has a value head")
 
 
-def _unread_of_dpo(config: DPOConfig) -> Iterator[str]:
-    if config.dpo.loss == "ipo" and config.dpo.label_smoothing:
-        yield "dpo.label_smoothing"
-
-
 def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
     yield from _trained_model("actor", config.actor)
     yield from _reference(config)
@@ -304,7 +299,7 @@ _ALLOCATION_RULES: Mapping[str, tuple[Callable[[Any, Allocation], Iterator[Viola
     "dpo": (),
 }
 _UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
-    "ppo-math": (unread_settings,), "sft": (), "dpo": (_unread_of_dpo,)
+    "ppo-math": (unread_settings,), "sft": (), "dpo": ()
 }  # fmt: skip
 _WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
     "ppo-math": (_inexact_sampling, algorithm_warnings),

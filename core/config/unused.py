@@ -56,6 +56,8 @@ def _absent_from_ppo(config: PPOMATHConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "it has no critic") for name in ("critic", "critic_train", "critic_inf"))
     if not config.uses_reference:
         yield from ((name, "ppo.kl_ctl=0: it has no reference model") for name in ("ref", "ref_inf"))
+    if not config.algorithm.demonstration_weight:
+        yield "demonstrations", "algorithm.demonstration_weight=0: it trains on rollouts alone"
 
 
 def _common(config: ExperimentConfig) -> Iterator[Idle]:
@@ -111,6 +113,8 @@ def _without_generators(config: SFTConfig, allocation: Allocation) -> Iterator[I
 def _dpo(config: DPOConfig, allocation: Allocation) -> Iterator[Idle]:
     yield _untrained(config.ref)
     yield from _without_generators(config, allocation)
+    if config.dpo.loss == "ipo":
+        yield "dpo.loss=ipo", ("dpo.label_smoothing",)
 
 
 def _untrained(reference: ModelTrainEvalConfig) -> Idle:

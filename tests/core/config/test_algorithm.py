@@ -137,7 +137,6 @@ def test_keys_that_the_algorithm_does_not_read_are_reported(tmp_path: Path, over
         ("algorithm.overlong_share=0.5 algorithm.overlong_penalty=2", ""),
         ("algorithm.dynamic_sampling_limit=2", "algorithm.dynamic_sampling_limit"),
         ("algorithm.name=dapo group_size=2 algorithm.dynamic_sampling_limit=2", ""),
-        ("demonstrations.path=x", "demonstrations.path"),
         ("algorithm.demonstration_loss=chord", "algorithm.demonstration_loss"),
         ("algorithm.demonstration_weight=0.2 algorithm.demonstration_valley=0.1", "algorithm.demonstration_valley"),
         ("algorithm.demonstration_weight=0.2 algorithm.demonstration_loss=chord demonstrations.path=x", ""),

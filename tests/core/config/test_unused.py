@@ -40,7 +40,7 @@ def load(folder: Path, overrides: str) -> PPOMATHConfig:
     return config
 
 
-def reported(config: PPOMATHConfig) -> dict[str, str]:
+def reported(config: ExperimentConfig) -> dict[str, str]:
     return dict(unused_keys(config))
 
 
@@ -184,6 +184,7 @@ ELSEWHERE = (
         "", WITH_ALL, "recover_mode=disabled", "exp_ctrl.benchmark_steps=2",
         "staleness.max_staleness=0", "samples.share=0", f"{WITH_ALL} actor.optimizer.lr_scheduler_type=cosine",
         "allocation_mode=mock.d1m1p1+d1m1p1", "wandb.mode=offline monitor.mlflow_uri=/m",
+        "algorithm.name=mix demonstrations.path={data} group_size=2",
     ],
 )  # fmt: skip
 def test_every_key_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
@@ -198,6 +199,14 @@ def test_every_key_of_a_run_without_generators_is_read_or_reported(
     path = write_run(tmp_path, SMALLEST_SFT)
     words = overrides.replace("DATA", str(tmp_path / "prompts.jsonl")).split()
     check_walk(load_config(experiment, path, words).config, tmp_path, monkeypatch)
+
+
+def test_ipo_smooths_no_labels(tmp_path: Path) -> None:
+    path = write_run(tmp_path, SMALLEST_SFT)
+    config = load_config("dpo", path, ["dpo.label_smoothing=0.1"]).config
+    assert not reported(config)
+    config = load_config("dpo", path, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"]).config
+    assert reported(config) == {"dpo.label_smoothing": "dpo.loss=ipo"}
 
 
 def check_walk(config: ExperimentConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
