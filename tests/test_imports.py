@@ -63,8 +63,8 @@ ORDER = {
     "slipstream": ("api", "cli"),
     "tools": (
         "arguments",
-        "scratch_model demo_plot",
-        "demo",
+        "scratch_model demo_plot loss_case",
+        "demo loss_pairs",
         "curves eval loss samples sweep",
         "convert chaos_run mutants conformance learning atlas",
         "chaos bench nightly",
