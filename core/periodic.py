@@ -109,7 +109,10 @@ class PeriodicActions:
         if self.actions.evaluate is not None and self._is_due("eval", step):
             with timer("evaluate"):
                 self._evaluate(self.actions.evaluate, step)
-        if self._is_due("save", step):
+        saves = self.control.save_hf_checkpoint
+        if self._is_due("save", step) and (
+            saves == "always" or (saves == "last" and step == self.schedule.total_steps)
+        ):
             with timer("save"):
                 self._save_model(step)
 
@@ -155,7 +158,7 @@ class PeriodicActions:
             return
         if self.recover is not None and self._last["ckpt"] < step:
             self._checkpoint(self.recover, step)
-        if self._last["save"] < step:
+        if self._last["save"] < step and self.control.save_hf_checkpoint != "never":
             self._save_model(step)
         if self.recover is not None:
             self.recover.wait()

@@ -82,11 +82,22 @@ def where_the_model_is(config: ExperimentConfig, paths: RunPaths) -> str:
 def newest_model(paths: RunPaths) -> Path | None:
     """Return the folder of the newest model that the trial has saved; the actor's where a critic is trained, too."""
     found = [
-        (int(name[1]), folder.parent.name != "critic", folder)
-        for folder in paths.checkpoints.glob("*/epoch*globalstep*")
-        if (name := _MODEL.fullmatch(folder.name)) and (folder / "config.json").is_file()
+        (step, engine.name != "critic", folder)
+        for engine in paths.checkpoints.glob("*")
+        for step, folder in _models(engine)
     ]
     return max(found)[2] if found else None
+
+
+def saved_models(engine: Path) -> list[Path]:
+    """Return the models that were saved below an engine's folder, oldest step first."""
+    return [folder for _, folder in sorted(_models(engine))]
+
+
+def _models(engine: Path) -> Iterator[tuple[int, Path]]:
+    for folder in engine.glob("epoch*globalstep*"):
+        if (name := _MODEL.fullmatch(folder.name)) and (folder / "config.json").is_file():
+            yield int(name[1]), folder
 
 
 def _plain(config: ExperimentConfig) -> dict[str, Any]:

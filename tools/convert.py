@@ -102,6 +102,11 @@ def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
             return newest / found
     if engines:
         raise ValueError(f"--engine={engine}: {newest} holds {', '.join(map(str, engines))}")
+    if any(path.glob("iter_*/mp_rank_*")) or any(path.glob("mp_rank_*")):
+        raise ValueError(
+            f"--checkpoint_path={path} is a checkpoint of Megatron-LM (mp_rank_*), which this command does not read; "
+            "convert it to a Hugging Face folder with the project that wrote it"
+        )
     raise ValueError(
         f"--checkpoint_path={path} is not a complete Megatron checkpoint (no metadata.json); "
         "for a Hugging Face folder add --to-megatron"

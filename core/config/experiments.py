@@ -110,6 +110,12 @@ class CommonExperimentConfig(Section):
         "completions again",
         needs="recover_mode=auto or resume",
     )
+    resume_from: str | None = key(
+        None,
+        "Recover checkpoint of another trial (.../recover/<user>/<experiment>/<trial>/globalstepN) to continue from if "
+        "this trial has none",
+        needs="recover_mode=auto or resume",
+    )
     seed: int = key(1, "Random seed of the run", ge=0, le=2**32 - 1)
     shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")
     exp_ctrl: ExperimentSaveEvalControl = section(

@@ -162,7 +162,8 @@ class _Binder:
                 message = f"must be {' or '.join(accepted)}, got {describe(node)}: {why}"
                 self.problems.append(Problem(key=path, message=message, where=node.where))
         else:
-            near = difflib.get_close_matches(name, fields_by_key(model), n=1, cutoff=0.6)
+            known = _equivalent(name, path)
+            near = [] if known else difflib.get_close_matches(name, fields_by_key(model), n=1, cutoff=0.6)
             self.meant.update(path.removesuffix(name) + meant for meant in near)
             message = f"unknown key; {_suggestion(self._model, model, name, path)}"
             self.problems.append(Problem(key=path, message=message, where=node.where))
@@ -183,14 +184,47 @@ class _Binder:
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
 
 
+EQUIVALENTS = {
+    "batch_size": "write dataset.train_bs_n_seqs",
+    "buffer": "write dataset.* and staleness.*",
+    "checkpoint_root_dir": "write external_configs.cluster_config.fileroot",
+    "continue_from_checkpoint": "write recover_mode: auto continues, disabled begins anew",
+    "enable_ray_timeline": "there is no timeline; metrics.jsonl has the time of every phase",
+    "explorer": "write generator.*",
+    "gradient_accumulation_steps": "write ppo.ppo_n_minibatches, the optimizer updates of a batch",
+    "log": "write monitor.log_level",
+    "log.level": "write monitor.log_level",
+    "model": "write actor (ref and critic for the other models)",
+    "num_return_sequences_in_group": "write group_size",
+    "per_device_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
+    "profiler_output_dir": "there is no profiler output; metrics.jsonl has the time of every phase",
+    "repeat_times": "write group_size",
+    "resume_from_path": "write resume_from",
+    "rollout_batch_size": "write dataset.train_bs_n_seqs",
+    "stages": "there are no stages; start one run after the other, with actor.path set to the model of the first",
+    "synchronizer": "write push.* and staleness.max_staleness",
+    "system_envs": "write external_configs.envs",
+    "trainer": "write actor.*, ppo.* and exp_ctrl.*",
+}
+"""Keys of other trainers by path or name -> what to write here; nearest names mislead where they are alike."""
+
+
 def _is_one_of(node: Scalar, accepted: Sequence[str]) -> bool:
     return node.text.lower() in accepted or (node.is_null and "null" in accepted)
+
+
+def _equivalent(name: str, path: str) -> str | None:
+    """Return what to write for a key of another trainer. Single words mean it only at the top."""
+    return EQUIVALENTS.get(path) or (EQUIVALENTS.get(name) if "_" in name else None)
 
 
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:
     """Return the nearest known key: of the same section, of the same name elsewhere, or of a similar path."""
     if "." in name and path in all_keys(root):
         return f"write {name} as nested sections"
+    equivalent = _equivalent(name, path)
+    if equivalent is not None:
+        return equivalent
     siblings = list(fields_by_key(model))
     prefix = path.removesuffix(name)
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)

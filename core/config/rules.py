@@ -39,6 +39,7 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
     if config.mode == "local" and config.launch.ray_address:
         message = f"mode=local is for this machine, launch.ray_address={config.launch.ray_address}; write mode=ray"
         yield Violation(("mode", "launch.ray_address"), message)
+    yield from _tracing(config)
     yield from _microbatches(config)
     yield from _evaluation(config)
     for rule in _RULES[config.NAME]:
@@ -73,6 +74,16 @@ def _inexact_sampling(config: PPOMATHConfig) -> Iterator[str]:
             f"ppo.gen.min_new_tokens={gen.min_new_tokens}: until then stop tokens are excluded from sampling, "
             "but included in the trainer's log-probabilities; min_new_tokens=0 is exact"
         )
+
+
+def _tracing(config: ExperimentConfig) -> Iterator[Violation]:
+    reasons = {
+        "RAY_PROFILING": "Ray keeps no events of tasks in a run; metrics.jsonl has the time of every phase",
+        "RAY_DEBUG": "a process that waits in a debugger exceeds its deadline; debug workflow and reward by themselves",
+    }
+    for name, why in reasons.items():
+        if name in config.external_configs.envs:
+            yield Violation(("external_configs.envs",), f"{name} cannot be set: {why}; leave it out")
 
 
 def _microbatches(config: ExperimentConfig) -> Iterator[Violation]:

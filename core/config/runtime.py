@@ -24,12 +24,21 @@ class ExperimentSaveEvalControl(Section):
     save_freq_epochs: int | None = key(None, "Save the model as a Hugging Face folder every N epochs", ge=1)
     save_freq_steps: int | None = key(None, "Save the model every N steps", ge=1)
     save_freq_secs: float | None = key(None, "Save the model every N seconds", gt=0)
+    save_keep: int | None = key(
+        None, "Number of saved models to keep per engine; older ones of this trial are deleted. null: all", ge=1
+    )
+    save_hf_checkpoint: Literal["always", "last", "never"] = key(
+        "always",
+        "Which models are saved. always: when due, and at the end or a signal. last: at the end or a signal. never: "
+        "none; recover checkpoints can be converted",
+    )
     ckpt_freq_epochs: int | None = key(None, "Write a recover checkpoint every N epochs", ge=1)
     ckpt_freq_steps: int | None = key(None, "Write a recover checkpoint every N steps", ge=1)
     ckpt_freq_secs: float | None = key(600.0, "Write a recover checkpoint every N seconds", gt=0)
     eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1, needs=_EVALUATION_DATA)
     eval_freq_steps: int | None = key(None, "Evaluate every N steps", ge=1, needs=_EVALUATION_DATA)
     eval_freq_secs: float | None = key(None, "Evaluate every N seconds", gt=0, needs=_EVALUATION_DATA)
+    eval_at_start: bool = key(True, "Evaluate before the first step, too", needs="evaluation.path (ppo-math only)")
     max_skipped_steps: int = key(
         10, "End the run after this many steps in a row whose updates were all skipped (gradient norm not finite)", ge=1
     )

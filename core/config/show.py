@@ -72,7 +72,10 @@ def ignored_lines(ignored: Sequence[Problem]) -> str:
         return ""
     width = max(len(p.key) for p in ignored)
     lines = [f"  {p.key:<{width}}  {p.message}" for p in ignored]
-    return "\n".join([f"{len(ignored)} keys have no effect here and are ignored:", *lines])
+    head = (
+        "1 key has no effect here and is" if len(ignored) == 1 else f"{len(ignored)} keys have no effect here and are"
+    )
+    return "\n".join([f"{head} ignored:", *lines])
 
 
 def help_text(experiment: str, model: type[Section]) -> str:

@@ -63,12 +63,15 @@ def _absent_from_ppo(config: PPOMATHConfig) -> Iterator[tuple[str, str]]:
 def _common(config: ExperimentConfig) -> Iterator[Idle]:
     control = config.exp_ctrl
     if config.recover_mode == "disabled":
-        yield "recover_mode=disabled", ("exp_ctrl.ckpt_freq_*", "recover_keep", "recover_ignore_changes")
+        yield "recover_mode=disabled", ("exp_ctrl.ckpt_freq_*", "recover_keep", "recover_ignore_changes", "resume_from")
     if config.recover_mode != "auto":
         yield f"recover_mode={config.recover_mode}", ("recover_retries",)
     if control.benchmark_steps is not None:
-        keys = ("exp_ctrl.save_freq_*", "exp_ctrl.ckpt_freq_*", "exp_ctrl.eval_freq_*", "recover_keep")
+        keys = ("exp_ctrl.save_freq_*", "exp_ctrl.ckpt_freq_*", "exp_ctrl.eval_freq_*", "recover_keep", "resume_from")
         yield "exp_ctrl.benchmark_steps: benchmarks save nothing", (*keys, "recover_ignore_changes")
+        yield "exp_ctrl.benchmark_steps: benchmarks save nothing", ("exp_ctrl.save_keep", "exp_ctrl.save_hf_checkpoint")
+    if control.save_hf_checkpoint == "never":
+        yield "exp_ctrl.save_hf_checkpoint=never", ("exp_ctrl.save_freq_*", "exp_ctrl.save_keep")
     for name, model in config.models.items():
         if model.optimizer.lr_scheduler_type == "constant":
             yield f"{name}.optimizer.lr_scheduler_type=constant", (f"{name}.optimizer.min_lr_ratio",)
@@ -84,7 +87,7 @@ def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
     if not config.samples.share:
         yield "samples.share=0", tuple(f"samples.{key}" for key in type(config.samples).model_fields if key != "share")
     if not config.evaluation.paths:
-        yield "evaluation.path=null", ("evaluation.*",)
+        yield "evaluation.path=null", ("evaluation.*", "exp_ctrl.eval_at_start")
     yield from _generators(config, allocation)
 
 
@@ -106,6 +109,7 @@ def _without_generators(config: SFTConfig, allocation: Allocation) -> Iterator[I
         yield f"{config.NAME} has no generators", (f"{name}.moe_routing_replay",)
         yield f"{config.NAME} trains no critic", (f"{name}.init_critic_from_actor",)
     yield f"{config.NAME} has no generators", ("monitor.save_batches",)
+    yield f"{config.NAME} does not evaluate before the first step", ("exp_ctrl.eval_at_start",)
     if not config.dataset.valid_path:
         yield "dataset.valid_path is empty", ("dataset.valid_bs_n_seqs",)
 

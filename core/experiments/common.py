@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,9 @@ from core.monitoring.background import BackgroundTracker, Tracker
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink
+from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunIdentity, RunState
+from core.run_record import saved_models
 
 if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig
@@ -44,6 +47,14 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
     """Return the newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds
     none."""
     checkpoint = recover.newest() if config.recovers else None
+    if checkpoint is None and config.recovers and config.resume_from is not None:
+        checkpoint = Path(config.resume_from).expanduser()
+        try:
+            verify(checkpoint)
+        except (DamagedError, OSError) as error:
+            raise ValueError(
+                f"resume_from={checkpoint}: no recover checkpoint (globalstepN) is there: {error}"
+            ) from None
     if checkpoint is None:
         if config.recovers:
             near = near_trials(folder)
@@ -76,12 +87,16 @@ def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
     return replace(start, state=replace(start.state, step=step, version=step))
 
 
-def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_from: str) -> None:
-    """Write `{checkpoints}/{engine}/{name}`: a Hugging Face folder for every trained engine."""
+def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_from: str, *, keep: int | None) -> None:
+    """Write `{checkpoints}/{engine}/{name}`: a Hugging Face folder for every trained engine. Then delete all but the
+    newest `keep` of each."""
     for engine in engines:
         target = checkpoints / engine.name / name
         engine.group.save_hf(engine.name, str(target), tokenizer_from)
         logger.info("Saved %s to %s", engine.name, target)
+        for old in saved_models(checkpoints / engine.name)[: -keep if keep else 0]:
+            shutil.rmtree(old)
+            logger.info("Deleted %s (exp_ctrl.save_keep=%d)", old, keep)
 
 
 def rows_that_stay(start: Start) -> int:

@@ -170,7 +170,9 @@ def _train(
         actions=Actions(
             tell_step=lambda step: attempt.tell(step=step),
             evaluate=evaluate if evaluates else None,
-            save_model=lambda name: save_model(workers.trained, paths.checkpoints, name, config.actor.path),
+            save_model=lambda name: save_model(
+                workers.trained, paths.checkpoints, name, config.actor.path, keep=config.exp_ctrl.save_keep
+            ),
             begin_save=workers.trained.begin_save,
             rollout_state=workers.rollout.state_dict,
             driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
@@ -180,7 +182,7 @@ def _train(
         interrupt_seconds=config.deadlines.interrupt_seconds,
     )
     weights.push(start.state.version)
-    if evaluates and start.checkpoint is None:
+    if evaluates and start.checkpoint is None and config.exp_ctrl.eval_at_start:
         evaluate(0)
     workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
     with recover, periodic.saved_at_interrupt():

@@ -249,7 +249,9 @@ def run_offline(
                 actions=Actions(
                     tell_step=lambda step: attempt.tell(step=step),
                     evaluate=trainer.evaluate if valid is not None else None,
-                    save_model=lambda name: save_model(engines, paths.checkpoints, name, config.model.path),
+                    save_model=lambda name: save_model(
+                        engines, paths.checkpoints, name, config.model.path, keep=config.exp_ctrl.save_keep
+                    ),
                     begin_save=engines.begin_save,
                     rollout_state=train.state_dict,
                     driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),

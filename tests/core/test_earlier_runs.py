@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_training import Answer, Step, recover_store, train
 
 from core.earlier_runs import begins_anew, near_trials, set_aside
 from core.experiments.common import Start, find_start
@@ -98,7 +99,9 @@ def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(
     store = RecoverStore(paths.recover, RunIdentity(train_bs_n_seqs=1, group_size=1, n_nodes=1))
 
     def start(mode: str) -> Start:
-        config = SimpleNamespace(recovers=mode != "disabled", recover_mode=mode, recover_ignore_changes=False)
+        config = SimpleNamespace(
+            recovers=mode != "disabled", recover_mode=mode, recover_ignore_changes=False, resume_from=None
+        )
         return find_start(store, config, paths.recover)  # type: ignore[arg-type]
 
     with caplog.at_level(logging.INFO):
@@ -112,3 +115,27 @@ def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(
     caplog.clear()
     start("disabled")
     assert not caplog.records
+
+
+def test_a_trial_without_a_checkpoint_continues_from_that_of_another_one(tmp_path: Path) -> None:
+    identity = RunIdentity(train_bs_n_seqs=1, group_size=1, n_nodes=1)
+
+    def start(trial: str, resume_from: Path | None) -> Start:
+        config = SimpleNamespace(
+            recovers=True,
+            recover_mode="auto",
+            recover_ignore_changes=False,
+            resume_from=resume_from and str(resume_from),
+        )
+        return find_start(RecoverStore(tmp_path / trial, identity), config, tmp_path / trial)  # type: ignore[arg-type]
+
+    step = Step(groups=[[Answer(sampled=[-1.0], reward=1.0)]])
+    train(step, step, step, checkpoints=recover_store(tmp_path / "other"))
+    other = tmp_path / "other" / "globalstep2"
+    assert start("mine", None).state.step == 0
+    assert (start("mine", other).state.step, start("mine", other).checkpoint) == (2, other)
+    train(step, step, step, checkpoints=recover_store(tmp_path / "mine"))
+    assert start("mine", other).state.step == 3, "the trial's own checkpoint wins"
+    for wrong in (tmp_path / "none", tmp_path / "other"):
+        with pytest.raises(ValueError, match=f"resume_from={wrong}: no recover checkpoint"):
+            start("third", wrong)

@@ -92,6 +92,18 @@ def test_the_last_step_saves_model_and_checkpoint_though_no_frequency_is_set(ste
     assert run.waits == 1, "the run waits until the checkpoint is on the disk"
 
 
+@pytest.mark.parametrize(("mode", "saved"), [("always", [2, 4]), ("last", [4]), ("never", [])])
+def test_models_are_saved_always_or_at_the_end_or_never(mode: str, saved: list[int]) -> None:
+    run = Run(steps=4, save_freq_steps=2, save_hf_checkpoint=mode)
+    run.train()
+    assert run.models == [name_of(step) for step in saved]
+    assert run.checkpoints[-1] == 4, "recover checkpoints are written in any case"
+    run = Run(steps=9, save_hf_checkpoint=mode)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(before=at(3, ctrl_c))
+    assert run.models == ([] if mode == "never" else [name_of(2)])
+
+
 def test_a_benchmark_saves_nothing() -> None:
     run = Run(benchmark_steps=3)
     run.train()

@@ -50,7 +50,7 @@ def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) ->
         done.stdout,
         re.MULTILINE,
     )
-    assert len(re.findall("have no effect here and are ignored", done.stdout)) == 1
+    assert len(re.findall("1 key has no effect here and is ignored:", done.stdout)) == 1
     table = [re.split(r"\s*│\s*", line.strip("│ "))[:3] for line in lines if line.startswith("│ actor_")]
     assert table == [
         ["actor_gen", "embedded", "d1m1p1"],

@@ -99,6 +99,16 @@ def test_missing_keys_are_named_all(tmp_path: Path) -> None:
         ("ppo.eps_clip: 0.1", "write ppo.eps_clip as nested sections"),
         ("stalenes: {max_staleness: 1}", "did you mean 'staleness'?"),
         ("xyzzy: 1", "--help lists all keys"),
+        (
+            "stages: [a]",
+            "there are no stages; start one run after the other, with actor.path set to the model of the first",
+        ),
+        ("log: {level: debug}", "write monitor.log_level"),
+        ("rollout_batch_size: 4", "write dataset.train_bs_n_seqs"),
+        ("num_return_sequences_in_group: 4", "write group_size"),
+        ("system_envs: {A: b}", "write external_configs.envs"),
+        ("profiler_output_dir: /tmp", "there is no profiler output; metrics.jsonl has the time of every phase"),
+        ("model: {path: /m}", "write actor (ref and critic for the other models)"),
         ("push: {xyzzy: 1}", "keys here are type, verify, bucket_mib, timeout_seconds"),
     ],
 )

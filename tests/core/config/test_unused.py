@@ -14,7 +14,7 @@ from config_inputs import SMALLEST_PPO, write_run
 from rich.console import Console
 
 from core.config import unused
-from core.config.base import Section, all_keys, fields_by_key
+from core.config.base import ConfigError, Section, all_keys, fields_by_key
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.load import load_config
 from core.config.unused import unused_keys
@@ -129,7 +129,9 @@ class Folder(Anything):
     log_folder = Path("/logs")
 
 
-def keys_read(config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+def keys_read(
+    config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, folder: Path, client: type[Anything] = Anything
+) -> set[str]:
     """The keys that a whole run reads, with `Anything` in place of its processes and of SFT's data."""
     config = type(config).model_validate(config.model_dump(by_alias=True))  # no two keys share a section
     names = dict(_sections(config, ""))
@@ -148,7 +150,7 @@ def keys_read(config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, folder:
         (sft, "load_tokenizer"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
         (dpo, "PreferenceDataset"),
     ):  # fmt: skip
-        monkeypatch.setattr(module, name, Folder if name == "Cluster" else Anything)
+        monkeypatch.setattr(module, name, {"Cluster": Folder, "RolloutClient": client}.get(name, Anything))
     monkeypatch.setattr(Section, "__getattribute__", getattribute, raising=False)
     attempt: Any = Anything()
     module, _, function = config.RUN.partition(":")
@@ -223,3 +225,25 @@ def check_walk(config: ExperimentConfig, folder: Path, monkeypatch: pytest.Monke
         and not any(fnmatchcase(key, pattern) for pattern in ELSEWHERE)
     ]
     assert not left, f"neither read nor reported: {left}"
+
+
+@pytest.mark.parametrize(("given", "evaluations"), [("", 1), (" exp_ctrl.eval_at_start=false", 0)])
+def test_the_evaluation_before_the_first_step_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, evaluations: int
+) -> None:
+    made = []
+
+    class Client(Anything):
+        def evaluate(self, *args: object) -> dict[str, float]:
+            made.append(1)
+            return {}
+
+    config = load(tmp_path, WITH_ALL + given)
+    keys_read(config, monkeypatch, tmp_path, Client)
+    assert len(made) == evaluations
+
+
+@pytest.mark.parametrize("name", ["RAY_PROFILING", "RAY_DEBUG"])
+def test_variables_for_tracing_that_cannot_work_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"external_configs.envs: {name} cannot be set: .*; leave it out"):
+        load(tmp_path, f"external_configs.envs.{name}=1")

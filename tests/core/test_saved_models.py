@@ -1,0 +1,42 @@
+"""How many saved models a trial keeps."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.experiments.common import save_model
+
+
+def save(folder: Path, step: int, keep: int | None) -> None:
+    def save_hf(engine: str, target: str, tokenizer_from: str) -> None:
+        Path(target).mkdir(parents=True)
+        (Path(target) / "config.json").write_text("{}")
+
+    group = SimpleNamespace(save_hf=save_hf)
+    engines: Any = [SimpleNamespace(name=name, group=group) for name in ("actor", "critic")]
+    save_model(engines, folder, f"epoch1epochstep{step}globalstep{step}", "tokenizer", keep=keep)
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("globalstep")[2]) for path in folder.glob("epoch*"))
+
+
+def test_the_newest_models_of_each_engine_are_kept_and_nothing_else_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (8, 9, 10):
+        save(tmp_path, step, keep=None)
+    assert steps(tmp_path / "actor") == steps(tmp_path / "critic") == [8, 9, 10]
+    (tmp_path / "actor" / "epoch-notes").mkdir()
+    (tmp_path / "actor" / "mine").mkdir()
+    with caplog.at_level(logging.INFO):
+        save(tmp_path, 11, keep=2)
+    (tmp_path / "actor" / "epoch-notes").rmdir()
+    assert steps(tmp_path / "actor") == steps(tmp_path / "critic") == [10, 11]
+    assert (tmp_path / "actor" / "mine").exists()
+    assert f"Deleted {tmp_path}/actor/epoch1epochstep8globalstep8 (exp_ctrl.save_keep=2)" in caplog.text
