@@ -28,7 +28,7 @@ from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load_config
 from core.config.ray_address import RAY_ADDRESS, not_joined_note
 from core.config.rules import config_warnings
-from core.config.show import help_text, ignored_lines, listing
+from core.config.show import difference_line, help_text, ignored_lines, listing
 from core.earlier_runs import begins_anew, set_aside
 from core.errors import could_not_write, first_line, is_of_disk
 from core.monitoring.logs import log_to_terminal
@@ -126,6 +126,8 @@ def _start(
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:
         logger.warning(ignored_lines(loaded.ignored))
+    if difference := difference_line(config, loaded.ignored):
+        logger.warning(difference)
     for warning in config_warnings(config):
         logger.warning(warning)
     logger.info("Logs will be dumped to %s", paths.logs)

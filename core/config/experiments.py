@@ -246,6 +246,18 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return self.ppo.kl_ctl > 0
 
     @property
+    def differences(self) -> tuple[str, ...]:
+        """Defaults that decide how this run trains and that the schema of the tutorials does not have: what they are
+        here, and there."""
+        if self.staleness.max_staleness == 0 or "max_staleness" in self.staleness.model_fields_set:
+            return ()
+        bound = f"staleness.max_staleness={self.staleness.max_staleness} (there: synchronous, 0)"
+        if self.correction != "decoupled" or self.algorithm.name is not None:
+            return (bound,)
+        cap = self.algorithm.behave_imp_weight_cap
+        return bound, f"algorithm.correction=decoupled with behave_imp_weight_cap={cap} (there: none)"
+
+    @property
     def critic_path(self) -> str:
         return self.critic.path or self.actor.path
 
@@ -416,6 +428,11 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     def generator_device(self) -> str:
         """generator.device of runs with generators."""
         return "auto"
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Defaults that decide how this run trains and that the schema of the tutorials does not have."""
+        return ()
 
     @property
     def evaluates(self) -> bool:

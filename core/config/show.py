@@ -78,6 +78,17 @@ def ignored_lines(ignored: Sequence[Problem]) -> str:
     return "\n".join([f"{head} ignored:", *lines])
 
 
+def difference_line(config: ExperimentConfig, ignored: Sequence[Problem]) -> str:
+    """Return what trains otherwise than the system that a file with its keys comes from; empty for a file without such
+    keys, or that decides this itself."""
+    if not ignored or not config.differences:
+        return ""
+    return (
+        f"This file has keys of AReaL 0.2, which trains otherwise: {'; '.join(config.differences)}. "
+        "staleness.max_staleness=0 trains as there; write the value to keep it"
+    )
+
+
 def help_text(experiment: str, model: type[Section]) -> str:
     """Return every key with its type, default and meaning, and the keys that are accepted without effect."""
     lines = [

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top_p", type=float, default=0.95, help="of the sampled completions")
     add("--seed", type=arguments.seed, default=1)
     add("--num_questions", type=_positive, help="use only the first N questions of each benchmark")
-    add("--data_dir", type=Path, help="folder of the benchmarks; default: $SLIPSTREAM_DATA, data, ../shared/data")
+    add("--data_dir", type=Path, help="folder of the benchmarks; default: $SLIPSTREAM_DATA, data")
     add("--prompt_field", help="key of the question; default: detected")
     add("--answer_field", help="key of the answer; default: detected")
     add(

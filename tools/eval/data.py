@@ -37,11 +37,11 @@ class Benchmark:
 
 
 def data_folders(given: Path | None) -> list[Path]:
-    """Return the folders to search for benchmarks: the given one, or $SLIPSTREAM_DATA, ./data and ../shared/data."""
+    """Return the folders to search for benchmarks: the given one, or $SLIPSTREAM_DATA and ./data."""
     if given is not None:
         return [given]
     from_environment = os.environ.get("SLIPSTREAM_DATA")
-    return [*([Path(from_environment)] if from_environment else []), Path("data"), Path("../shared/data")]
+    return [*([Path(from_environment)] if from_environment else []), Path("data")]
 
 
 def find_benchmark(

@@ -9,7 +9,7 @@ from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError
 from core.config.load import LoadedConfig, load_config
 from core.config.rules import config_warnings
-from core.config.show import ignored_lines
+from core.config.show import difference_line, ignored_lines
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -200,8 +200,27 @@ ref_inf: {device_mapping: [0, 1, 2, 3, 4, 5, 6, 7]}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_shipped_configuration_loads(path: Path) -> None:
+def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_DATA", "/data")
+    monkeypatch.setenv("SLIPSTREAM_MODEL", "/model")
+    assert "../" not in path.read_text(), "no folder beside the clone"
     loaded = load_config(next((name for name in ("sft", "dpo") if name in path.name), "ppo-math"), path)
     assert not loaded.ignored
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     assert len(lines) <= 40, "a recipe states only what differs from the defaults"
+
+
+def test_a_file_of_the_tutorials_system_is_met_with_what_trains_otherwise_here(tmp_path: Path) -> None:
+    def line(text: str, *overrides: str, experiment: str = "ppo-math") -> str:
+        loaded = load(tmp_path, text, *overrides, experiment=experiment)
+        return difference_line(loaded.config, loaded.ignored)
+
+    found = line(PPO_7B_128_GPUS)
+    assert "staleness.max_staleness=1 (there: synchronous, 0)" in found
+    assert "algorithm.correction=decoupled with behave_imp_weight_cap=5.0 (there: none)" in found
+    assert line(PPO_7B_128_GPUS, "staleness.max_staleness=0") == ""
+    assert line(PPO_7B_128_GPUS, "staleness.max_staleness=1") == "", "the user decided it"
+    assert "decoupled" not in line(PPO_7B_128_GPUS, "algorithm.decoupled=false")
+    assert line(SFT_32B_128_GPUS, "cache_clear_freq=1", experiment="sft") == ""
+    own = "experiment_name: e\ntrial_name: t\nactor: {path: /m}\ndataset: {path: /d}\nppo: {disable_value: true}\n"
+    assert line(own) == "", "a file of one's own has no such keys"
