@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+PRIVATE = 0o077
+"""Mask of new files and folders: prompts, answers and states are their owner's."""
 RUNNING = ".running"
 """File in the log folder that a run holds a lock on."""
 
@@ -32,6 +34,22 @@ class RunPaths:
         return cls(
             logs=root / "logs" / trial, checkpoints=root / "checkpoints" / trial, recover=root / "recover" / trial
         )
+
+
+@contextmanager
+def private_files(paths: RunPaths) -> Iterator[None]:
+    """Let files and folders of this trial, of this process and of those that it starts, be readable by their owner
+    alone. The folders above those of the user, which several may share, keep the usual mode. Raises OSError."""
+    for folder in (paths.logs, paths.checkpoints, paths.recover):
+        folder.parents[2].mkdir(parents=True, exist_ok=True)
+    before = os.umask(PRIVATE)
+    try:
+        for folder in (paths.logs, paths.recover):  # of an earlier release
+            if folder.is_dir():
+                folder.chmod(0o700)
+        yield
+    finally:
+        os.umask(before)
 
 
 class RunningError(ValueError):

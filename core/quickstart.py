@@ -32,7 +32,7 @@ from core.config.show import difference_line, help_text, ignored_lines, listing
 from core.earlier_runs import begins_anew, set_aside
 from core.errors import could_not_write, first_line, is_of_disk
 from core.monitoring.logs import log_to_terminal
-from core.paths import RunningError, RunPaths, sole_run
+from core.paths import RunningError, RunPaths, private_files, sole_run
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 from core.run_record import command_line, how_to_continue, where_the_model_is, write_record
 
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as running:
         try:
             if log_file is not None:
+                running.enter_context(private_files(paths))
                 running.enter_context(sole_run(paths.logs))
                 if begins_anew(loaded.config, paths):
                     aside = set_aside(paths)

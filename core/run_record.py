@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from core.config.runtime import is_secret
+from core.masking import masked_override
 
 if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig
@@ -65,7 +65,7 @@ def how_to_continue(config: ExperimentConfig, paths: RunPaths, command: Sequence
     """Return what a user does to continue an interrupted run: the command, or why there is none."""
     model = newest_model(paths)
     if config.recovers:
-        return f"Continue with: {shlex.join(_masked(_lasting(command, paths)))}"
+        return f"Continue with: {shlex.join(map(masked_override, _lasting(command, paths)))}"
     if model is not None:
         return f"recover_mode={config.recover_mode}: there is no checkpoint to continue from. The model is in {model}"
     return f"recover_mode={config.recover_mode}: nothing was saved"
@@ -126,23 +126,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _start(command: Sequence[str]) -> dict[str, Any]:
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(_masked(command)),
+        "command": shlex.join(map(masked_override, command)),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "versions": {found.name: found.version for found in metadata.distributions()},
     }
-
-
-def _masked(command: Sequence[str]) -> list[str]:
-    """Return the words with *** for the values of secrets: those of overrides `a.b.NAME=value`."""
-
-    def masked(word: str) -> str:
-        key, equals, _ = word.partition("=")
-        hidden = is_secret(key) or (key == "external_configs.envs" and is_secret(word))
-        return f"{key}=***" if equals and hidden else word
-
-    return [masked(word) for word in command]
 
 
 def _lasting(command: Sequence[str], paths: RunPaths) -> list[str]:

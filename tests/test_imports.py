@@ -47,7 +47,7 @@ ORDER = {
         "tools",
     ),
     "core": (
-        "errors paths",
+        "errors paths masking",
         "earlier_runs",
         "processes",
         "monitoring data",

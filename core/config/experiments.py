@@ -42,6 +42,7 @@ from core.config.runtime import (
     WandBConfig,
     WorkflowConfig,
 )
+from core.masking import masked_urls
 
 _DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
@@ -134,7 +135,9 @@ class CommonExperimentConfig(Section):
 
     def masked(self) -> Self:
         """Return the same, to be printed or uploaded: without secrets."""
-        return self.model_copy(update={"external_configs": self.external_configs.masked()})
+        uri = self.monitor.mlflow_uri
+        monitor = self.monitor.model_copy(update={"mlflow_uri": uri and masked_urls(uri)})
+        return self.model_copy(update={"external_configs": self.external_configs.masked(), "monitor": monitor})
 
 
 class PPOMATHOptions(Section):

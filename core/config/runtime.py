@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from allocation import DeviceChoice
 from core.config.base import Section, key, section
+from core.masking import MASK, is_secret, masked_urls
 from rollout.errors import OnError
 from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
 
@@ -248,15 +248,6 @@ class ClusterConfig(Section):
     fileroot: str = key("~/.cache/slipstream", "Root folder of all output; shared by all nodes", min_length=1)
 
 
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
-"""In the name of an environment variable: its value is not shown."""
-
-
-def is_secret(name: str) -> bool:
-    """Return whether the value under this name is masked wherever it would be shown."""
-    return bool(_SECRET.search(name))
-
-
 class ExternalConfigs(Section):
     """The cluster around the run."""
 
@@ -265,5 +256,5 @@ class ExternalConfigs(Section):
 
     def masked(self) -> ExternalConfigs:
         """Return the same, to be shown: *** for secrets."""
-        envs = {name: "***" if is_secret(name) else value for name, value in self.envs.items()}
+        envs = {name: MASK if is_secret(name) else masked_urls(value) for name, value in self.envs.items()}
         return self.model_copy(update={"envs": envs})

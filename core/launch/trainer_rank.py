@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 
@@ -61,6 +63,8 @@ class TrainerRank:
         """Join the process group; a collective of it that takes longer than so many seconds fails."""
         from mcore_adapter.parallel import initialize_parallel
 
+        if point.key is not None:
+            _use_interface_of_node()
         self._device = get_device(self._kind)
         self._scope.enter_context(self._device.activate())
         if self._rank == 0:
@@ -208,6 +212,15 @@ class TrainerRank:
 
     def load(self, engine: str, path: str) -> None:
         self._engines[engine].load(path)
+
+
+def _use_interface_of_node() -> None:
+    """Let collectives of the CPU use the network interface of this node's address. torch takes that of the host's name,
+    which is often the loopback address, and other nodes do not reach it. A value that is set wins."""
+    address = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _stored(shard: Shard | None) -> Ref | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from core.paths import PRIVATE
 from core.processes.stacks import register_process
 
 LEVEL = "SLIPSTREAM_LOG_LEVEL"
@@ -50,9 +51,10 @@ class _TerminalHandler(logging.Handler):
 def log_to_file(name: str, path: str) -> None:
     """Send all output of this process to `path`: log records, and what libraries write to stdout and stderr. From then
     on the process writes its stacks on request."""
+    os.umask(PRIVATE)  # a joined Ray cluster started this process with another
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     register_process(name, Path(path).parent)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(fd, 1)

@@ -24,8 +24,9 @@ class _NotImported:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer of the folder `path`, as AutoTokenizer.from_pretrained does."""
-    return _auto_tokenizer().from_pretrained(path)
+    """Return the tokenizer of the folder `path`, as AutoTokenizer.from_pretrained does. Code in the folder is not
+    run."""
+    return _auto_tokenizer().from_pretrained(path, trust_remote_code=False)
 
 
 def _auto_tokenizer() -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from core.config.base import ConfigError, Problem
+from core.masking import masked_override
 
 _MAX_NODES = 100_000
 """Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""
@@ -72,7 +73,7 @@ def read_yaml(path: str | Path) -> Table:
 
 def apply_override(tree: Table, override: str) -> list[Problem]:
     """Write `a.b.c=value` into the tree; a mapping is merged into what is there. Returns what is wrong with it."""
-    where = f"override {override!r}"
+    where = f"override {masked_override(override)!r}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):

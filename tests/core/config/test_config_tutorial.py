@@ -199,7 +199,7 @@ ref_inf: {device_mapping: [0, 1, 2, 3, 4, 5, 6, 7]}
     assert not allocation.colocated
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_DATA", "/data")
     monkeypatch.setenv("SLIPSTREAM_MODEL", "/model")
