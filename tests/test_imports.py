@@ -63,7 +63,7 @@ ORDER = {
     "slipstream": ("api", "cli"),
     "tools": (
         "arguments",
-        "scratch_model demo_plot loss_case",
+        "scratch_model demo_plot setup_cluster loss_case",
         "demo loss_pairs",
         "curves eval loss samples sweep",
         "convert chaos_run mutants conformance learning atlas",
