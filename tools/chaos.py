@@ -47,8 +47,8 @@ from tools.chaos_run import (
 KILLS_PER_RUN = 20
 RUNS_AT_ONCE = max(2, (os.cpu_count() or 1) // 2)  # starting a run keeps a core or two busy
 STEPS_PER_KILL = 3
-_PATIENCE_SECONDS = 120.0
-_GONE_SECONDS = 15.0
+_PATIENCE_SECONDS = 600.0
+_GONE_SECONDS = 60.0
 """For the watchdog of a killed command to end the remaining processes."""
 _COMPARED = ("loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens")
 
@@ -147,7 +147,8 @@ def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
     """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length."""
     make_assets(folder)
     rng = random.Random(seed)
-    plans = [plan(count, rng) for count in shares(kills)]
+    counts = shares(kills)
+    plans = [plan(count, rng, first=sum(counts[:i])) for i, count in enumerate(counts)]
     steps = STEPS_PER_KILL * max(map(len, plans)) + 5
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps)
     trials = [Trial(folder=folder, name=f"killed{number}", steps=steps) for number in range(len(plans))]
@@ -163,7 +164,7 @@ def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
         except BaseException:
             stop.set()  # the others end what they started
             raise
-    for trial in trials:
+    for trial in trials if verdict.holds else ():  # a run that failed has said why, and may have nothing to compare
         compare(undisturbed, trial, verdict)
     if not wait_until(lambda: not leftovers.found(), _GONE_SECONDS, stop):
         verdict.problems += leftovers.found()
@@ -176,10 +177,11 @@ def shares(kills: int) -> list[int]:
     return [kills // runs + (i < kills % runs) for i in range(runs)]
 
 
-def plan(count: int, rng: random.Random) -> list[Kill]:
-    """Return the kills of one run; every kind of process as often as any other."""
+def plan(count: int, rng: random.Random, *, first: int = 0) -> list[Kill]:
+    """Return the kills of one run after `first` kills of other runs; over all of them every kind of process is killed
+    as often as any other."""
     targets = ["command", "driver", *TARGETS]
-    chosen = [targets[i % len(targets)] for i in range(count)]
+    chosen = [targets[i % len(targets)] for i in range(first, first + count)]
     rng.shuffle(chosen)
     kills = []
     for i, target in enumerate(chosen):

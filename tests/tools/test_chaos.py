@@ -1,6 +1,7 @@
 """The chaos command itself, in a size that a test suite can afford."""
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -8,22 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from tools.chaos_run import Leftovers
+from tools.chaos import plan
+from tools.chaos_run import TARGETS, Leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(600)
-def test_twelve_kills_lose_nothing_and_change_nothing() -> None:
+def test_a_kill_of_every_process_loses_nothing_and_changes_nothing() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     result = subprocess.run(
-        [sys.executable, "-m", "tools.chaos", "--kills", "12", "--seed", "31"],
+        [sys.executable, "-m", "tools.chaos", "--kills", "6", "--seed", "35"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-6000:]
-    assert output.splitlines()[-1] == "12 kills: 0 lost, 0 duplicated, losses bit-equal: yes"
-    assert len(re.findall(r" killed\d+: killed ", output)) == 12
+    assert output.splitlines()[-1] == "6 kills: 0 lost, 0 duplicated, losses bit-equal: yes"
+    assert len(re.findall(r" killed\d+: killed ", output)) == 6
+
+
+@pytest.mark.parametrize("counts", [[6], [3, 3], [1] * 6])
+def test_the_runs_of_one_command_share_the_kinds_of_processes(counts: list[int]) -> None:
+    rng = random.Random(1)
+    plans = [plan(count, rng, first=sum(counts[:i])) for i, count in enumerate(counts)]
+    killed = [kill.target for kills in plans for kill in kills]
+    assert sorted(killed) == sorted(["command", "driver", *TARGETS])
 
 
 def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:
