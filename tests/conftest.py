@@ -1,4 +1,4 @@
-"""Whole runs come first: a test process that got the longest file last would leave the others idle."""
+"""The longest files come first: a test process that got one of them last would leave the others idle."""
 
 import sys
 from pathlib import Path
@@ -9,31 +9,49 @@ import pytest
 TESTS = Path(__file__).parent
 sys.path[:0] = sorted({str(path.parent) for path in TESTS.rglob("*.py")} - set(sys.path))
 
-WHOLE_RUNS = (
+LONGEST = (
     "test_attempts",
-    "test_ppo_end_to_end",
     "test_chaos",
-    "test_recover_run",
+    "test_ppo_end_to_end",
     "test_out_of_memory",
+    "test_recover_run",
+    "test_model",
+    "test_checkpoint",
+    "test_mutants",
     "test_eval",
+    "test_sft_end_to_end",
+    "test_examples",
+    "test_convert",
+    "test_stacked_experts",
+    "test_full_disk",
+    "test_ppo_sglang",
 )
-
-
+"""Modules by their processor time; those that are not listed take less."""
 SLOW_MODULES = {
-    *WHOLE_RUNS,
+    "test_attempts",
+    "test_chaos",
     "test_convert_limits",
+    "test_eval",
     "test_examples",
     "test_full_disk",
     "test_mutants",
+    "test_out_of_memory",
+    "test_ppo_end_to_end",
+    "test_recover_run",
 }
 """Modules of which `make quick` runs nothing."""
 SLOW_FIXTURES = {"run_command", "ranks", "gpu_ranks"}
 """They start a whole run, or processes that import the trainer."""
+SLOW_SECONDS = 1800
+"""After which a slow test hangs: several runs, on a machine with other work."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in WHOLE_RUNS)
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
         if item.path.stem in SLOW_MODULES or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SLOW_SECONDS))

@@ -12,6 +12,8 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_SECONDS = 600.0
+"""For what must happen: on a machine with other work the start of a run takes minutes."""
 
 
 class Command:
@@ -62,12 +64,12 @@ class Command:
         lines = [p.cmdline() for p in self._family.values() if p.is_running()]
         return {Path(word).name for line in lines for word in line if word.endswith(".py")}
 
-    def survivors(self, timeout: float) -> list[psutil.Process]:
+    def survivors(self, timeout: float = PATIENCE_SECONDS) -> list[psutil.Process]:
         """What of the family is still there after at most `timeout` seconds."""
         _, alive = psutil.wait_procs(list(self._family.values()), timeout=timeout)
         return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
-    def wait_for(self, text: str, timeout: float = 120) -> None:
+    def wait_for(self, text: str, timeout: float = PATIENCE_SECONDS) -> None:
         """Return when the output holds `text`; fails with the output if the command ends or the time is over."""
         import time
 
@@ -77,7 +79,7 @@ class Command:
             assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.output()[-4000:]}"
             time.sleep(0.05)
 
-    def finish(self, timeout: float = 180) -> int:
+    def finish(self, timeout: float = PATIENCE_SECONDS) -> int:
         """Exit code."""
         return self.process.wait(timeout)
 

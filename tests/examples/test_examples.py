@@ -21,7 +21,8 @@ def run(script: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", ["custom_reward.py", "custom_algorithm.py"])
+# An algorithm of its own, with a reward of its own.
+@pytest.mark.parametrize("script", ["custom_algorithm.py", pytest.param("custom_reward.py", marks=pytest.mark.nightly)])
 def test_a_script_with_code_of_its_own_raises_the_reward(script: str, tmp_path: Path) -> None:
     first, last = map(
         float, re.findall(r"mean reward of .*: (\d\.\d+); of the last 3: (\d\.\d+)", run(script, tmp_path))[0]
@@ -29,6 +30,7 @@ def test_a_script_with_code_of_its_own_raises_the_reward(script: str, tmp_path: 
     assert last > first + 0.2
 
 
+@pytest.mark.nightly
 def test_training_from_python_ends_with_a_model_that_answers(tmp_path: Path) -> None:
     output = run("train_from_python.py", tmp_path)
     before, after = map(float, re.findall(r"loss of the warm-up: ([\d.]+) -> ([\d.]+)", output)[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,33 +11,11 @@ from rollout.inference.gpus import query_gpus
 
 
 def trained(command: Any) -> list[dict[str, float]]:
-    assert command.finish(500) == 0, command.output()[-4000:]
+    assert command.finish() == 0, command.output()[-4000:]
     return [m for m in metrics_of(command) if "task_reward" in m]
 
 
-@pytest.mark.timeout(600)
-def test_a_mock_generator_feeds_a_trainer_on_the_cpu(assets: Any, run_command: Any) -> None:
-    command = run_command(
-        "ppo-math",
-        ppo(
-            assets,
-            allocation_mode="mock.d1m1p1",
-            n_gpus_per_node=1,
-            launch={"trainer_device": "cpu", "threads_per_process": 1},
-            exp_ctrl={"total_train_steps": 2},
-        ),
-    )
-    rows = trained(command)
-    assert [m["n_seqs"] for m in rows] == [32.0] * 2 and all(m["push/gigabytes"] > 0 for m in rows)
-    said = command.output()
-    assert "actor_gen: mock on cpu (mock generators run on the CPU)" in said
-    assert "actor_train, actor_inf: megatron on cpu (launch.trainer_device=cpu)" in said
-    log = (command.logs / "master_worker.log").read_text()
-    assert re.search(r"INFO: actor_gen: mock on cpu", log), "the file has the reason, too"
-
-
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
 def test_a_mock_generator_feeds_a_trainer_on_a_gpu(assets: Any, run_command: Any) -> None:
     if not query_gpus():
         pytest.skip("needs a GPU")

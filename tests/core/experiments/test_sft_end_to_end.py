@@ -14,22 +14,22 @@ from core.recovery.recover import RunState
 from rollout.data.rows import DatasetError, read_pairs
 
 
-def test_two_ranks_learn_the_pairs_and_the_saved_model_agrees_with_the_reported_loss(assets, run_command) -> None:
-    command = run_command(
-        "sft",
-        {
-            "allocation_mode": "d2m1p1",
-            "n_gpus_per_node": 2,
-            "exp_ctrl": {"total_train_epochs": 12, "save_freq_epochs": 12, "eval_freq_epochs": 4},
-            "model": {"path": str(assets.model), "optimizer": {"lr": 1e-2, "lr_scheduler_type": "cosine"}},
-            "dataset": {
-                "train_path": str(assets.pairs),
-                "valid_path": str(assets.pairs),
-                "max_seqlen": 16,
-                "train_bs_n_seqs": 8,
-            },
+def test_two_ranks_learn_the_pairs_save_what_they_report_and_refuse_another_seed(assets, run_command) -> None:
+    """And a run that would continue it with other rows, by another seed, is refused."""
+    config = {
+        "allocation_mode": "d2m1p1",
+        "n_gpus_per_node": 2,
+        "recover_mode": "auto",
+        "exp_ctrl": {"total_train_epochs": 12, "save_freq_epochs": 12, "eval_freq_epochs": 4, "ckpt_freq_epochs": 12},
+        "model": {"path": str(assets.model), "optimizer": {"lr": 1e-2, "lr_scheduler_type": "cosine"}},
+        "dataset": {
+            "train_path": str(assets.pairs),
+            "valid_path": str(assets.pairs),
+            "max_seqlen": 16,
+            "train_bs_n_seqs": 8,
         },
-    )
+    }
+    command = run_command("sft", {**config, "seed": 1})
     assert command.finish() == 0, command.output()[-4000:]
     rows = [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
     losses = [m["loss"] for m in rows if "loss" in m]
@@ -48,6 +48,10 @@ def test_two_ranks_learn_the_pairs_and_the_saved_model_agrees_with_the_reported_
         total -= float(logprobs[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
         count += len(ids) - start
     assert total / count == pytest.approx(evaluated[-1][1], abs=1e-4)
+
+    refused = run_command("sft", {**config, "seed": 2})
+    assert refused.finish() == 1, refused.output()[-4000:]
+    assert "the checkpoint's data set has seed=1, this one 2: restore seed" in refused.output()
 
 
 def test_only_answers_are_trained_and_an_epoch_is_a_function_of_its_number(assets) -> None:
@@ -95,21 +99,6 @@ def test_other_rows_or_another_order_do_not_continue_a_run(assets, tmp_path, cap
         _check_same_rows(data, start, ignore_changes=True)
         assert says in caplog.text and "step 5 continues with these rows" in caplog.text
         caplog.clear()
-
-
-def test_a_recovered_run_with_another_seed_is_refused(assets, run_command) -> None:
-    settings = {
-        "allocation_mode": "d1m1p1",
-        "recover_mode": "auto",
-        "exp_ctrl": {"total_train_epochs": 1, "total_train_steps": 2, "ckpt_freq_steps": 1},
-        "model": {"path": str(assets.model)},
-        "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
-    }
-    first = run_command("sft", {**settings, "seed": 1})
-    assert first.finish() == 0, first.output()[-4000:]
-    second = run_command("sft", {**settings, "seed": 2})
-    assert second.finish() == 1, second.output()[-4000:]
-    assert "the checkpoint's data set has seed=1, this one 2: restore seed" in second.output()
 
 
 @pytest.mark.parametrize(

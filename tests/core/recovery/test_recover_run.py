@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def ppo(assets, **changes) -> dict:
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
         "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
-        "exp_ctrl": {"total_train_steps": 3, "ckpt_freq_steps": 1},
+        "exp_ctrl": {"ckpt_freq_steps": 1},
     }
     for key, value in changes.items():
         config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
@@ -45,27 +45,38 @@ def rows(command, name: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def finished(assets, tmp_path_factory) -> Path:
-    """What a finished run of three steps has left: logs, and globalstep2 and globalstep3 to recover from."""
-    command = Command("ppo-math", ppo(assets), tmp_path_factory.mktemp("finished"))
+def undisturbed(assets, tmp_path_factory) -> Iterator[Command]:
+    """A run of six steps that has ended."""
+    config = ppo(assets, recover_keep=5, exp_ctrl={"total_train_steps": 6})
+    command = Command("ppo-math", config, tmp_path_factory.mktemp("undisturbed"))
     try:
         assert command.finish() == 0, command.output()[-4000:]
+        yield command
     finally:
         command.stop()
-    return command.root
+
+
+@pytest.fixture(scope="module")
+def cut(undisturbed: Command, tmp_path_factory) -> Path:
+    """What that run would have left, had it been killed in its fourth step: globalstep2 and globalstep3 to recover
+    from, and logs."""
+    root = tmp_path_factory.mktemp("cut") / "root"
+    shutil.copytree(undisturbed.root, root)
+    shutil.rmtree(root / "checkpoints")
+    for step in (4, 5, 6):
+        shutil.rmtree(next(root.glob(f"recover/*/test/trial/globalstep{step}")))
+    return root
 
 
 @pytest.fixture
-def continue_with(finished: Path, run_command, tmp_path: Path) -> Callable:
+def continue_with(cut: Path, run_command, tmp_path: Path) -> Callable:
     """(config) -> Command: a run of the same trial after that one."""
-    shutil.copytree(finished, tmp_path / "root")
+    shutil.copytree(cut, tmp_path / "root")
     return partial(run_command, "ppo-math")
 
 
-def test_a_checkpoint_with_any_file_cut_flipped_or_missing_is_never_loaded(
-    finished: Path, tmp_path: Path, caplog
-) -> None:
-    two_checkpoints = next((finished / "recover").glob("*/test/trial"))
+def test_a_checkpoint_with_any_file_cut_flipped_or_missing_is_never_loaded(cut: Path, tmp_path: Path, caplog) -> None:
+    two_checkpoints = next((cut / "recover").glob("*/test/trial"))
     caplog.set_level(logging.WARNING)
     assert sorted(p.name for p in two_checkpoints.iterdir()) == ["globalstep2", "globalstep3"]
     files = [p.relative_to(two_checkpoints) for p in two_checkpoints.glob("globalstep3/**/*") if p.is_file()]
@@ -101,20 +112,15 @@ def harm(path: Path, damage: str, rng: random.Random) -> None:
     path.write_bytes(new.get(damage, content))
 
 
-def test_a_run_goes_on_under_another_layout_with_more_generators(assets, run_command, finished: Path) -> None:
-    undisturbed = run_command("ppo-math", ppo(assets, exp_ctrl={"total_train_steps": 6}))
-    assert undisturbed.finish() == 0, undisturbed.output()[-4000:]
+def test_a_run_goes_on_under_another_layout_with_more_generators(assets, continue_with, undisturbed: Command) -> None:
     consumed, metrics = (rows(undisturbed, name) for name in ("consumed.jsonl", "metrics.jsonl"))
-    shutil.rmtree(undisturbed.root)
-    shutil.copytree(finished, undisturbed.root)
-    moved = run_command(
-        "ppo-math",
+    moved = continue_with(
         ppo(
             assets,
             allocation_mode="mock.d2m1p1+d1m2p1",
             n_gpus_per_node=4,
             exp_ctrl={"total_train_steps": 6},
-        ),
+        )
     )
     assert moved.finish() == 0, moved.output()[-4000:]
     assert "globalstep3: 3 steps are done." in moved.output()
@@ -127,25 +133,16 @@ def test_a_run_goes_on_under_another_layout_with_more_generators(assets, run_com
         assert len({row[name] for row in got}) == 6, "the figures tell the steps apart"
 
 
-def test_a_changed_group_size_is_refused_and_let_go_on_request(assets, continue_with) -> None:
-    changed = ppo(assets, group_size=3, exp_ctrl={"total_train_steps": 5})
+def test_changed_sizes_are_refused_and_skip_no_prompt_on_request(assets, continue_with) -> None:
+    """12 prompts are a batch of 10 and two prompts, which are trained once more."""
+    changed = ppo(assets, group_size=3, dataset={"train_bs_n_seqs": 10}, exp_ctrl={"total_train_steps": 3})
     refused = continue_with(changed)
     assert refused.finish() == 1
     assert "group_size=3 (the checkpoint has 2)" in refused.output() and "Traceback" not in refused.output()
+    assert "train_bs_n_seqs=10 (the checkpoint has 4)" in refused.output()
     allowed = continue_with({**changed, "recover_ignore_changes": True})
     assert allowed.finish() == 0, allowed.output()[-4000:]
-    got = rows(allowed, "metrics.jsonl")
-    assert [(row["step"], row["n_seqs"]) for row in got] == [(1, 8), (2, 8), (3, 8), (4, 12), (5, 12)]
-    consumed = [p for row in rows(allowed, "consumed.jsonl") for p in row["prompts"]]
-    assert consumed == list(range(20)), "no prompt is lost"
-
-
-def test_a_changed_batch_size_skips_no_prompt_on_request(assets, continue_with) -> None:
-    """12 prompts are a batch of 10 and two prompts, which are trained once more."""
-    command = continue_with(
-        ppo(assets, dataset={"train_bs_n_seqs": 10}, recover_ignore_changes=True, exp_ctrl={"total_train_steps": 3})
-    )
-    assert command.finish() == 0, command.output()[-4000:]
-    assert "12 prompts were trained in 3 steps, which is step 1 now" in command.output()
-    trained = [row["prompts"] for row in rows(command, "consumed.jsonl")]
+    assert "12 prompts were trained in 3 steps, which is step 1 now" in allowed.output()
+    assert [(row["step"], row["n_seqs"]) for row in rows(allowed, "metrics.jsonl")][-2:] == [(2, 30), (3, 30)]
+    trained = [row["prompts"] for row in rows(allowed, "consumed.jsonl")]
     assert trained[-2:] == [list(range(10, 20)), list(range(20, 30))]
