@@ -205,7 +205,7 @@ def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.
             report.say(f"{trial.name}: killed {kill}; {trial.finished_steps} of {trial.steps} steps done")
         while process.poll() != 0:
             process = _running(trial, process)
-            if not wait_until(partial(_has_ended, process), _PATIENCE_SECONDS, stop):
+            if not wait_until(partial(_has_ended, process), _PATIENCE_SECONDS, stop, every_seconds=0.05):
                 raise RunFailed(f"{trial.name} did not finish:\n{trial.log_tail()}")
         report.say(f"{trial.name}: finished all {trial.steps} steps")
     finally:
@@ -236,7 +236,7 @@ def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill,
         return process.poll() is not None
 
     if kill.moment != "while starting again" and not wait_until(
-        lambda: trial.finished_steps >= kill.after_step or ended(), _PATIENCE_SECONDS, stop
+        lambda: trial.finished_steps >= kill.after_step or ended(), _PATIENCE_SECONDS, stop, every_seconds=0.05
     ):
         raise RunFailed(f"{trial.name} made no progress:\n{trial.log_tail()}")
     if kill.moment == "while a checkpoint is written":

@@ -237,13 +237,15 @@ def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     yield from sorted(tensors.items())
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, stop: threading.Event) -> bool:
+def wait_until(
+    condition: Callable[[], bool], seconds: float, stop: threading.Event, *, every_seconds: float = 0.005
+) -> bool:
     """Return whether it became true in time. Raises Stopped when `stop` is set meanwhile."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        if stop.wait(0.005):
+        if stop.wait(every_seconds):
             raise Stopped
     return True
 
