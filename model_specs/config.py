@@ -12,7 +12,7 @@ from typing import Any
 
 from model_specs.moe import MLAConfig, MoEConfig
 from model_specs.rope import RopeScaling, parse_rope, rotary_factor
-from model_specs.values import ModelConfigError, number, positive, require
+from model_specs.values import ModelConfigError, number, positive, positive_number, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def parse_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=positive(raw, "max_position_embeddings"),
-        rms_norm_eps=number(raw, "rms_norm_eps", default_rms_norm_eps),
+        rms_norm_eps=positive_number(raw, "rms_norm_eps", default_rms_norm_eps),
         initializer_range=number(raw, "initializer_range", 0.02),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,

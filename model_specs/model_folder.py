@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from model_specs.fits import check_shapes, check_tokenizer
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 
 _INDEX = "model.safetensors.index.json"
@@ -47,9 +48,15 @@ def _read(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
         raise ModelFolderError(str(error)) from None
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelFolderError(f"{path}: no tokenizer; one of {', '.join(_TOKENIZERS)} must be in the folder")
-    if weights:
-        for shard, names in _shards(folder):
-            _check_shard(shard, names)
+    shapes: dict[str, list[int]] = {}
+    for shard, names in _shards(folder) if weights else ():
+        shapes |= _check_shard(shard, names)
+    try:
+        if tokenizer and (folder / _TOKENIZERS[0]).is_file():
+            check_tokenizer(folder / _TOKENIZERS[0], config.vocab_size)
+        check_shapes(config, shapes)
+    except ModelConfigError as error:
+        raise ModelFolderError(f"{path}: {str(error).removeprefix(f'{path}/')}") from None
     return config
 
 
@@ -74,8 +81,9 @@ def _shards(folder: Path) -> Iterator[tuple[Path, set[str]]]:
         )
 
 
-def _check_shard(path: Path, expected: set[str]) -> None:
-    """Check that the header is readable, the file as long as its header requires, and every expected tensor present."""
+def _check_shard(path: Path, expected: set[str]) -> dict[str, list[int]]:
+    """Check that the header is readable, the file as long as its header requires, and every expected tensor present.
+    Return the shapes of its tensors."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -84,6 +92,7 @@ def _check_shard(path: Path, expected: set[str]) -> None:
                 raise ModelFolderError(f"{path}: not a safetensors file ({size} bytes)")
             header = json.loads(file.read(length))
             ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+            shapes = {name: list(header[name]["shape"]) for name in ends}
     except PermissionError:
         raise
     except OSError as error:
@@ -99,3 +108,4 @@ def _check_shard(path: Path, expected: set[str]) -> None:
     missing = sorted(expected - ends.keys())
     if missing:
         raise ModelFolderError(f"{path}: has no {missing[0]}, which {_INDEX} lists; download the model again")
+    return shapes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model_specs.values import ModelConfigError, json_object, number, positive
+from model_specs.values import ModelConfigError, json_object, number, positive, positive_number
 
 _DEFAULT_ROPE_THETA = 10_000.0
 _CONTEXT = "original_max_position_embeddings"
@@ -41,7 +41,7 @@ RopeScaling = Llama3RopeScaling | YarnRopeScaling | None
 def parse_rope(raw: Mapping[str, Any], supported: tuple[str, ...]) -> tuple[float, RopeScaling]:
     """Return base and scaling; older files have rope_theta and rope_scaling, newer ones one dict rope_parameters."""
     parameters = {**json_object(raw, "rope_scaling"), **json_object(raw, "rope_parameters")}
-    theta = number(parameters, "rope_theta", number(raw, "rope_theta", _DEFAULT_ROPE_THETA))
+    theta = positive_number(parameters, "rope_theta", number(raw, "rope_theta", _DEFAULT_ROPE_THETA))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in supported:
         raise ModelConfigError(f"rope_type={kind!r} is not supported; supported: {', '.join(supported)}")

@@ -6,6 +6,7 @@ key and value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,14 @@ def number(values: Mapping[str, Any], key: str, default: float) -> float:
     if not isinstance(value, int | float):
         raise ModelConfigError(f"{key}={value!r} must be a number")
     return float(value)
+
+
+def positive_number(values: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number above 0. `default` stands for a key that is absent or null."""
+    value = number(values, key, default)
+    if not 0 < value < math.inf:
+        raise ModelConfigError(f"{key}={value!r} must be a number above 0")
+    return value
 
 
 def json_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -24,7 +24,16 @@ MAY_IMPORT = {
     "slipstream": {"allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools"},
 }
 ORDER = {
-    "model_specs": ("values", "moe rope", "config", "server_parts", "family", "families", "hf_config", "model_folder"),
+    "model_specs": (
+        "values",
+        "moe rope",
+        "config",
+        "server_parts fits",
+        "family",
+        "families",
+        "hf_config",
+        "model_folder",
+    ),
     "rollout": (
         "types plugins errors",
         "trajectory_checks data rewards experience ledger",

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from allocation import AllocationError, model_errors
 from core.config.algorithm import check_algorithm
 from core.config.allocation import resolve_allocation
@@ -35,12 +37,15 @@ from rollout.plugins import PluginError, load_plugin
 from rollout.rewards.registry import REWARDS
 from rollout.workflows import check_workflow
 
+_SHORTEST_TOKENS = 32
+"""Room of one request in the embedded generator, at least."""
+
 
 def run_checks(config: ExperimentConfig, where: Callable[[str], str]) -> list[Problem]:
     """Return every problem of the machine, the files and the model that this configuration meets.
 
     `where(key)` returns the line in which a key was given."""
-    checks = (_models, *_CHECKS[config.NAME], _monitors, _fileroot, _ray, _port, _gpus)
+    checks = (_models, *_CHECKS[config.NAME], _monitors, _environment, _fileroot, _ray, _port, _gpus)
     return [
         Problem(key=problem.key, message=problem.message, where=where(problem.key))
         for check in checks
@@ -138,6 +143,9 @@ def _data_files(config: ExperimentConfig, scan: Callable[[str], object]) -> Iter
     for key, path in config.data_files:
         if not path:
             continue
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            yield Problem(key=key, message=f"{path}: a pipe or device, which can be read only once; copy it to a file")
+            continue
         try:
             scan(path)
         except DatasetError as error:
@@ -175,8 +183,37 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
         yield Problem(key="workflow.type", message=str(error))
 
 
+def _environment(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield names and values that no environment can hold."""
+    for name, value in config.external_configs.envs.items():
+        if not name or "=" in name or "\0" in name + value:
+            message = f"{name!r} cannot be set: a name is not empty and has no '=', and neither it nor its value a NUL"
+            yield Problem(key="external_configs.envs", message=message)
+
+
+def _running(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield a number of requests whose keys and values do not fit into the memory of this machine, each of the shortest
+    length; of generators on the CPU, which run here."""
+    if config.TRAINER_ONLY or _gpus_of_own_ray(config) or joined_cluster(config):
+        return
+    try:
+        model = read_model_folder(config.actor.path, weights=False, tokenizer=False)
+    except ModelFolderError:
+        return  # reported with the model
+    per_token = 8 * model.num_layers * model.num_kv_heads * model.head_dim  # key and value, float32
+    most, running = psutil.virtual_memory().total, config.generator.max_running
+    gib = running * per_token * _SHORTEST_TOKENS / 2**30
+    if gib * 2**30 > most:
+        fits = most // (per_token * _SHORTEST_TOKENS)
+        message = (
+            f"{running} requests of {_SHORTEST_TOKENS} tokens need {gib:,.0f} GiB for keys and values, this machine "
+            f"has {most / 2**30:.0f} GiB; write at most {fits}"
+        )
+        yield Problem(key="generator.max_running", message=message)
+
+
 _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-    "ppo-math": (_prompts, _reward, _workflow, check_algorithm),
+    "ppo-math": (_running, _prompts, _reward, _workflow, check_algorithm),
     "sft": (_answers,),
     "dpo": (_preferences,),
 }
@@ -211,6 +248,11 @@ def _has_wandb_key(envs: Mapping[str, str]) -> bool:
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
     given = config.external_configs.cluster_config.fileroot
+    if "\0" in given:
+        yield Problem(
+            key="external_configs.cluster_config.fileroot", message=f"{given!r}: a path has no NUL; remove it"
+        )
+        return
     try:
         root = Path(given).expanduser().absolute()
     except RuntimeError:

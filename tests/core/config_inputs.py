@@ -275,11 +275,14 @@ TINY_CONFIG = {
 }
 
 
+TOKENIZER = {"added_tokens": [{"id": 63, "content": "<eos>"}], "model": {"type": "WordLevel", "vocab": {"1": 0}}}
+
+
 def write_model(folder: Path, **changes: object) -> Path:
     """A folder that looks like a model from outside: config, tokenizer, one weight file with a valid header."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**TINY_CONFIG, **changes}))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     write_safetensors(folder / "model.safetensors", {"model.norm.weight": 32})
     return folder
 

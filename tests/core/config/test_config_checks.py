@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_inputs import SMALLEST_PPO, write_model, write_prompts, write_run, write_safetensors
+from config_inputs import SMALLEST_PPO, TINY_CONFIG, TOKENIZER, write_model, write_prompts, write_run, write_safetensors
 
 from core.config.checks import run_checks
 from core.config.load import load_config
 from core.paths import RunPaths
+from model_specs.fits import check_shapes
+from model_specs.hf_config import ModelConfigError, parse_config
 
 
 def problems(path: Path, *overrides: str) -> list[str]:
@@ -38,7 +40,7 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "model" / "tokenizer.json").unlink()
     (message,) = problems(path)
     assert message.startswith("run.yaml:3: actor.path: model: no tokenizer")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (tmp_path / "model" / "model.safetensors").unlink()
     (message,) = problems(path)
     assert "model: no weights: neither model.safetensors nor model.safetensors.index.json" in message
@@ -46,6 +48,71 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").unlink()
     (message,) = problems(path)
     assert "model/config.json: no such file" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{}", "tokenizer.json: not a tokenizer: KeyError 'model'"),
+        ('{"model": {"vocab": {"a": ', "tokenizer.json: not valid JSON: Expecting value"),
+        ('{"model": {"vocab": {}}}', "tokenizer.json: the tokenizer has no tokens"),
+        ('{"model": {"vocab": {"a": 64}}}', "its largest token id is 64, but vocab_size=64 in config.json"),
+        ('{"model": {"vocab": [["a", 0.1]]}}', ""),
+    ],
+)
+def test_a_tokenizer_that_does_not_load_or_fit_is_named(tmp_path: Path, content: str, said: str) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").write_text(content)
+    found = problems(path)
+    assert [said in message for message in found] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 64}, "model.norm.weight has the shape [32] in the weight files, config.json requires [64]"),
+        ({"rope_theta": -1}, "rope_theta=-1.0 must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number above 0"),
+        ({"num_hidden_layers": 99}, "num_hidden_layers=99 in config.json, but the weight files have no layer 2"),
+    ],
+)
+def test_a_config_of_another_model_than_the_weights_is_named(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = write_run(tmp_path)
+    weights = {"model.norm.weight": 32, "model.layers.0.x": 1, "model.layers.1.x": 1}
+    write_safetensors(tmp_path / "model" / "model.safetensors", weights)
+    assert problems(path) == []
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | changes))
+    (message,) = problems(path)
+    assert said in message
+
+
+def test_the_shapes_of_a_real_model_fit() -> None:
+    config = parse_config(TINY_CONFIG)
+    shapes = {
+        "model.embed_tokens.weight": [64, 32], "lm_head.weight": [64, 32], "model.norm.weight": [32],
+        "model.layers.0.self_attn.q_proj.weight": [32, 32], "model.layers.0.self_attn.k_proj.weight": [16, 32],
+        "model.layers.0.mlp.down_proj.weight": [32, 64], "model.layers.1.mlp.down_proj.weight": [32, 64],
+    }  # fmt: skip
+    check_shapes(config, shapes)
+    for name, shape in shapes.items():
+        if name != "model.layers.1.mlp.down_proj.weight":
+            with pytest.raises(ModelConfigError, match=f"{name} has the shape"):
+                check_shapes(config, shapes | {name: [shape[0] + 1, *shape[1:]]})
+
+
+def test_what_no_environment_can_hold_and_a_pipe_and_too_many_requests_are_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    for envs in ("{'A=B': x}", "{'': x}", '{A: "\\0"}'):
+        (message,) = problems(path, f"external_configs.envs={envs}")
+        assert "external_configs.envs: " in message and "cannot be set" in message
+    (message,) = problems(path, f"dataset.path={tmp_path / 'fifo'}")
+    assert "dataset.path: fifo: a pipe or device" in message
+    (message,) = problems(path, "generator.max_running=1000000000")
+    assert "generator.max_running: 1000000000 requests of 32 tokens need " in message and "write at most " in message
 
 
 def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
