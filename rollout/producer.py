@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import pickle
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -253,7 +255,7 @@ class RolloutProducer:
             self._running = False
             if said := self._errors.exceeded():
                 error.add_note(said)
-            await self._store.fail(error)
+            await self._store.fail(_portable(error))
             return
         self._counts["num_skipped"] += 1
         logger.warning(
@@ -300,6 +302,19 @@ def _as_error(error: BaseException) -> Exception:
     failure = RuntimeError(f"the workflow raised {type(error).__name__}({error}): it must return or raise an Exception")
     failure.__cause__ = error
     return failure
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error, or where it cannot be sent to another process its text, notes and traceback: a class with
+    arguments of its own is pickled, and cannot be read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:  # noqa: BLE001 - user code: anything may go wrong in it
+        failure = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in (*getattr(error, "__notes__", ()), "".join(traceback.format_exception(error))):
+            failure.add_note(note)
+        return failure
 
 
 def _is_cancelled() -> bool:

@@ -191,10 +191,10 @@ def _environment(config: ExperimentConfig) -> Iterator[Problem]:
             yield Problem(key="external_configs.envs", message=message)
 
 
-def _running(config: ExperimentConfig) -> Iterator[Problem]:
+def _running(config: PPOMATHConfig) -> Iterator[Problem]:
     """Yield a number of requests whose keys and values do not fit into the memory of this machine, each of the shortest
     length; of generators on the CPU, which run here."""
-    if config.TRAINER_ONLY or _gpus_of_own_ray(config) or joined_cluster(config):
+    if _gpus_of_own_ray(config) or joined_cluster(config):
         return
     try:
         model = read_model_folder(config.actor.path, weights=False, tokenizer=False)

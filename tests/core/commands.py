@@ -26,6 +26,7 @@ class Command:
             "trial_name": "trial",
             "external_configs": {"cluster_config": {"fileroot": str(self.root)}},
             "launch": {"threads_per_process": 1},
+            "recover_mode": "disabled",  # a failure ends the run; tests of recovery set their own
             **config,
         }
         path = folder / "config.yaml"

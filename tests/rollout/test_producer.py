@@ -372,6 +372,26 @@ def test_a_workflow_that_exits_fails_like_any_other() -> None:
     run_virtual(main())
 
 
+class TwoArgumentError(Exception):
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}:{line} is wrong")
+
+
+def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_place() -> None:
+    def unpicklable(prompt: Prompt, calls: int) -> None:
+        raise TwoArgumentError("rows.txt", 7)
+
+    async def main() -> None:
+        async with make_producer(CallWorkflow(unpicklable), max_retries=0) as producer:
+            await producer.take(0)
+
+    with pytest.raises(RuntimeError, match="TwoArgumentError: rows.txt:7 is wrong") as error:
+        run_virtual(main())
+    sent = pickle.loads(pickle.dumps(error.value))
+    shown = "".join(traceback.format_exception(sent))
+    assert "in unpicklable" in shown and "sampling prompt q" in shown
+
+
 def test_skipped_prompts_are_not_drawn_again_after_a_restart() -> None:
     async def main() -> None:
         workflow = CallWorkflow(fails_for(1, 6))

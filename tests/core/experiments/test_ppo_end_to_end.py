@@ -236,3 +236,16 @@ def test_a_ray_that_dies_under_a_run_is_one_clear_error(assets, run_command) -> 
     # Ray ends the driver without a word, unless the driver has noticed before that a worker does not answer.
     assert WITHOUT_GOODBYE in command.output() or re.search(r"ERROR: .* died: ", command.output())
     assert "Traceback" not in command.output()
+
+
+@pytest.mark.nightly
+def test_a_ray_that_is_stopped_under_a_run_ends_it_with_the_process(assets, run_command) -> None:
+    import psutil
+
+    command = run_command("ppo-math", ppo(assets, allocation_mode="mock.d1m1p1", n_gpus_per_node=1))
+    command.wait_for("global step 1)")
+    family = [psutil.Process(pid) for pid in command.remember_family()]
+    next(p for p in family if p.is_running() and p.name() == "raylet").send_signal(signal.SIGSTOP)
+    assert command.finish() != 0
+    assert command.survivors() == []
+    assert re.search(r"had not run for 1\d s: raylet \(process \d+\) is stopped \(SIGSTOP\)", command.output())
