@@ -46,7 +46,7 @@ def _token_ids(content: Any) -> Iterator[int]:
 
 
 def check_shapes(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ModelConfigError where tensors have other shapes than config.json says, or layers are missing. `shapes`: of
+    """Raise ModelConfigError where tensors have other shapes than config.json has, or layers are missing. `shapes`: of
     all weight files, by name; names of no family are not looked at."""
     c = config
     expected = {
