@@ -26,7 +26,7 @@ from tools.sweep.warm import warm_up
 TARGET = 0.8
 """Share of the held-out problems whose time is in the table."""
 CRITIC: Mapping[str, Any] = {
-    "ppo.disable_value": "false", "critic.init_critic_from_actor": "true", "critic.optimizer.lr": 2e-4,
+    "critic.init_critic_from_actor": "true", "critic.optimizer.lr": 2e-4,
     "critic.optimizer.weight_decay": 0, "critic.optimizer.eps": "1e-8",
 }  # fmt: skip
 """What `ppo` needs besides its name; critic.path is that of the actor."""

@@ -10,6 +10,7 @@ import pytest
 from core.algorithms import PRESETS
 from core.config.load import load_config
 from tools import atlas, learning
+from tools.bench import accuracy
 from tools.sweep import figures, runs, warm
 
 
@@ -66,6 +67,7 @@ def test_a_row_has_the_seconds_at_each_evaluation_and_means_over_steps(
     [
         *(learning.make_run(name, 1, Path("model")) for name in learning.NAMES),
         *(atlas.make_run(m, s, 1) for m in atlas.METHODS for s in (0, 8) if (m, s) not in atlas.UNNEEDED),
+        accuracy.make_run(5e-4, "bfloat16", 1),
     ],
     ids=lambda run: run.name,
 )
@@ -74,7 +76,8 @@ def test_every_run_of_a_sweep_is_a_configuration(run: runs.Run, tmp_path: Path) 
     empty.write_text("{}\n")
     changes = runs.overrides(run, tmp_path, warm=tmp_path, model=tmp_path, steps=40)
     config: Any = load_config("ppo-math", empty, [f"{key}={value}" for key, value in changes.items()]).config
-    assert config.exp_ctrl.total_train_steps == 40 and config.exp_ctrl.eval_freq_steps == 2
+    assert config.exp_ctrl.total_train_steps == 40
+    assert config.exp_ctrl.eval_freq_steps == run.changes.get("exp_ctrl.eval_freq_steps", 2)
     assert config.algorithm_name == run.changes["algorithm.name"]
 
 

@@ -67,11 +67,15 @@ def compare(sides: Sequence[Measure]) -> list[float]:
     return [fmean(values) for values in times]
 
 
+def make_run(lr: float, precision: str, seed: int) -> Run:
+    """Make the run of one of SEARCH."""
+    changes = {**OURS, "actor.optimizer.lr": lr, "actor.bf16": precision == "bfloat16"}
+    return Run(labels={"side": "ours", "lr": lr, "precision": precision, "seed": seed}, changes=changes)
+
+
 def ours(folder: Path, warm: Path, model: Path, lr: float, precision: str, seed: int) -> float:
     """Run the loop of this project."""
-    changes = {**OURS, "actor.optimizer.lr": lr, "actor.bf16": precision == "bfloat16"}
-    run = Run(labels={"side": "ours", "lr": lr, "precision": precision, "seed": seed}, changes=changes)
-    row = run_one(run, folder / "accuracy", warm=warm, model=model, steps=STEPS)
+    row = run_one(make_run(lr, precision, seed), folder / "accuracy", warm=warm, model=model, steps=STEPS)
     return math.inf if (seconds := seconds_to(row, TARGET)) is None else seconds
 
 

@@ -34,7 +34,6 @@ BASE: Mapping[str, Any] = {
     "ppo.gen.max_new_tokens": 6,
     "ppo.ppo_n_minibatches": 2,
     "ppo.kl_ctl": 0.0,
-    "ppo.disable_value": "true",
     "staleness.max_staleness": 2,
     "generator.max_running": 256,
     "exp_ctrl.total_train_epochs": 100,
