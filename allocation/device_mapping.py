@@ -76,7 +76,7 @@ def parse_device_mappings(
             key=f"{TRAINER_ROLE}.device_mapping",
             nearest=f"list(range(0,{cluster.num_slots}))",
         )
-    _check_all_used(used, cluster)
+    _check_all_used(used, cluster, key=f"{name}.device_mapping")
     trainer = roles[TRAINER_ROLE]
     if GENERATOR_ROLE not in roles:
         backend = chosen_backend(default_backend)
@@ -144,7 +144,7 @@ def _check_count(degrees: ParallelLayout, num_devices: int, *, key: str, value: 
         )
 
 
-def _check_all_used(used: set[int], cluster: Cluster) -> None:
+def _check_all_used(used: set[int], cluster: Cluster, *, key: str) -> None:
     """Raise AllocationError for a slot that no role names: it would be idle for the whole run."""
     idle = sorted(set(range(cluster.num_slots)) - used)
     if not idle:
@@ -158,6 +158,6 @@ def _check_all_used(used: set[int], cluster: Cluster) -> None:
     raise AllocationError(
         f"no role uses slots {spans(idle)} of the {cluster.num_slots} in n_nodes={cluster.n_nodes} x "
         f"n_gpus_per_node={cluster.n_gpus_per_node}; all must be used",
-        key="device_mapping",
+        key=key,
         nearest=nearest,
     )

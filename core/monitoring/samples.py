@@ -181,8 +181,8 @@ def headline(sample: Sample) -> str:
     if sample.newest_version != sample.oldest_version:
         versions += f" to {sample.newest_version}"
     return (
-        f"reward {sample.reward:.3f}, {sample.answer_tokens} tokens ({sample.finish_reason}), weights of version "
-        f"{versions}, prompt {printable(sample.query_id)}, answer {sample.index}"
+        f"reward {sample.reward:.3f}, {sample.answer_tokens} token{'' if sample.answer_tokens == 1 else 's'} "
+        f"({sample.finish_reason}), weights of version {versions}, prompt {printable(sample.query_id)}, answer {sample.index}"
     )
 
 

@@ -128,7 +128,7 @@ def test_slots_beyond_the_cluster_are_named_instead_of_a_key_error_of_a_node() -
 def test_slots_that_no_role_uses_are_named_instead_of_a_key_error_of_a_node() -> None:
     # Elsewhere: self.node2pg[node_rank] KeyError: 1, where max(device_mapping) is smaller than the number of GPUs.
     error = error_of({"actor_train": ("list(range(0,8))", None)}, n_nodes=2)
-    assert error.key == "device_mapping"
+    assert error.key == "actor_train.device_mapping", "a key of the file"
     assert "no role uses slots 8-15 of the 16" in str(error)
     assert error.nearest == "n_nodes=1"
     gap = error_of({"actor_train": ("[0, 1, 3]", None)}, n_gpus_per_node=4)

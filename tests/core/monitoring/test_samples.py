@@ -90,6 +90,8 @@ def test_the_log_shows_what_is_known_of_an_answer() -> None:
         "Step 7, best and worst and longest answer: reward 1.000, 2 tokens (stop), weights of version 3 to 4, prompt "
         "q, answer 0\n  prompt: ab\n  answer: cd"
     )
+    (short,) = choose([[answer("q", 1.0, versions=(3,))]])
+    assert ", 1 token (stop)," in log_text(short)
 
 
 class Texts:
