@@ -180,9 +180,10 @@ def headline(sample: Sample) -> str:
     versions = f"{sample.oldest_version}"
     if sample.newest_version != sample.oldest_version:
         versions += f" to {sample.newest_version}"
+    length = "1 token" if sample.answer_tokens == 1 else f"{sample.answer_tokens} tokens"
     return (
-        f"reward {sample.reward:.3f}, {sample.answer_tokens} token{'' if sample.answer_tokens == 1 else 's'} "
-        f"({sample.finish_reason}), weights of version {versions}, prompt {printable(sample.query_id)}, answer {sample.index}"
+        f"reward {sample.reward:.3f}, {length} ({sample.finish_reason}), weights of version {versions}, "
+        f"prompt {printable(sample.query_id)}, answer {sample.index}"
     )
 
 
