@@ -242,7 +242,8 @@ def test_a_ray_that_dies_under_a_run_is_one_clear_error(assets, run_command) -> 
 def test_a_ray_that_is_stopped_under_a_run_ends_it_with_the_process(assets, run_command) -> None:
     import psutil
 
-    command = run_command("ppo-math", ppo(assets, allocation_mode="mock.d1m1p1", n_gpus_per_node=1))
+    long = {"total_train_epochs": 10000}
+    command = run_command("ppo-math", ppo(assets, allocation_mode="mock.d1m1p1", n_gpus_per_node=1, exp_ctrl=long))
     command.wait_for("global step 1)")
     family = [psutil.Process(pid) for pid in command.remember_family()]
     next(p for p in family if p.is_running() and p.name() == "raylet").send_signal(signal.SIGSTOP)
