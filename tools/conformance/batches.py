@@ -10,6 +10,8 @@ GROUP_SIZE = 4
 NUM_GROUPS = 2
 SEEDS = (1, 2, 3)
 LONGEST = 7
+NUM_DEMONSTRATIONS = GROUP_SIZE
+"""The last sequences of a batch, for algorithms that mix demonstrations and rollouts."""
 KINDS = ("usual", "all_trained", "one_masked", "no_advantages")
 """usual: some tokens in between are not trained; all_trained: all are; one_masked: a whole sequence is not trained;
 no_advantages: as usual, and all advantages are 0."""
@@ -57,5 +59,7 @@ def to_case(batch: Batch, algorithm: str, settings: Mapping[str, Any], fields: f
         sequence = {name: batch[name][i][:n] for name in ("logprobs", "mask", *sorted(fields - {"advantages"}))}
         if "advantages" in fields:
             sequence["advantage"] = batch["advantages"][i][:n]
+        if algorithm in ("mix", "chord") and i >= len(batch["lens"]) - NUM_DEMONSTRATIONS:
+            sequence["demonstration"] = True
         sequences.append({**sequence, "reward": batch["rewards"][i], "group": batch["group"][i]})
     return {"algorithm": algorithm, "settings": dict(settings), "sequences": sequences}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.conformance import deviations as d
-from tools.conformance.batches import LONGEST
+from tools.conformance.batches import LONGEST, NUM_DEMONSTRATIONS
 from tools.conformance.checks import Call, Check, Deviation
 
 NONE = {"correction": "none"}
@@ -159,6 +159,13 @@ LOSSES = (
     loss("opmd", "opmd", {"opmd_tau": 2.0}, {"trinity": same("loss", name="opmd", tau=2.0)}),
     loss("tv 0.2, ratio_cap=3", "rloo", {"loss": "tv", "ratio_cap": 3.0}, {
         "verl": same("loss", name="dppo_tv", aggregation=TOKEN, clip_ratio_c=3.0),
+    }),
+    loss("mix, mu 0.1", "mix", {"dual_clip": 3.0}, {
+        "trinity": same("mixed", name="mix", num_demonstrations=NUM_DEMONSTRATIONS, clip_range=0.2),
+    }),
+    loss("chord, mu 0.1", "chord", {"dual_clip": 3.0}, {
+        "trinity": same("mixed", name="chord", num_demonstrations=NUM_DEMONSTRATIONS, clip_range=0.2,
+                        mu_warmup_steps=0, mu_decay_steps=0, mu_peak=0.1, mu_valley=0.1),
     }),
     loss("rloo: loss", "rloo", {}, {
         "trl": differs("rloo_loss", "clips the product of the ratios of a sequence, mean over sequences (here: ratios "

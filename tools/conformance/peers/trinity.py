@@ -10,9 +10,11 @@ import torch
 from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
 from trinity.algorithm.advantage_fn.opmd_advantage import OPMDGroupAdvantage
 from trinity.algorithm.kl_fn import kl_fn
+from trinity.algorithm.policy_loss_fn.chord_policy_loss import MIXCHORDPolicyLossFn
 from trinity.algorithm.policy_loss_fn.cispo_policy_loss import CISPOPolicyLossFn
 from trinity.algorithm.policy_loss_fn.dpo_loss import DPOLossFn
 from trinity.algorithm.policy_loss_fn.gspo_policy_loss import GSPOLossFn
+from trinity.algorithm.policy_loss_fn.mix_policy_loss import MIXPolicyLossFn
 from trinity.algorithm.policy_loss_fn.opmd_policy_loss import OPMDPolicyLossFn
 from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from trinity.algorithm.policy_loss_fn.sapo_policy_loss import SAPOPolicyLossFn
@@ -29,6 +31,7 @@ LOSSES = {
     "cispo": CISPOPolicyLossFn, "gspo": GSPOLossFn, "opmd": OPMDPolicyLossFn, "ppo": PPOPolicyLossFn,
     "sapo": SAPOPolicyLossFn, "topr": TOPRPolicyLossFn,
 }  # fmt: skip
+MIXED = {"mix": MIXPolicyLossFn, "chord": MIXCHORDPolicyLossFn}
 GROUPED = {"grpo": GRPOGroupedAdvantage, "opmd": OPMDGroupAdvantage}
 BATCHED = {"rloo": RLOOAdvantageFn, "reinforce_pp": REINFORCEPLUSPLUSAdvantageFn}
 
@@ -83,4 +86,26 @@ def dpo(batch: Batch, **options: Any) -> dict[str, torch.Tensor]:
     return {"loss": value}
 
 
-OPERATIONS: dict[str, Any] = {"grouped": grouped, "batched": batched, "loss": loss, "kl": kl, "dpo": dpo}
+def mixed(batch: Batch, *, name: str, num_demonstrations: int, **options: Any) -> dict[str, torch.Tensor]:
+    """Call a loss of rollouts and, behind them, demonstrations, as one minibatch on one GPU."""
+    count = len(batch["mask"])
+    sizes = {
+        "ppo_mini_batch_size": count, "ppo_micro_batch_size_per_gpu": count, "train_batch_size_expert":
+        num_demonstrations, "train_batch_size_usual": count - num_demonstrations,
+    }  # fmt: skip
+    value, _ = MIXED[name](**sizes, **options)(
+        logprob=batch["logprobs"], old_logprob=batch["old_logprobs"], action_mask=batch["mask"],
+        advantages=batch["advantages"], expert_mask=torch.arange(count) >= count - num_demonstrations,
+        step=torch.zeros(count),
+    )  # fmt: skip
+    return {"loss": value}
+
+
+OPERATIONS: dict[str, Any] = {
+    "grouped": grouped,
+    "batched": batched,
+    "loss": loss,
+    "kl": kl,
+    "dpo": dpo,
+    "mixed": mixed,
+}
