@@ -1,6 +1,7 @@
 """Kills a small run again and again, and compares what it did with the same run left alone.
 
     python -m tools.chaos --kills 12 --seed 1
+    python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name, sft or dpo
 
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
 moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
@@ -21,8 +22,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -31,6 +33,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from core.algorithms import PRESETS
 from tools import arguments
 from tools.chaos_run import (
     TARGETS,
@@ -40,6 +43,7 @@ from tools.chaos_run import (
     find_target,
     make_assets,
     optimizer_state,
+    targets_of,
     wait_gone,
     wait_until,
 )
@@ -50,7 +54,10 @@ STEPS_PER_KILL = 3
 _PATIENCE_SECONDS = 600.0
 _GONE_SECONDS = 60.0
 """For the watchdog of a killed command to end the remaining processes."""
-_COMPARED = ("loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens")
+_COMPARED = (
+    "step", "loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens",
+    "margin", "demonstration_nll", "demonstration_weight",
+)  # fmt: skip
 
 
 Moment = Literal["in a step", "while a checkpoint is written", "while starting again"]
@@ -127,6 +134,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=arguments.integer(least=1), default=12, help="how many")
     parser.add_argument("--seed", type=arguments.seed, default=1, help="of targets and moments")
+    names = ("sft", "dpo", *PRESETS)
+    parser.add_argument("--algorithm", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: PPO)")
     parser.add_argument(
         "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
     )
@@ -135,7 +144,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        verdict = chaos(folder, given.kills, given.seed, report)
+        verdict = chaos(folder, given.kills, given.seed, report, given.algorithm)
     for problem in verdict.problems:
         print(problem)
     equal = "yes" if verdict.losses_equal else "no"
@@ -143,15 +152,15 @@ def main() -> int:
     return 0 if verdict.holds else 1
 
 
-def chaos(folder: Path, kills: int, seed: int, report: Report) -> Verdict:
+def chaos(folder: Path, kills: int, seed: int, report: Report, algorithm: str | None = None) -> Verdict:
     """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length."""
     make_assets(folder)
     rng = random.Random(seed)
     counts = shares(kills)
-    plans = [plan(count, rng, first=sum(counts[:i])) for i, count in enumerate(counts)]
+    plans = [plan(count, rng, targets_of(algorithm), first=sum(counts[:i])) for i, count in enumerate(counts)]
     steps = STEPS_PER_KILL * max(map(len, plans)) + 5
-    undisturbed = Trial(folder=folder, name="undisturbed", steps=steps)
-    trials = [Trial(folder=folder, name=f"killed{number}", steps=steps) for number in range(len(plans))]
+    undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm)
+    trials = [replace(undisturbed, name=f"killed{number}") for number in range(len(plans))]
     stop, verdict = threading.Event(), Verdict(problems=[])
     with Leftovers(folder) as leftovers, ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
         try:
@@ -177,10 +186,10 @@ def shares(kills: int) -> list[int]:
     return [kills // runs + (i < kills % runs) for i in range(runs)]
 
 
-def plan(count: int, rng: random.Random, *, first: int = 0) -> list[Kill]:
+def plan(count: int, rng: random.Random, processes: Iterable[str] = TARGETS, *, first: int = 0) -> list[Kill]:
     """Return the kills of one run after `first` kills of other runs; over all of them every kind of process is killed
     as often as any other."""
-    targets = ["command", "driver", *TARGETS]
+    targets = ["command", "driver", *processes]
     chosen = [targets[i % len(targets)] for i in range(first, first + count)]
     rng.shuffle(chosen)
     kills = []
@@ -276,7 +285,9 @@ def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
     verdict.duplicated += (got_counts - wanted_counts).total()
     if wanted != got:
         verdict.problems.append(f"{found.name}: other prompts, or another order: {first_difference(wanted, got)}")
-    figures = [[{k: row[k] for k in _COMPARED} for row in t.rows("metrics.jsonl")] for t in (expected, found)]
+    figures = [
+        [{k: row[k] for k in _COMPARED if k in row} for row in t.rows("metrics.jsonl")] for t in (expected, found)
+    ]
     if figures[0] != figures[1]:
         verdict.losses_equal = False
         verdict.problems.append(f"{found.name}: other losses: {first_difference(*figures)}")
@@ -285,7 +296,9 @@ def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
         verdict.problems.append(f"{found.name}: there is no checkpoint of its last step")
         return
     for (name, one), (_, other) in zip(
-        optimizer_state(expected.recover / last), optimizer_state(found.recover / last), strict=True
+        optimizer_state(expected.recover / last, expected.engine),
+        optimizer_state(found.recover / last, found.engine),
+        strict=True,
     ):
         if one.numpy().tobytes() != other.numpy().tobytes():
             verdict.problems.append(f"{found.name}: {name} of the last checkpoint differs")

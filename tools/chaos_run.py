@@ -36,6 +36,8 @@ TARGETS = {
     "raylet": "raylet",
 }
 """What can be killed beside the command and its driver, by what its command line begins with."""
+_OF_FILES = ("sft", "dpo")
+"""Experiments without generators."""
 _MARK = "SLIPSTREAM_CHAOS"
 """In the environment of every process of a run: the folder of its trials."""
 _LOOK_EVERY_SECONDS = 1.0
@@ -50,6 +52,17 @@ class Trial:
     steps: int
     may_end: bool = False
     """Since it was started last, the command itself was killed."""
+    algorithm: str | None = None
+    """A preset, sft or dpo; None: PPO without a critic."""
+
+    @property
+    def experiment(self) -> str:
+        return self.algorithm if self.algorithm in _OF_FILES else "ppo-math"
+
+    @property
+    def engine(self) -> str:
+        """Folder of the trained model in a checkpoint."""
+        return "default" if self.algorithm in _OF_FILES else "actor"
 
     @property
     def logs(self) -> Path:
@@ -67,7 +80,7 @@ class Trial:
         environment |= {"OMP_NUM_THREADS": "1", _MARK: str(self.folder)}
         with open(self.folder / f"{self.name}.log", "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(path)],
+                [sys.executable, "-m", "core.quickstart", self.experiment, "--config", str(path)],
                 cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
@@ -81,7 +94,7 @@ class Trial:
     @property
     def finished_steps(self) -> int:
         """Steps of which a row is written."""
-        rows = self.rows("consumed.jsonl")
+        rows = self.rows("metrics.jsonl" if self.algorithm in _OF_FILES else "consumed.jsonl")
         return rows[-1]["step"] if rows else 0
 
     def is_writing(self) -> bool:
@@ -113,20 +126,55 @@ def make_assets(folder: Path) -> None:
     write_jsonl(
         folder / "prompts.jsonl", [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums]
     )
+    answers = [{"answer": str(a + b), "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums]
+    write_jsonl(
+        folder / "pairs.jsonl", [{"prompt": f"{a}+{b}=", **row} for (a, b), row in zip(sums, answers, strict=True)]
+    )
+
+
+def targets_of(algorithm: str | None) -> list[str]:
+    """Return what can be killed in a run of an algorithm."""
+    return [name for name in TARGETS if algorithm not in _OF_FILES or name in ("trainer rank", "raylet")]
 
 
 def _config(trial: Trial) -> dict:
+    if trial.algorithm in _OF_FILES:
+        return {
+            **_common(trial),
+            "allocation_mode": "d1m1p1",
+            "model": _model(trial),
+            "dataset": {"train_path": str(trial.folder / "pairs.jsonl"), "train_bs_n_seqs": 4, "max_seqlen": 16},
+        }
+    rest = {} if trial.algorithm is None else {"algorithm": {"name": trial.algorithm}, "group_adv_norm": False}
+    if trial.algorithm in ("mix", "chord"):
+        rest["demonstrations"] = {"path": str(trial.folder / "pairs.jsonl")}
+    return {**_common(trial), **_sampling(trial), **rest}
+
+
+def _model(trial: Trial) -> dict:
+    return {"path": str(trial.folder / "model"), "optimizer": {"lr": 1e-3, "lr_scheduler_type": "cosine"}}
+
+
+def _common(trial: Trial) -> dict:
     return {
         "experiment_name": "chaos",
         "trial_name": trial.name,
-        "allocation_mode": "mock.d1m1p1+d1m1p1",
-        "n_gpus_per_node": 2,
         "external_configs": {"cluster_config": {"fileroot": str(trial.folder / "runs")}},
         "launch": {"threads_per_process": 1},
         "monitor": {"tensorboard": False},
         "recover_mode": "auto",
         "recover_retries": 1000,
-        "actor": {"path": str(trial.folder / "model"), "optimizer": {"lr": 1e-3, "lr_scheduler_type": "cosine"}},
+        "exp_ctrl": {
+            "total_train_epochs": -(-trial.steps // 10), "total_train_steps": trial.steps, "ckpt_freq_steps": 1
+        },
+    }  # fmt: skip
+
+
+def _sampling(trial: Trial) -> dict:
+    return {
+        "allocation_mode": "mock.d1m1p1+d1m1p1",
+        "n_gpus_per_node": 2,
+        "actor": _model(trial),
         "dataset": {"path": str(trial.folder / "prompts.jsonl"), "train_bs_n_seqs": 4, "max_prompt_len": 8},
         "group_size": 2,
         "group_adv_norm": True,
@@ -134,10 +182,7 @@ def _config(trial: Trial) -> dict:
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
         "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
-        "exp_ctrl": {
-            "total_train_epochs": -(-trial.steps // 10), "total_train_steps": trial.steps, "ckpt_freq_steps": 1
-        },
-    }  # fmt: skip
+    }
 
 
 def find_target(command: subprocess.Popen[bytes], target: str) -> psutil.Process | None:
@@ -218,13 +263,13 @@ class Leftovers:
                     yield process
 
 
-def optimizer_state(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+def optimizer_state(checkpoint: Path, engine: str) -> Iterator[tuple[str, Tensor]]:
     """Return (name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    reader = dcp.FileSystemReader(checkpoint / "actor")
+    reader = dcp.FileSystemReader(checkpoint / engine)
     known = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

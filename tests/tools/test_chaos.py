@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from core.algorithms import PRESETS
+from core.config.algorithm import check_algorithm
+from core.config.load import load_config
 from tools.chaos import plan
-from tools.chaos_run import TARGETS, Leftovers
+from tools.chaos_run import TARGETS, Leftovers, Trial, _config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +37,19 @@ def test_the_runs_of_one_command_share_the_kinds_of_processes(counts: list[int])
     plans = [plan(count, rng, first=sum(counts[:i])) for i, count in enumerate(counts)]
     killed = [kill.target for kills in plans for kill in kills]
     assert sorted(killed) == sorted(["command", "driver", *TARGETS])
+
+
+@pytest.mark.parametrize("algorithm", [None, "sft", "dpo", *PRESETS])
+def test_the_run_of_every_algorithm_is_a_valid_configuration(tmp_path: Path, algorithm: str | None) -> None:
+    trial = Trial(folder=tmp_path, name="x", steps=5, algorithm=algorithm)
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(_config(trial)))
+    config = load_config(trial.experiment, path).config
+    for key, file in config.data_files:
+        assert file in ("", str(tmp_path / "prompts.jsonl"), str(tmp_path / "pairs.jsonl")), key
+    if trial.experiment == "ppo-math":
+        assert not list(check_algorithm(config))
+        assert config.algorithm.name == algorithm and config.staleness.in_order
 
 
 def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:
