@@ -22,7 +22,7 @@ from rich.table import Table
 
 from allocation import AllocationRow
 from core.config.allocation import resolve_allocation
-from core.config.base import ConfigError
+from core.config.base import ConfigError, Problem, host_section
 from core.config.checks import run_checks
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load_config
@@ -52,14 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(_which_experiment(arguments.experiment))
     try:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
-        problems = run_checks(loaded.config, loaded.where)
-        if problems:
-            raise ConfigError(problems)
+        looks_only = arguments.dry_run or arguments.preflight
+        problems = run_checks(loaded.config, loaded.where, connections=looks_only)
+        lacking = [problem for problem in problems if problem.of_host] if looks_only else []
+        if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
+            raise ConfigError(problems, lacking)
     except ConfigError as error:
         return _refuse(str(error), count=len(error.problems))
     cluster = loaded.config.external_configs.cluster_config
     paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
-    log_file = None if arguments.dry_run else paths.logs / "master_worker.log"
+    log_file = None if looks_only else paths.logs / "master_worker.log"
     aside: RunPaths | None = None
     with ExitStack() as running:
         try:
@@ -75,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = "external_configs.cluster_config.fileroot"
             wrong = f"cannot write {error.filename}: {error.strerror}"
             return _refuse(f"{key}: {wrong}; set it to a folder that you may write")
-        command = None if arguments.dry_run else command_line(argv)
-        return _start(arguments.experiment, loaded, paths, console, command, aside=aside)
+        command = None if looks_only else command_line(argv)
+        return _start(arguments.experiment, loaded, paths, console, command, aside=aside, lacking=lacking)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("experiment", nargs="?", metavar="{" + ",".join(EXPERIMENTS) + "}", help="what to run")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="keys to set, over those of the file")
     parser.add_argument("--config", metavar="X.yaml", help="configuration file")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the recipe and list what this host lacks for it; start nothing"
+    )
+    parser.add_argument("--preflight", action="store_true", help="a dry run that fails where this host lacks anything")
     parser.add_argument("--help", "-h", action="store_true", help="all keys of the configuration")
     return parser
 
@@ -119,9 +124,10 @@ def _start(
     command: Sequence[str] | None,
     *,
     aside: RunPaths | None,
+    lacking: Sequence[Problem],
 ) -> int:
     """Log what will run, then run it. `command`: the words that start it again; None: a dry run. `aside`: the folders
-    that an earlier run of the trial has now."""
+    that an earlier run of the trial has now. `lacking`: what this host does not have for the run."""
     config = loaded.config
     console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
@@ -146,7 +152,9 @@ def _start(
     if note := not_joined_note(config):
         logger.info(note)
     if command is None:
-        logger.info("Dry run: every check passed; nothing was started.")
+        if lacking:
+            logger.warning(host_section(lacking))
+        logger.info("Dry run: every check%s passed; nothing was started.", " of the recipe" if lacking else "")
         return 0
     try:
         changes = write_record(config, paths, command)

@@ -7,7 +7,7 @@ Invariant: every field has a description; nothing in a section changes after loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -76,6 +76,10 @@ def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
             yield from all_keys(below, f"{prefix}{name}.")
 
 
+MISSING = (": no such folder", ": no such file", ": No such file or directory")
+"""Of a problem whose path is not there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One thing wrong with what the user gave. `where` is file:line, the override, or empty for a default."""
@@ -83,14 +87,28 @@ class Problem:
     key: str
     message: str
     where: str = ""
+    of_host: bool = False
+    """A fact of this host: the recipe may be right elsewhere."""
+
+    @property
+    def missing_path(self) -> bool:
+        """True if a file or folder is not on this host."""
+        return any(words in self.message for words in MISSING)
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.where, self.key, self.message) if part)
 
 
+def host_section(lacking: Sequence[Problem]) -> str:
+    """Return the lines about what this host does not have for a run."""
+    return "\n".join(["This host cannot start it:", *(f"  {problem}" for problem in lacking)])
+
+
 class ConfigError(ValueError):
     """Bad input, all of it at once. One line per problem."""
 
-    def __init__(self, problems: list[Problem]) -> None:
+    def __init__(self, problems: list[Problem], lacking: Sequence[Problem] = ()) -> None:
+        """`lacking`: those that are facts of this host, to be listed apart."""
         self.problems = tuple(problems)
-        super().__init__("\n".join(str(p) for p in problems))
+        lines = [str(p) for p in problems if p not in lacking]
+        super().__init__("\n".join([*lines, *([host_section(lacking)] if lacking else ())]))

@@ -391,7 +391,7 @@ def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
     words = [f"model.path={tmp_path / 'model'}", f"dataset.train_path={tmp_path / 'pairs.jsonl'}", "n_gpus_per_node=2"]
     words += ["allocation_mode=d2m1p1", f"external_configs.cluster_config.fileroot={tmp_path / 'out'}"]
     words += ["experiment_name=x", "trial_name=y"]
-    command = [sys.executable, "-m", "core.quickstart", "sft", "--config", "empty.yaml", "--dry-run", *words]
+    command = [sys.executable, "-m", "core.quickstart", "sft", "--config", "empty.yaml", "--preflight", *words]
     (tmp_path / "empty.yaml").write_text("{}\n")
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     answer = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -1,0 +1,180 @@
+"""Facts of this host: whether a recipe can be started here. A dry run reports them apart from the recipe's problems."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from allocation import AllocationError
+from core.config.allocation import resolve_allocation
+from core.config.base import Problem
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.ray_address import connection_error, joined_cluster
+from core.paths import RunPaths
+from model_specs.model_folder import ModelFolderError, read_model_folder
+from rollout.inference.gpus import check_gpus
+
+_SHORTEST_TOKENS = 32
+"""Room of one request in the embedded generator, at least."""
+
+
+def _running(config: PPOMATHConfig) -> Iterator[Problem]:
+    """Yield a number of requests whose keys and values do not fit into the memory of this machine, each of the shortest
+    length; of generators on the CPU, which run here."""
+    if _gpus_of_own_ray(config) or joined_cluster(config):
+        return
+    try:
+        model = read_model_folder(config.actor.path, weights=False, tokenizer=False)
+    except ModelFolderError:
+        return  # reported with the model
+    per_token = 8 * model.num_layers * model.num_kv_heads * model.head_dim  # key and value, float32
+    most, running = psutil.virtual_memory().total, config.generator.max_running
+    gib = running * per_token * _SHORTEST_TOKENS / 2**30
+    if gib * 2**30 > most:
+        fits = most // (per_token * _SHORTEST_TOKENS)
+        message = (
+            f"{running} requests of {_SHORTEST_TOKENS} tokens need {gib:,.0f} GiB for keys and values, this machine "
+            f"has {most / 2**30:.0f} GiB; write at most {fits}"
+        )
+        yield Problem(key="generator.max_running", message=message)
+
+
+def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield trackers whose library, an extra, is missing, or whose key is: Weights & Biases would ask for it on the
+    terminal."""
+    wanted = {"wandb": config.wandb.mode != "disabled", "mlflow": config.monitor.mlflow_uri is not None}
+    keys = {"wandb": "wandb.mode", "mlflow": "monitor.mlflow_uri"}
+    for name in (name for name, is_wanted in wanted.items() if is_wanted):
+        if importlib.util.find_spec(name) is None:
+            yield Problem(key=keys[name], message=f"{name} is not installed: pip install -e '.[{name}]'")
+    if config.wandb.mode == "online" and not _has_wandb_key(config.external_configs.envs):
+        message = "no API key: export WANDB_API_KEY=..., or run `wandb login`; or write offline, or disabled"
+        yield Problem(key=keys["wandb"], message=message)
+
+
+def _has_wandb_key(envs: Mapping[str, str]) -> bool:
+    """Return whether there is a key where `wandb` searches without a terminal: the environment, then the netrc file of
+    `wandb login`."""
+    variables = {**envs, **os.environ}
+    if variables.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(variables.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
+    given = config.external_configs.cluster_config.fileroot
+    if "\0" in given:
+        yield Problem(
+            key="external_configs.cluster_config.fileroot", message=f"{given!r}: a path has no NUL; remove it"
+        )
+        return
+    try:
+        root = Path(given).expanduser().absolute()
+    except RuntimeError:
+        message = f"{given}: there is no such home folder; write the path in full"
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+        return
+    paths = RunPaths.for_trial(given, config.experiment_name, config.trial_name)
+    # Of one problem with the folder that all are in, one message.
+    for existing in dict.fromkeys(map(_existing, (paths.logs, paths.checkpoints, paths.recover))):
+        try:
+            # Writing is the only test that knows about read-only mounts, quotas and root; the file has no name.
+            with tempfile.TemporaryFile(dir=existing) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            message = f"{root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
+            yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+
+
+def _existing(folder: Path) -> Path:
+    """Return the deepest part of a path that is there already."""
+    # os.path.exists: Path.exists raises for a folder inside one that may not be entered.
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+
+def _ray(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield problems of a Ray cluster that the run starts: it is this machine alone, and GPUs of each node need a
+    machine of their own; processes without GPUs are packed wherever there is room."""
+    if config.n_nodes > 1 and _gpus_of_own_ray(config):
+        message = (
+            f"needed with n_nodes={config.n_nodes}, or Ray is started on this machine alone; run `ray start --head` on "
+            "this node and `ray start --address=HOST:PORT` on the others, or set this, or RAY_ADDRESS, to HOST:PORT"
+        )
+        yield Problem(key="launch.ray_address", message=message)
+
+
+def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
+    """Return the numbers, on their nodes, of the GPUs of a run that starts Ray itself; none where it joins a
+    cluster."""
+    if joined_cluster(config):
+        return []
+    try:
+        allocation = resolve_allocation(config)
+    except AllocationError:
+        return []  # reported with the configuration
+    return sorted({slot.gpu for slot in allocation.gpu_slots})
+
+
+def _port(config: ExperimentConfig) -> Iterator[Problem]:
+    port = config.launch.master_port
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            message = f"port {port}: {os.strerror(error.errno or 0)}; write 0 for a free one"
+            yield Problem(key="launch.master_port", message=message)
+
+
+def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
+    """Check that the GPUs of a run on this machine exist and are free; a joined cluster has them elsewhere."""
+    if config.n_nodes > 1 or not (indices := _gpus_of_own_ray(config)):
+        return
+    try:
+        check_gpus(indices)
+    except ValueError as error:
+        yield Problem(key="allocation_mode", message=str(error))
+
+
+def _connection(config: ExperimentConfig) -> Iterator[Problem]:
+    """Check that the Ray cluster to join responds."""
+    cluster = joined_cluster(config)
+    if cluster is None:
+        return
+    if cluster.address is None:
+        message = f"{cluster}: no Ray cluster was started on this node with `ray start`"
+        yield Problem(key="launch.ray_address", message=message)
+    elif why := connection_error(cluster):
+        message = f"{cluster}: {why}; start Ray there with `ray start --head`, or correct the address"
+        yield Problem(key="launch.ray_address", message=message)
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {"ppo-math": (_running,)}
+"""The checks that only one experiment has, by its name."""
+
+
+def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
+    """Return the checks of this host. `connections`: of --dry-run and --preflight; a start connects anyway, with the
+    same message."""
+    own = _CHECKS.get(config.NAME, ())
+    return (*own, _monitors, _fileroot, _ray, _port, _gpus, *((_connection,) if connections else ()))
+
+
+def is_elsewhere(problems: list[Problem]) -> bool:
+    """Return whether these facts mean that the run starts on other machines: paths are theirs, too."""
+    return any(problem.key in ("launch.ray_address", "allocation_mode") for problem in problems)

@@ -1,0 +1,91 @@
+"""Dry runs on a host that is not the cluster: problems of the recipe, and apart from them facts of this host."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from config_inputs import write_run
+
+from core.config.checks import host, run_checks
+from core.config.load import load_config
+from core.paths import RunPaths
+from core.quickstart import main
+
+SERVERS = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2", "actor.sglang={}"]
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(indices: list[int]) -> None:
+        raise ValueError(f"GPU {indices[0]}: nvidia-smi shows none")
+
+    monkeypatch.setattr(host, "check_gpus", none)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def dry_run(path: Path, *words: str, flag: str = "--dry-run") -> int:
+    return main(["ppo-math", "--config", str(path), flag, *words])
+
+
+def test_a_recipe_for_gpus_is_right_on_a_host_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path)
+    assert dry_run(path, *SERVERS) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"This host cannot start it:\n  .*allocation_mode: GPU 0: nvidia-smi shows none", shown.out)
+    assert "Dry run: every check of the recipe passed" in shown.out and shown.err == ""
+
+
+def test_preflight_fails_where_the_host_lacks_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path)
+    assert dry_run(path, *SERVERS, flag="--preflight") == 2
+    assert "This host cannot start it:\n  " in capsys.readouterr().err
+    assert dry_run(path, flag="--preflight") == 0
+    assert "Dry run: every check passed" in capsys.readouterr().out
+
+
+def test_a_problem_of_the_recipe_counts_anywhere_and_stands_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(write_run(tmp_path), *SERVERS, "reward.function=no_such_module:f") == 2
+    recipe, _, of_host = capsys.readouterr().err.partition("This host cannot start it:\n")
+    assert "no_such_module" in recipe and "nvidia-smi" not in recipe
+    assert "nvidia-smi" in of_host and "no_such_module" not in of_host
+
+
+def test_paths_of_a_cluster_are_facts_of_this_host_and_those_of_a_run_here_are_not(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    assert dry_run(path, *SERVERS, "actor.path=/storage/models/none") == 0
+    assert dry_run(path, "actor.path=/storage/models/none") == 2
+
+
+def test_a_ray_cluster_that_does_not_respond_is_a_fact_of_this_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, closed = write_run(tmp_path), "launch.ray_address=127.0.0.1:9"
+    assert dry_run(path, closed) == 0
+    assert "launch.ray_address=127.0.0.1:9: nothing listens there" in capsys.readouterr().out
+    assert dry_run(path, closed, flag="--preflight") == 2
+
+
+def test_a_start_still_refuses_all_of_it(tmp_path: Path) -> None:
+    loaded = load_config("ppo-math", write_run(tmp_path), SERVERS)
+    (problem,) = run_checks(loaded.config, loaded.where)
+    assert problem.of_host and problem.key == "allocation_mode"
+
+
+def test_a_changed_group_size_is_seen_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path)
+    words = ["recover_mode=auto", "group_size=4"]
+    config = load_config("ppo-math", path, words).config
+    fileroot = config.external_configs.cluster_config.fileroot
+    recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep2"
+    recover.mkdir(parents=True)
+    (recover / "run.json").write_text(json.dumps({"identity": {"group_size": 8, "n_nodes": 1}}))
+    assert dry_run(path, *words) == 2
+    assert f"group_size: 4, but {recover} has 8; restore it" in capsys.readouterr().err
+    assert dry_run(path, *words, "recover_ignore_changes=true") == 0
+    (recover / "run.json").write_text("damaged")
+    assert dry_run(path, *words) == 0
