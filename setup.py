@@ -25,6 +25,8 @@ DEPENDENCIES = [
     "matplotlib>=3.9,<4",
     "aiohttp>=3.10,<4",
     "orjson>=3.10,<4",
+    "pyarrow>=17,<27",
+    "datasets>=4,<6",
 ]
 
 EXTRAS = {

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,12 @@ from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.monitoring.sample_writer import SampleWriter
 from core.monitoring.samples import Sample
 from core.rollout_settings import RolloutSettings
-from rollout.data.prompts import PromptDataset
-from rollout.data.rows import DatasetError
+from rollout.data.encoder import Encoder
+from rollout.data.prompts import PromptDataset, first_prompt
+from rollout.data.source import DatasetError, DataSource
 from rollout.data.tokenizer import load_tokenizer
 from rollout.errors import ErrorPolicy
-from rollout.evaluation import Judged, end_token_ids, sample_and_judge
+from rollout.evaluation import Episode, EvaluationGenerator, RecordedRewards, run_episodes
 from rollout.experience import make_experience
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import NoGeneratorError, Router
@@ -30,7 +30,7 @@ from rollout.producer import RolloutProducer
 from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.trajectory_checks import GroupLimits
-from rollout.types import GenerateRequest, Generator, Prompt, Workflow
+from rollout.types import Generator, Workflow
 from rollout.workflows import make_workflow
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,9 @@ class RolloutService:
 
     def __init__(self, generators: Sequence[Generator], settings: RolloutSettings) -> None:
         self._tokenizer = load_tokenizer(settings.tokenizer_path)
-        stop = end_token_ids(self._tokenizer, {})
-        self._eval_sampling = replace(settings.eval_sampling, stop_token_ids=stop)
+        self._encoder = Encoder(self._tokenizer, settings.prompt_format, folder=settings.tokenizer_path)
+        stop = self._encoder.end_token_ids
+        self._reward = settings.reward
         self._load_data(settings)
         self._rewards = RewardPool(
             settings.reward, num_workers=settings.reward_workers, timeout_seconds=settings.reward_timeout_seconds
@@ -58,13 +59,18 @@ class RolloutService:
         )
         self._failed_scores = FailedScores(max_share=settings.max_failed_share, max_batches=settings.max_failed_batches)
         self._group_size = settings.group_size
-        workflow = make_workflow(
-            settings.workflow,
-            tokenizer=self._tokenizer,
+        make = partial(make_workflow, settings.workflow, tokenizer=self._tokenizer, seed=settings.seed)
+        workflow = make(
             reward_pool=self._rewards,
             sampling=replace(settings.sampling, stop_token_ids=stop),
             group_size=settings.group_size,
-            seed=settings.seed,
+        )
+        self._fatal = _NOT_OF_A_PROMPT if settings.on_error == "skip" else (Exception,)
+        self._eval_rewards = RecordedRewards(self._rewards)
+        self._eval_workflow = make(
+            reward_pool=self._eval_rewards,
+            sampling=replace(settings.eval_sampling, stop_token_ids=stop),
+            group_size=1,
         )
         self._producer = self._make_producer(settings, workflow)
         self._samples = SampleWriter(settings.samples, lambda tokens: str(self._tokenizer.decode(tokens)))
@@ -72,17 +78,18 @@ class RolloutService:
     def _load_data(self, settings: RolloutSettings) -> None:
         load = partial(
             PromptDataset.load,
-            tokenizer=self._tokenizer,
+            encoder=self._encoder,
             max_prompt_len=settings.max_prompt_len,
             seed=settings.seed,
-            template=settings.prompt_template,
+            solved=settings.reward == "math",
         )
-        self._dataset = load(settings.dataset_path, shuffle=settings.shuffle)
+        self._dataset = load(settings.dataset, shuffle=settings.shuffle)
         self._eval_prompts = {
-            name: load(path).prompts[: settings.num_eval_prompts] for name, path in named(settings.eval_paths).items()
+            name: load(source).prompts[: settings.num_eval_prompts]
+            for name, source in named(settings.eval_sets).items()
         }
 
-        self._demonstrations = _demonstrations(settings, self._tokenizer) if settings.demonstrations_path else None
+        self._demonstrations = _demonstrations(settings, self._encoder) if settings.demonstrations_path else None
 
     def _make_producer(self, settings: RolloutSettings, workflow: Workflow) -> RolloutProducer:
         return RolloutProducer(
@@ -113,11 +120,12 @@ class RolloutService:
         await self._rewards.start()
 
     def describe(self) -> dict[str, Any]:
-        """Return num_prompts, mean_prompt_tokens and the number of evaluation prompts."""
+        """Return num_prompts, mean_prompt_tokens, the first prompt in words and the number of evaluation prompts."""
         prompts = self._dataset.prompts
         return {
             "num_prompts": len(prompts),
             "mean_prompt_tokens": float(np.mean([len(p.token_ids) for p in prompts])),
+            "first_prompt": first_prompt(prompts[0], self._reward),
             "num_eval_prompts": sum(len(prompts) for prompts in self._eval_prompts.values()),
         }
 
@@ -177,30 +185,26 @@ class RolloutService:
         return {"group_size": self._group_size, "producer": producer, "demonstrations": demonstrations}
 
     async def evaluate(self) -> dict[str, float]:
-        """Judge one completion for each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean length
-        in tokens, share of completions cut off by the limit. Of several sets, each figure is {set}/{figure}."""
-        judged: dict[str, list[Judged]] = {name: [] for name in self._eval_prompts}
-        questions = [(name, p, self._eval_request(name, p)) for name, of in self._eval_prompts.items() for p in of]
-        await sample_and_judge(
+        """Run the workflow once on each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean reward
+        and length in tokens, share of completions cut off by the limit. Of several sets: {set}/{figure}."""
+        ended: dict[str, list[Episode]] = {name: [] for name in self._eval_prompts}
+        questions = [
+            (name, prompt, self._eval_workflow, EvaluationGenerator(self.router, f"eval-{name}", context_tokens=2**31))
+            for name, of in self._eval_prompts.items()
+            for prompt in of
+        ]
+        await run_episodes(
             questions,
-            self.router,
-            self._rewards,
+            self._eval_rewards,
             self._tokenizer,
             max_in_flight=len(questions),
-            on_judged=lambda name, _, result: judged[name].append(result),
+            fatal=self._fatal,
+            on_done=lambda name, _, episode: ended[name].append(episode),
         )
-        results = {name: _figures(of) for name, of in judged.items()}
+        results = {name: _figures(of) for name, of in ended.items()}
         if len(results) == 1:
             return next(iter(results.values()))
         return {f"{name}/{figure}": value for name, result in results.items() for figure, value in result.items()}
-
-    def _eval_request(self, name: str, prompt: Prompt) -> GenerateRequest:
-        return GenerateRequest(
-            request_id=f"eval-{name}-{prompt.index}",
-            prompt_ids=prompt.token_ids.tolist(),
-            sampling=self._eval_sampling,
-            seed=prompt.index,
-        )
 
     async def close(self) -> None:
         """Cancel what runs and end the reward workers."""
@@ -210,28 +214,27 @@ class RolloutService:
         await self._rewards.close()
 
 
-def _demonstrations(settings: RolloutSettings, tokenizer: Any) -> Demonstrations:
+def _demonstrations(settings: RolloutSettings, encoder: Encoder) -> Demonstrations:
     """Read the demonstrations of a run; they are as long as a prompt with its completion, at most."""
     rows = AnswerDataset(
-        settings.demonstrations_path, tokenizer, seed=settings.seed, shuffle=settings.shuffle,
+        settings.demonstrations_path, encoder, seed=settings.seed, shuffle=settings.shuffle,
         max_seqlen=settings.max_prompt_len + settings.sampling.max_new_tokens,
     )  # fmt: skip
     return Demonstrations(rows, settings.demonstrations_per_step)
 
 
-def _figures(judged: Sequence[Judged]) -> dict[str, float]:
+def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
     return {
-        "accuracy": float(np.mean([j.score > 0 for j in judged])),
-        "mean_length_tokens": float(np.mean([len(j.completion.token_ids) for j in judged])),
-        "no_eos_ratio": float(np.mean([j.completion.finish_reason == "length" for j in judged])),
+        "accuracy": float(np.mean([e.score > 0 for e in episodes])),
+        "reward": float(np.mean([e.score for e in episodes])),
+        "mean_length_tokens": float(np.mean([e.tokens for e in episodes])),
+        "no_eos_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),
     }
 
 
-def named(paths: Sequence[str]) -> dict[str, str]:
-    """Return the evaluation files by the names of their metrics: the file's, or its folder's where the file is called
-    after a split (aime24/test.jsonl); numbered where two are the same."""
-    by_name: dict[str, str] = {}
-    for path in map(Path, paths):
-        name = path.parent.name if path.stem in ("train", "test", "valid", "validation") else path.stem
-        by_name[name if name not in by_name else f"{name}-{len(by_name)}"] = str(path)
+def named(sets: Sequence[DataSource]) -> dict[str, DataSource]:
+    """Return the evaluation sets by the names of their metrics; numbered where two are the same."""
+    by_name: dict[str, DataSource] = {}
+    for source in sets:
+        by_name[source.name if source.name not in by_name else f"{source.name}-{len(by_name)}"] = source
     return by_name

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.monitoring.samples import SampleSettings
+from rollout.data.encoder import PromptFormat
+from rollout.data.source import DataSource
 from rollout.errors import OnError
 from rollout.experience import OverAge
 from rollout.types import SamplingParams
@@ -17,16 +19,16 @@ class RolloutSettings:
 
     tokenizer_path: str
     """Folder of the model that is trained."""
-    dataset_path: str
-    """jsonl file of prompts."""
-    eval_paths: Sequence[str]
-    """jsonl files of the evaluation sets; empty: there is no evaluation."""
+    dataset: DataSource
+    """Prompts to train on."""
+    eval_sets: Sequence[DataSource]
+    """Evaluation sets; empty: there is no evaluation."""
     num_eval_prompts: int | None
     """Evaluation uses this many prompts of each set, from its start. None: all."""
     max_prompt_len: int
     """In tokens; longer prompts are left out."""
-    prompt_template: str
-    """Text around a prompt, with {prompt} in its place."""
+    prompt_format: PromptFormat
+    """What surrounds a prompt."""
     seed: int
     """Of the order of the prompts and of every sample."""
     shuffle: bool

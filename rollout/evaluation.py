@@ -1,72 +1,60 @@
-"""Samples and judges answers: sample_and_judge() for every evaluation, answer_questions() for benchmarks.
+"""Samples and judges answers with the workflow of a run: run_episodes() for all, answer_questions() for benchmarks.
 
-One line of a benchmark's file is one answer, written when it is judged, so that whatever ends an evaluation costs the
-answers under way and nothing else. Invariant: within its set an answer is named by (query_id, mode, number) and its
-seed is a function of that name, so a continued evaluation samples exactly what is missing.
+Invariant: within its set an answer is named by (query_id, mode, number) and its seed is a function of that name, so a
+continued evaluation samples exactly what is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, TextIO, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from rollout.data.prompts import Tokenizer
+import numpy as np
+
+from rollout.answer_file import Answer, Mode, Name
+from rollout.data.encoder import Tokenizer
+from rollout.rewards.math import WRONG
 from rollout.rewards.math_answers import extracted_answer
 from rollout.rewards.pool import Outcome, RewardPool
-from rollout.types import Completion, FinishReason, GenerateRequest, Generator, Prompt, SamplingParams
-from rollout.workflows import sample_seed
+from rollout.trajectory_checks import GroupLimits, check_group
+from rollout.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Generator,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    Workflow,
+)
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["greedy", "sample"]
-Name = tuple[str, Mode, int]
-"""(query_id, mode, number) of an answer."""
+_MAX_LOGGED_ERRORS = 3
+_ANY_VERSION = 2**31 - 1
 
 
 Key = TypeVar("Key")
-"""How a caller of sample_and_judge() names a request."""
+"""How a caller of run_episodes() names an episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """One completion with its text and score."""
+class Episode:
+    """What a workflow made of one prompt: one sample of it."""
 
-    completion: Completion
     text: str
+    """From the first sampled token on; of several trajectories the last."""
     score: float
-    outcome: Outcome
-    """How judging ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One completion, judged: a line of the file."""
-
-    query_id: str
-    mode: Mode
-    number: int
-    """0 for the greedy one, else 0 .. num_samples - 1."""
-    prompt: str
-    completion: str
-    answer: str
-    """The part of the completion that was judged."""
-    score: float
-    """1: equal to the solution; 0: not."""
+    """Mean reward of the trajectories."""
     tokens: int
-    """Of the completion."""
+    """Sampled ones, of all trajectories."""
     finish_reason: FinishReason
-    unjudged: str | None = None
-    """Why it counts as wrong without a verdict: judging it ended in a timeout, crash, error or lack of memory."""
-
-    @property
-    def name(self) -> Name:
-        return self.query_id, self.mode, self.number
+    outcomes: Sequence[Outcome] = ()
+    """How judging ended, each time; empty if the workflow judges without the reward pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,25 +74,17 @@ class EvaluationPlan:
         for number in range(self.num_samples):
             yield prompt.query_id, "sample", number
 
-    def request(self, set_name: str, prompt: Prompt, mode: Mode, number: int) -> GenerateRequest:
-        """Return the request for a prompt; `set_name` distinguishes questions with the same id in two sets. Raises
-        ValueError for a prompt that leaves no room for an answer."""
-        room = self.context_tokens - len(prompt.token_ids)
-        if room < 1:
+    @property
+    def greedy(self) -> SamplingParams:
+        return replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+
+    def check_room(self, set_name: str, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt that leaves no room for an answer."""
+        if self.context_tokens <= len(prompt.token_ids):
             raise ValueError(
                 f"{set_name}/{prompt.query_id}: its prompt has {len(prompt.token_ids)} tokens and the model's context "
                 f"{self.context_tokens}; no completion fits: remove the question, or use a model with a longer context"
             )
-        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
-        if mode == "greedy":
-            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
-        return GenerateRequest(
-            request_id=f"{set_name}/{prompt.query_id}/{mode}/{number}",
-            prompt_ids=prompt.token_ids.tolist(),
-            sampling=sampling,
-            seed=sample_seed(self.seed, 0, prompt.index, number),
-            group_id=f"{set_name}/{prompt.query_id}",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,72 +97,98 @@ class QuestionSet:
     """Answers that are there already."""
 
 
-class AnswerFile:
-    """The answers so far, and where further ones go; no file before the first one. Use as a context manager."""
+class EvaluationGenerator:
+    """The generators as a workflow of an evaluation sees them: under request ids that no other one has, and without
+    completions beyond the context."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads what is there; a last line that was cut off is dropped. Raises ValueError for any other bad line."""
-        self._path = path
-        self._file: TextIO | None = None
-        self.answers: dict[Name, Answer] = {}
-        for answer in read_answers(path, repair=True) if path.exists() else ():
-            self.answers[answer.name] = answer
+    def __init__(self, generator: Generator, name: str, *, context_tokens: int) -> None:
+        self._generator, self._name, self._context_tokens = generator, name, context_tokens
 
-    def __enter__(self) -> AnswerFile:
-        return self
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample at most what the context has room for; nothing where a later turn has filled it."""
+        room = self._context_tokens - len(request.prompt_ids)
+        if room < 1:
+            return Completion(
+                token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32),
+                finish_reason="length",
+            )  # fmt: skip
+        sampling = request.sampling
+        if room < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))
+        return await self._generator.generate(
+            replace(
+                request,
+                sampling=sampling,
+                request_id=f"{self._name}/{request.request_id}",
+                group_id=f"{self._name}/{request.group_id}",
+            )  # fmt: skip
+        )
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def add(self, answer: Answer) -> None:
-        """Write it down; it survives the end of this process."""
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        self.answers[answer.name] = answer
-        self._file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
-        self._file.flush()
-
-
-def read_answers(path: Path, *, repair: bool = False) -> list[Answer]:
-    """Return the answers in a file. `repair` cuts off a last line without an end, which a kill may leave."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data) and repair:
-        os.truncate(path, whole)
-    answers = []
-    for number, line in enumerate(data[:whole].splitlines(), start=1):
-        try:
-            answers.append(Answer(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number}: not an answer of an evaluation ({error}); move the file to start again"
-            ) from error
-    return answers
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
 
 
-async def sample_and_judge(
-    questions: Iterable[tuple[Key, Prompt, GenerateRequest]],
-    generator: Generator,
-    rewards: RewardPool,
+class RecordedRewards:
+    """A reward pool that remembers how judging ended in each episode. Give it to the workflow of an evaluation."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+        self._outcomes: ContextVar[list[Outcome]] = ContextVar("outcomes")
+
+    def begin(self) -> list[Outcome]:
+        """Begin an episode in this task; return the list that its outcomes will be in."""
+        found: list[Outcome] = []
+        self._outcomes.set(found)
+        return found
+
+    async def score(self, prompt: Prompt, text: str) -> float:
+        return (await self.score_many(prompt, [text]))[0]
+
+    async def score_many(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
+        return [score for score, _ in await self.judge_many(prompt, texts)]
+
+    async def judge_many(self, prompt: Prompt, texts: Sequence[str]) -> list[tuple[float, Outcome]]:
+        judged = await self._pool.judge_many(prompt, texts)
+        self._outcomes.get([]).extend(outcome for _, outcome in judged)
+        return judged
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+async def run_episodes(
+    questions: Iterable[tuple[Key, Prompt, Workflow, Generator]],
+    rewards: RecordedRewards,
     tokenizer: Tokenizer,
     *,
     max_in_flight: int,
-    on_judged: Callable[[Key, Prompt, Judged], None],
+    fatal: tuple[type[Exception], ...],
+    on_done: Callable[[Key, Prompt, Episode], None],
 ) -> None:
-    """Sample a completion for each request and judge its text; call `on_judged` as each is known.
+    """Run a workflow, whose groups have one sample, on each prompt; call `on_done` as each has ended.
 
-    At most `max_in_flight` requests run at once; they start in the order given. The first request that fails ends the
-    evaluation with its error."""
+    At most `max_in_flight` episodes run at once; they start in the order given. The first error of the types `fatal`
+    ends the evaluation; an episode with another one, or with malformed trajectories, counts as wrong."""
     remaining = iter(questions)
+    num_failed = 0
 
     async def work() -> None:
-        for key, prompt, request in remaining:  # shared by all workers: each takes the next one
-            completion = await generator.generate(request)
-            text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-            ((score, outcome),) = await rewards.judge_many(prompt, [text])
-            on_judged(key, prompt, Judged(completion=completion, text=text, score=score, outcome=outcome))
+        for key, prompt, workflow, generator in remaining:  # shared by all workers: each takes the next one
+            outcomes = rewards.begin()
+            try:
+                group = check_group(
+                    await workflow.run(prompt, generator), prompt, version=_ANY_VERSION, limits=GroupLimits()
+                )
+                episode = _episode(group, outcomes, tokenizer)
+            except fatal:
+                raise
+            except Exception as error:  # noqa: BLE001 - user code
+                nonlocal num_failed
+                num_failed += 1
+                if num_failed <= _MAX_LOGGED_ERRORS:
+                    logger.warning("%s counts as wrong: its workflow raised", prompt.query_id, exc_info=error)
+                episode = Episode(text="", score=WRONG, tokens=0, finish_reason="stop", outcomes=(Outcome.ERROR,))
+            on_done(key, prompt, episode)
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -192,47 +198,60 @@ async def sample_and_judge(
         raise failures.exceptions[0] from None
 
 
+def _episode(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome], tokenizer: Tokenizer) -> Episode:
+    last = trajectories[-1]
+    sampled = np.flatnonzero(last.loss_mask)
+    first = sampled[0] if len(sampled) else len(last.token_ids)
+    return Episode(
+        text=str(tokenizer.decode(last.token_ids[first:], skip_special_tokens=True)),
+        score=float(np.mean([t.reward for t in trajectories])),
+        tokens=sum(int(t.loss_mask.sum()) for t in trajectories),
+        finish_reason=last.finish_reason,
+        outcomes=tuple(outcomes),
+    )
+
+
 async def answer_questions(
     sets: Sequence[QuestionSet],
     generator: Generator,
-    rewards: RewardPool,
+    rewards: RecordedRewards,
     tokenizer: Tokenizer,
     *,
     plan: EvaluationPlan,
+    workflows: Mapping[Mode, Workflow],
     max_in_flight: int,
+    fatal: tuple[type[Exception], ...],
     on_answer: Callable[[str, Answer], None],
 ) -> None:
     """Sample and judge every answer of `plan` that a set lacks; on_answer(name of the set, answer) is called as each is
-    known.
+    known. `workflows` sample as plan.greedy and plan.sampling have it.
 
-    All sets share one pool of at most `max_in_flight` requests, which takes them in the order given: the next set
-    begins while the last answers of one are under way. A request that fails ends the evaluation with its error.
+    All sets share one pool of at most `max_in_flight` episodes, which takes them in the order given: the next set
+    begins while the last answers of one are under way. `fatal`: see run_episodes().
     """
     missing = (
-        ((of.name, mode, number), prompt, plan.request(of.name, prompt, mode, number))
+        (
+            (of.name, mode, number),
+            replace(prompt, epoch=number),  # another number is another seed
+            workflows[mode],
+            EvaluationGenerator(generator, f"{of.name}/{mode}", context_tokens=plan.context_tokens),
+        )
         for of in sets
         for prompt in of.prompts
         for _, mode, number in (name for name in plan.names(prompt) if name not in of.done)
     )
 
-    def keep(key: tuple[str, Mode, int], prompt: Prompt, judged: Judged) -> None:
+    def keep(key: tuple[str, Mode, int], prompt: Prompt, episode: Episode) -> None:
         set_name, mode, number = key
+        failed = next((outcome for outcome in episode.outcomes if not outcome.is_verdict), None)
         on_answer(
             set_name,
             Answer(
-                query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=judged.text,
-                answer=extracted_answer(judged.text), score=float(judged.score > 0),
-                tokens=len(judged.completion.token_ids), finish_reason=judged.completion.finish_reason,
-                unjudged=None if judged.outcome.is_verdict else judged.outcome.name.lower(),
+                query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=episode.text,
+                answer=extracted_answer(episode.text), score=float(episode.score > 0), reward=episode.score,
+                tokens=episode.tokens, finish_reason=episode.finish_reason,
+                unjudged=None if failed is None else failed.name.lower(),
             ),
         )  # fmt: skip
 
-    await sample_and_judge(missing, generator, rewards, tokenizer, max_in_flight=max_in_flight, on_judged=keep)
-
-
-def end_token_ids(tokenizer: Any, generation_config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the token ids that end an answer: the tokenizer's end and pad tokens, and the end tokens of
-    generation_config.json (a chat model's turn has its own end token)."""
-    ends = generation_config.get("eos_token_id") or []
-    listed = ends if isinstance(ends, list) else [ends]
-    return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id, *listed) if t is not None}))
+    await run_episodes(missing, rewards, tokenizer, max_in_flight=max_in_flight, fatal=fatal, on_done=keep)

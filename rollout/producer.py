@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.data.prompts import PromptDataset
-from rollout.data.rows import DatasetError
+from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy
 from rollout.experience import Experience, Group
 from rollout.ledger import Entry, PromptLedger, from_plain, to_plain

@@ -36,6 +36,7 @@ ORDER = {
     ),
     "rollout": (
         "types plugins errors",
+        "answer_file",
         "trajectory_checks data rewards experience ledger",
         "inference.errors inference.gpus inference.bucket inference.router",
         "inference.backend",
@@ -112,7 +113,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.demo.__main__": "transformers",
         "tools.demo.data": "tokenizers torch transformers",
         "tools.demo.run": "rollout.inference.embedded.generator torch transformers",
-        "tools.eval.__main__": "tools.eval.run",
+        "tools.eval.__main__": "tools.eval.run tools.eval.settings",
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {
@@ -129,6 +130,10 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "transformers.generation loads for seconds: what would import it is replaced meanwhile": {
         "rollout.data.tokenizer": "transformers",
+    },
+    "pyarrow and datasets load for seconds: only for their formats": {
+        "rollout.data.files": "pyarrow",
+        "rollout.data.readers": "datasets",
     },
     "triton: only where there is a GPU": {
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
@@ -164,7 +169,7 @@ DISTRIBUTION = {
 }
 """Where the name to import and the name to install differ."""
 
-YARDSTICKS = {"trl", "datasets", "verl", "trinity", "openrlhf"}
+YARDSTICKS = {"trl", "verl", "trinity", "openrlhf"}
 """Libraries that a benchmark compares with, in an environment of their own."""
 
 # In the repository they are sources too, but nothing imports them.

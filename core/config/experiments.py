@@ -8,6 +8,7 @@ rule is written once. Every experiment has the properties of `SFTConfig`, so tha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -25,6 +26,7 @@ from core.config.ppo import (
     PPOHyperparameters,
     PreferenceDatasetConfig,
     PromptAnswerDatasetConfig,
+    PromptConfig,
     PromptOnlyDatasetConfig,
     StalenessConfig,
 )
@@ -43,6 +45,7 @@ from core.config.runtime import (
     WorkflowConfig,
 )
 from core.masking import masked_urls
+from rollout.data.source import DataSource
 
 _DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
@@ -56,7 +59,10 @@ _NO_SERVICES = "generators and rollout service are Ray actors of the run"
 class CommonExperimentConfig(Section):
     """Keys that both experiments have."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"cluster.fileroot": "external_configs.cluster_config.fileroot"}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "cluster.fileroot": "external_configs.cluster_config.fileroot",
+        "workflow.prompt_template": "prompt.template",
+    }
     """Other spellings of our keys, with the same meaning."""
     IGNORED: ClassVar[Mapping[str, str]] = {
         "debug": "assertions are always on",
@@ -122,6 +128,7 @@ class CommonExperimentConfig(Section):
     exp_ctrl: ExperimentSaveEvalControl = section(
         ExperimentSaveEvalControl, "Length of the run; frequency of saving, recover checkpoints and evaluation"
     )
+    prompt: PromptConfig = section(PromptConfig, "Templates of prompts and conversations")
     wandb: WandBConfig = section(WandBConfig, "Weights & Biases")
     monitor: MonitorConfig = section(MonitorConfig, "Metrics and logs of the run")
     launch: LaunchConfig = section(LaunchConfig, "Ray cluster, devices and start of the processes")
@@ -166,7 +173,7 @@ class PPOMATHOptions(Section):
         DemonstrationConfig, "Expert data beside rollouts", needs="algorithm.demonstration_weight > 0"
     )
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
-    workflow: WorkflowConfig = section(WorkflowConfig, "Workflow and prompt template")
+    workflow: WorkflowConfig = section(WorkflowConfig, "Workflow")
     reward: RewardConfig = section(RewardConfig, "Scoring of completions")
     samples: SamplesConfig = section(SamplesConfig, "Answers of training as text")
     push: PushConfig = section(PushConfig, "Weight updates, sent by the trainer to the generators")
@@ -342,8 +349,17 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return bool(self.evaluation.paths)
 
     @property
-    def data_files(self) -> tuple[tuple[str, str], ...]:
-        return (("dataset.path", self.dataset.path), *(("evaluation.path", path) for path in self.evaluation.paths))
+    def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
+        return (
+            ("dataset.path", self.dataset.source(self.dataset.path)),
+            *(("evaluation.path", source) for source in self.evaluation_sources),
+        )
+
+    @property
+    def evaluation_sources(self) -> tuple[DataSource, ...]:
+        """The held-out data sets."""
+        given = self.evaluation
+        return tuple(replace(given.source(path), hints=self.dataset.columns, prefer="test") for path in given.paths)
 
     @property
     def demonstrations_per_step(self) -> int:
@@ -443,9 +459,11 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return bool(self.dataset.valid_path)
 
     @property
-    def data_files(self) -> tuple[tuple[str, str], ...]:
-        """(key, path) of every data file; an empty path is none."""
-        return (("dataset.train_path", self.dataset.train_path), ("dataset.valid_path", self.dataset.valid_path))
+    def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
+        """(key, data set) of every data set of the run."""
+        data = self.dataset
+        train, valid = ("dataset.train_path", data.source(data.train_path)), data.valid_source
+        return (train,) if valid is None else (train, ("dataset.valid_path", valid))
 
     @property
     def max_seqlen(self) -> int:

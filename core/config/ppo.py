@@ -2,32 +2,124 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from core.config.base import Section, key, section
+from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.preferences import PreferenceFields
+from rollout.data.source import DataSource, Fields
+from rollout.inference.backend import FlagValue
+
+PATH = "file (jsonl, json, csv, tsv, parquet, arrow), glob, folder, or id of a Hugging Face data set"
 
 
-class PromptOnlyDatasetConfig(Section):
-    """Prompts: jsonl rows of {prompt, task, query_id, solutions}, or GSM8K, MATH or MAWPS rows as they are."""
+VALID_SPLIT = "Split of dataset.valid_path. null: validation, test or the only one"
+_FOLDER = "folder or Hugging Face id"
+
+
+class PlaceSection(Section):
+    """Where rows come from: docs/data.md."""
+
+    split: str | None = key(
+        None,
+        "Split of a folder or Hugging Face data set. null: train, for evaluation test or validation; or the only one",
+        needs=_FOLDER,
+    )
+    subset: str | None = key(None, "Subset (configuration) of a folder or Hugging Face data set", needs=_FOLDER)
+
+    @property
+    def columns(self) -> Fields:
+        """Names of the columns that are given."""
+        return Fields()
+
+    def source(self, path: str) -> DataSource:
+        """Return the data set to train on."""
+        return DataSource(path=path, split=self.split, subset=self.subset, fields=self.columns)
+
+    def held_out(self, path: str, split: str | None) -> DataSource | None:
+        """Return the data set to validate on; None for an empty path."""
+        return replace(self.source(path), split=split, prefer="validation") if path else None
+
+
+class DataSection(PlaceSection):
+    """Where rows come from, and which columns hold what."""
+
+    prompt_field: str | None = key(None, "Column of the prompt. null: detected")
+    answer_field: str | None = key(None, "Column of the answer; a.b: key b of a dictionary. null: detected")
+    messages_field: str | None = key(None, "Column of a conversation (role, content). null: detected")
+    choices_field: str | None = key(None, "Column of the options of multiple choice. null: detected")
+    tools_field: str | None = key(None, "Column of functions for the chat template. null: detected")
+
+    @property
+    def columns(self) -> Fields:
+        """Names of the columns that are given."""
+        return Fields(
+            prompt=self.prompt_field,
+            answer=self.answer_field,
+            messages=self.messages_field,
+            choices=self.choices_field,
+            tools=self.tools_field,
+        )
+
+
+class PromptConfig(Section):
+    """What surrounds a prompt: the same in training, fine-tuning and evaluation."""
+
+    template: str | None = key(
+        None,
+        "Text around each prompt; must contain {prompt}. null: the chat template of the tokenizer; without one, the "
+        "prompt alone",
+    )
+    system: str | None = key(None, "System message of conversations that have none", needs="chat template")
+    instruction: str | None = key(
+        None,
+        "Text after each prompt in the chat template. null: with reward.function=math a request for a boxed answer, "
+        "unless the prompt mentions \\boxed; else nothing",
+        needs="chat template",
+    )
+    chat_template: str | None = key(None, "Jinja file of a chat template. null: that of the tokenizer")
+    chat_options: dict[str, FlagValue] = key(
+        {}, "Variables of the chat template, such as enable_thinking: false", needs="chat template"
+    )
+
+    def prompt_format(self, *, boxed: bool) -> PromptFormat:
+        """Return the format; boxed: answers are judged by their box."""
+        instruction = self.instruction
+        if instruction is None:
+            instruction = BOXED_INSTRUCTION if boxed else ""
+        return PromptFormat(
+            template=self.template, system=self.system, instruction=instruction, chat_template=self.chat_template,
+            chat_options=self.chat_options,
+        )  # fmt: skip
+
+
+class PromptOnlyDatasetConfig(DataSection):
+    """Prompts to train on."""
 
     IGNORED = {"fill_to_max_length": "batches are packed without padding"}
 
-    path: str = key(description="jsonl file of prompts")
+    path: str = key(description=f"Prompts: {PATH}")
     max_prompt_len: int = key(256, "Maximum tokens per prompt; longer prompts are skipped and counted", ge=1)
     train_bs_n_seqs: int = key(256, "Prompts per training step, with group_size completions each", ge=1, le=10**9)
 
 
-class PromptAnswerDatasetConfig(Section):
+class PromptAnswerDatasetConfig(DataSection):
     """Prompts with answers, for supervised fine-tuning."""
 
     IGNORED = {"fill_to_max_length": "batches are packed without padding"}
 
-    train_path: str = key(description="jsonl file to train on")
-    valid_path: str = key("", "jsonl file for the validation loss; empty: none")
+    train_path: str = key(description=f"Rows to train on: {PATH}")
+    valid_path: str = key("", "The same for the validation loss; empty: none")
+    valid_split: str | None = key(None, VALID_SPLIT, needs="folder or Hugging Face id")
     max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
     train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
     valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs="dataset.valid_path")
+
+    @property
+    def valid_source(self) -> DataSource | None:
+        """The validation set."""
+        return self.held_out(self.valid_path, self.valid_split)
 
 
 class PreferenceFieldsConfig(Section):
@@ -43,17 +135,23 @@ class PreferenceFieldsConfig(Section):
         return PreferenceFields(prompt=self.prompt, chosen=self.chosen, rejected=self.rejected)
 
 
-class PreferenceDatasetConfig(Section):
+class PreferenceDatasetConfig(PlaceSection):
     """Preference pairs, for direct preference optimization."""
 
-    train_path: str = key(description="jsonl file of pairs to train on")
-    valid_path: str = key("", "jsonl file of pairs to evaluate on; empty: none")
+    train_path: str = key(description=f"Pairs to train on: {PATH}")
+    valid_path: str = key("", "The same to evaluate on; empty: none")
+    valid_split: str | None = key(None, VALID_SPLIT, needs="folder or Hugging Face id")
     fields: PreferenceFieldsConfig = section(PreferenceFieldsConfig, "Columns of preference pairs")
     max_seqlen: int = key(
         1024, "Maximum tokens of prompt and one answer; pairs with a longer one are skipped and counted", ge=2
     )
     train_bs_n_seqs: int = key(64, "Pairs per training step", ge=1, le=10**9)
     valid_bs_n_seqs: int = key(64, "Pairs per validation batch", ge=1, needs="dataset.valid_path")
+
+    @property
+    def valid_source(self) -> DataSource | None:
+        """The validation set."""
+        return self.held_out(self.valid_path, self.valid_split)
 
 
 class DPOHyperparameters(Section):

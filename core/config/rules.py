@@ -42,6 +42,7 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
     yield from _tracing(config)
     yield from _microbatches(config)
     yield from _evaluation(config)
+    yield from _template(config)
     for rule in _RULES[config.NAME]:
         yield from rule(config)
     yield from _allocation(config)
@@ -122,11 +123,11 @@ def _sampling(config: PPOMATHConfig) -> Iterator[Violation]:
         )
 
 
-def _template(config: PPOMATHConfig) -> Iterator[Violation]:
-    template = config.workflow.prompt_template
-    if "{prompt}" not in template:
-        message = f"prompt_template={template!r} has no {{prompt}}; write it where the prompt belongs"
-        yield Violation(("workflow.prompt_template",), message)
+def _template(config: ExperimentConfig) -> Iterator[Violation]:
+    template = config.prompt.template
+    if template is not None and "{prompt}" not in template:
+        message = f"template={template!r} has no {{prompt}}; write it where the prompt belongs"
+        yield Violation(("prompt.template",), message)
 
 
 def _sft_model(config: SFTConfig) -> Iterator[Violation]:
@@ -300,7 +301,7 @@ _BATCH_KEYS = {
     "ppo_n_minibatches": "ppo.ppo_n_minibatches",
 }
 _RULES: Mapping[str, tuple[Callable[[Any], Iterator[Violation]], ...]] = {
-    "ppo-math": (_sampling, _template, _ppo_models, _server_arguments),
+    "ppo-math": (_sampling, _ppo_models, _server_arguments),
     "sft": (_sft_model,),
     "dpo": (_sft_model, _reference),
 }

@@ -6,6 +6,7 @@ from typing import Literal
 
 from allocation import DeviceChoice
 from core.config.base import Section, key, section
+from core.config.ppo import DataSection
 from core.masking import MASK, is_secret, masked_urls
 from rollout.errors import OnError
 from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
@@ -81,10 +82,6 @@ class WorkflowConfig(Section):
     """How a prompt becomes trajectories."""
 
     type: str = key("math", "math (single-turn), or a custom class as package.module:Class")
-    prompt_template: str = key(
-        "{prompt}",
-        "Template around each prompt, such as an expanded chat template; must contain {prompt}",
-    )
     on_error: OnError = key(
         "skip",
         "When a workflow has raised, or returned malformed trajectories, four times for one prompt. skip: another "
@@ -109,10 +106,10 @@ class RewardConfig(Section):
     max_failed_batches: int = key(3, "End the run after this many batches in a row above max_failed_share", ge=1)
 
 
-class EvaluationConfig(Section):
-    """Evaluation during training."""
+class EvaluationConfig(DataSection):
+    """Evaluation during training. Columns that are not given are those of `dataset`, where they exist, or detected."""
 
-    path: str | list[str] | None = key(None, "jsonl file of held-out prompts, or a list of such files")
+    path: str | list[str] | None = key(None, "Held-out prompts, as dataset.path, or a list")
     max_new_tokens: int | None = key(None, "Maximum tokens per completion. null: ppo.gen.max_new_tokens", ge=1)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy", ge=0)
     num_prompts: int | None = key(None, "Use only the first N prompts of each file. null: all", ge=1)

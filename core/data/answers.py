@@ -1,7 +1,7 @@
-"""Prompts with answers for supervised fine-tuning: read, tokenised, and cut into packed batches.
+"""Examples of supervised fine-tuning: read, tokenised, and cut into packed batches.
 
-Invariant: only answer tokens (end-of-sequence included) are trained on; epoch e visits the rows in an order that is a
-function of (seed, e) alone.
+Invariant: only tokens of the assistant (end tokens included) are trained on; epoch e visits the rows in an order
+that is a function of (seed, e) alone.
 """
 
 from __future__ import annotations
@@ -15,28 +15,40 @@ import numpy as np
 import torch
 
 from mcore_adapter.data.batch import PackedBatch
+from rollout.data.encoder import Encoder
+from rollout.data.examples import MaskedSequence, encode_examples
 from rollout.data.prompts import check_same_stream
-from rollout.data.rows import DatasetError, read_pairs
+from rollout.data.rows import read_examples
+from rollout.data.source import DatasetError, DataSource, as_source
 
 logger = logging.getLogger(__name__)
 
 
 class AnswerDataset:
-    """Tokenised prompt-answer sequences."""
+    """Tokenised sequences with the tokens to train on."""
 
-    def __init__(self, path: str | Path, tokenizer: Any, *, max_seqlen: int, seed: int, shuffle: bool) -> None:
-        pairs = read_pairs(path)
-        prompts = tokenizer([p for p, _ in pairs])["input_ids"]
-        answers = tokenizer([a for _, a in pairs], add_special_tokens=False)["input_ids"]
-        rows = [(p, a + [tokenizer.eos_token_id]) for p, a in zip(prompts, answers, strict=True)]
-        kept = [i for i, (p, a) in enumerate(rows) if p and len(p) + len(a) <= max_seqlen]
-        self._rows = [rows[i] for i in kept]
+    def __init__(
+        self, source: str | Path | DataSource, encoder: Encoder, *, max_seqlen: int, seed: int, shuffle: bool
+    ) -> None:
+        """Read and tokenise. Raises DatasetError for rows that cannot be used, and where all are too long."""
+        source = as_source(source)
+        examples = read_examples(source)
+        sequences = encode_examples(encoder, examples)
+        self._rows = [s for s in sequences if sum(s.loss_mask) < len(s.token_ids) <= max_seqlen]
         self._checksum = 0
-        for prompt, answer in (pairs[i] for i in kept):
-            self._checksum = zlib.crc32(f"{prompt}\0{answer}\0".encode(), self._checksum)
+        for row in self._rows:
+            self._checksum = zlib.crc32(np.array(row.token_ids, np.int64).tobytes(), self._checksum)
+            self._checksum = zlib.crc32(np.array(row.loss_mask).tobytes(), self._checksum)
         if not self._rows:
-            raise DatasetError(f"{path}: none of {len(rows)} rows has at most dataset.max_seqlen={max_seqlen} tokens")
-        logger.info("%s: %d rows, %d longer than max_seqlen=%d", path, len(self), len(rows) - len(self), max_seqlen)
+            shortest = min(len(s.token_ids) for s in sequences)
+            raise DatasetError(
+                f"{source.path}: none of {len(sequences)} rows has at most dataset.max_seqlen={max_seqlen} tokens; the "
+                f"shortest has {shortest}"
+            )
+        logger.info(
+            "%s: %d rows, %d sequences, %d longer than max_seqlen=%d", source.path, len(examples), len(self),
+            len(sequences) - len(self), max_seqlen,
+        )  # fmt: skip
         self._seed, self._shuffle = seed, shuffle
 
     def __len__(self) -> int:
@@ -59,7 +71,7 @@ class AnswerDataset:
     @property
     def mean_tokens(self) -> float:
         """Mean length of a row, answer included."""
-        return float(np.mean([len(p) + len(a) for p, a in self._rows]))
+        return float(np.mean([len(row.token_ids) for row in self._rows]))
 
     def batch(self, epoch: int, epoch_step: int, batch_size: int) -> PackedBatch:
         """Return batch `epoch_step` (from 1) of `epoch` (from 1); the last one of an epoch may be smaller."""
@@ -72,10 +84,10 @@ class AnswerDataset:
         """Return every row once, as they stand in the file."""
         return [self._pack(self._rows[i : i + batch_size]) for i in range(0, len(self), batch_size)]
 
-    def _pack(self, rows: list[tuple[list[int], list[int]]]) -> PackedBatch:
-        lens = torch.tensor([0] + [len(p) + len(a) for p, a in rows])
+    def _pack(self, rows: list[MaskedSequence]) -> PackedBatch:
+        lens = torch.tensor([0] + [len(row.token_ids) for row in rows])
         return PackedBatch(
-            token_ids=torch.tensor([t for p, a in rows for t in p + a]),
+            token_ids=torch.tensor([token for row in rows for token in row.token_ids]),
             cu_seqlens=lens.cumsum(0),
-            loss_mask=torch.tensor([x for p, a in rows for x in [False] * len(p) + [True] * len(a)]),
+            loss_mask=torch.tensor([trained for row in rows for trained in row.loss_mask]),
         )

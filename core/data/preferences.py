@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from mcore_adapter.data.batch import PAIR, PackedBatch
+from rollout.data.encoder import Encoder
+from rollout.data.examples import encode_answers
 from rollout.data.preferences import Preference, PreferenceFields, read_preferences
 from rollout.data.prompts import check_same_stream
-from rollout.data.rows import DatasetError
+from rollout.data.source import DatasetError, DataSource, as_source
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,18 @@ class PreferenceDataset:
     """Tokenised pairs. Pairs with an answer that is too long, or with equal answers, are left out and counted."""
 
     def __init__(
-        self, path: str | Path, tokenizer: Any, *, fields: PreferenceFields, max_seqlen: int, seed: int, shuffle: bool
+        self,
+        source: str | Path | DataSource,
+        encoder: Encoder,
+        *,
+        fields: PreferenceFields,
+        max_seqlen: int,
+        seed: int,
+        shuffle: bool,
     ) -> None:
         """Raises DatasetError for rows that are no pairs, and where none is left."""
-        read = [_encoded(pair, tokenizer) for pair in read_preferences(path, fields)]
+        path = as_source(source).path
+        read = [_encoded(pair, encoder) for pair in read_preferences(source, fields)]
         different = [pair for pair in read if pair.chosen != pair.rejected]
         self._pairs = [pair for pair in different if pair.prompt and max(pair.lens) <= max_seqlen]
         num_equal, num_long = len(read) - len(different), len(different) - len(self._pairs)
@@ -112,23 +122,7 @@ def pack_pairs(pairs: list[_Pair]) -> PackedBatch:
     )
 
 
-def _encoded(pair: Preference, tokenizer: Any) -> _Pair:
-    """Tokenise a pair: texts with the end-of-sequence token behind the answers, conversations by the chat template."""
-    if isinstance(pair.prompt, str):
-        prompt = tokenizer([pair.prompt])["input_ids"][0]
-        answers = tokenizer([pair.chosen, pair.rejected], add_special_tokens=False)["input_ids"]
-        chosen, rejected = (ids + [tokenizer.eos_token_id] for ids in answers)
-        return _Pair(prompt, chosen, rejected)
-    if not getattr(tokenizer, "chat_template", None):
-        raise DatasetError(f"{pair.place}: conversations need a tokenizer with a chat template; write texts instead")
-    before = tokenizer.apply_chat_template(pair.prompt, add_generation_prompt=True, tokenize=False)
-    tails = []
-    for answer in (pair.chosen, pair.rejected):
-        whole = tokenizer.apply_chat_template([*pair.prompt, *answer], tokenize=False)
-        if not whole.startswith(before):
-            raise DatasetError(
-                f"{pair.place}: the chat template changes the prompt when an answer follows; write texts"
-            )
-        tails.append(whole[len(before) :])
-    prompt, chosen, rejected = tokenizer([before, *tails], add_special_tokens=False)["input_ids"]
+def _encoded(pair: Preference, encoder: Encoder) -> _Pair:
+    """Tokenise a pair; both answers end with an end token."""
+    prompt, (chosen, rejected) = encode_answers(encoder, pair.prompt, [pair.chosen, pair.rejected], place=pair.place)
     return _Pair(prompt, chosen, rejected)

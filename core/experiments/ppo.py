@@ -81,6 +81,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         workers = start_ppo_workers(config, allocation, cluster, memory)
         workers.groups.wait_started(patience)
         facts = workers.rollout.wait_started(patience)
+        logger.info("%s", facts["first_prompt"])
         schedule = schedule_from_control(
             config.exp_ctrl, num_prompts=facts["num_prompts"], batch_size=config.dataset.train_bs_n_seqs
         )

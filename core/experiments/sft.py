@@ -40,7 +40,8 @@ from core.recovery.recover import RecoverStore, RunIdentity, RunState
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import PAIR
-from rollout.data.rows import DatasetError
+from rollout.data.encoder import Encoder
+from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import Schedule
 
@@ -190,8 +191,8 @@ def run_offline(
     open_data: Callable[..., Data],
     reference: tuple[ModelTrainEvalConfig, str] | None,
 ) -> None:
-    """Train on files. `open_data`: called with a path, a tokenizer, max_seqlen, seed and shuffle. `reference`: section
-    and folder of a model that stays as it is."""
+    """Train on files. `open_data`: called with a data set, an encoder, max_seqlen, seed and shuffle. `reference`:
+    section and folder of a model that stays as it is."""
     allocation = resolve_allocation(config)
     data, patience = config.dataset, config.launch.startup_timeout_seconds
     recover = RecoverStore(
@@ -205,10 +206,14 @@ def run_offline(
     trackers = open_trackers(config, paths)
     memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
     memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(config.model.path)
+    encoder = Encoder(
+        load_tokenizer(config.model.path),
+        config.prompt.prompt_format(boxed=False),
+        folder=config.model.path,
+    )
     options: dict[str, Any] = {"max_seqlen": data.max_seqlen, "seed": config.seed, "shuffle": config.shuffle_dataset}
-    train = open_data(data.train_path, tokenizer, **options)
-    valid = open_data(data.valid_path, tokenizer, **options) if data.valid_path else None
+    train = open_data(data.source(data.train_path), encoder, **options)
+    valid = open_data(data.valid_source, encoder, **options) if data.valid_source else None
     _check_same_rows(train, start, ignore_changes=config.recover_ignore_changes)
     schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
     start = fit_to_schedule(start, schedule)

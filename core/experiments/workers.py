@@ -343,8 +343,8 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
     )
     return RolloutSettings(
         tokenizer_path=config.actor.path,
-        dataset_path=config.dataset.path,
-        eval_paths=evaluation.paths,
+        dataset=config.dataset.source(config.dataset.path),
+        eval_sets=config.evaluation_sources,
         num_eval_prompts=evaluation.num_prompts,
         max_prompt_len=config.dataset.max_prompt_len,
         batch_size=config.dataset.train_bs_n_seqs,
@@ -369,7 +369,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
         max_error_share=config.workflow.max_error_share,
         vocab_size=read_config(Path(config.actor.path)).vocab_size,
         max_tokens=min(config.max_tokens_per_mb(role) for role in config.roles),
-        prompt_template=config.workflow.prompt_template,
+        prompt_format=config.prompt.prompt_format(boxed=config.reward.function == "math"),
         samples=SampleSettings(
             folder=str(logs),
             share=config.samples.share,

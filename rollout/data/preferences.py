@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.data.rows import DatasetError, read_records
-
-Messages = list[dict[str, Any]]
+from rollout.data.answers import text_of
+from rollout.data.messages import Messages, is_conversation, read_messages
+from rollout.data.readers import read_records
+from rollout.data.source import DatasetError, DataSource, as_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +36,14 @@ class Preference:
     rejected: str | Messages
 
 
-def read_preferences(path: str | Path, fields: PreferenceFields) -> list[Preference]:
-    """Read every pair of a jsonl file. Raises DatasetError with file and line for a row that is none."""
+def read_preferences(source: str | Path | DataSource, fields: PreferenceFields) -> list[Preference]:
+    """Read every pair of a data set. Raises DatasetError with file and row for a row that is none."""
     pairs = []
-    for number, record in read_records(Path(path)):
-        place = f"{path}:{number}"
+    for record in read_records(as_source(source)):
         try:
-            pairs.append(_pair(record, fields, place))
-        except ValueError as error:
-            raise DatasetError(f"{place}: {error}") from error
-    if not pairs:
-        raise DatasetError(f"{path}: no rows; dpo needs at least one pair")
+            pairs.append(_pair(record.values, fields, record.place))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DatasetError(f"{record.place}: {error}") from error
     return pairs
 
 
@@ -56,10 +54,16 @@ def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Pr
                 f"no {role} answer under {name!r}, only {sorted(record)}; set dataset.fields.{role} to its column"
             )
     chosen, rejected = record[fields.chosen], record[fields.rejected]
-    if isinstance(chosen, list) != isinstance(rejected, list):
+    if is_conversation(chosen) != is_conversation(rejected):
         raise ValueError(f"{fields.chosen!r} and {fields.rejected!r} must be both texts or both lists of messages")
-    if isinstance(chosen, list):
-        return _conversations(record.get(fields.prompt), chosen, rejected, place)
+    if is_conversation(chosen):
+        prompt = record.get(fields.prompt)
+        return _conversations(
+            read_messages(prompt, fields.prompt) if is_conversation(prompt) else prompt,
+            read_messages(chosen, fields.chosen),
+            read_messages(rejected, fields.rejected),
+            place,
+        )
     return Preference(
         place=place,
         prompt=_text(record, fields.prompt, "prompt"),
@@ -69,28 +73,23 @@ def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Pr
 
 
 def _text(record: Mapping[str, Any], name: str, role: str) -> str:
-    value = record.get(name)
-    if not isinstance(value, str) or not value.strip():
-        found = "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
-        raise ValueError(f"dataset.fields.{role}={name!r} must be a text that is not empty, found {found}")
-    value.encode()  # a lone surrogate is valid json and would fail in the tokenizer, far from its line
-    return value
+    try:
+        return text_of(record.get(name), name)
+    except ValueError as error:
+        raise ValueError(f"{error}; set dataset.fields.{role} to its column") from error
 
 
 def _conversations(prompt: Any, chosen: Messages, rejected: Messages, place: str) -> Preference:
     """Divide two conversations into what they share, with `prompt` before it, and the rest of each."""
-    for message in (*chosen, *rejected):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"a message must have a role and content, found {str(message)[:60]!r}")
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     if not shared and isinstance(prompt, str) and prompt.strip():
-        before: Messages = [{"role": "user", "content": prompt}]
-    elif not shared and isinstance(prompt, list):
+        before: Messages = ({"role": "user", "content": prompt},)
+    elif not shared and isinstance(prompt, tuple):
         before = prompt
     else:
-        before = list(chosen[:shared])
+        before = chosen[:shared]
     if not before:
         raise ValueError("the two conversations share no beginning, and there is no prompt")
-    return Preference(place=place, prompt=before, chosen=list(chosen[shared:]), rejected=list(rejected[shared:]))
+    return Preference(place=place, prompt=before, chosen=chosen[shared:], rejected=rejected[shared:])

@@ -11,26 +11,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
-from rollout.data.rows import DatasetError, Row, scan_rows
+from rollout.data.encoder import Encoder
+from rollout.data.rows import Row, scan_rows
+from rollout.data.source import DatasetError, DataSource, as_source
 from rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-_ENCODE_BATCH_ROWS = 1024
-
-
-class Tokenizer(Protocol):
-    """What rollout needs of a Hugging Face tokenizer."""
-
-    def __call__(self, text: list[str]) -> Any:
-        """Return a mapping whose "input_ids" is one list of token ids per text."""
-        ...
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+_SHOWN_CHARS = 2000
 
 
 class PromptDataset:
@@ -50,37 +41,35 @@ class PromptDataset:
     @classmethod
     def load(
         cls,
-        path: str | Path,
-        tokenizer: Tokenizer,
+        source: str | Path | DataSource,
+        encoder: Encoder,
         *,
         max_prompt_len: int,
         seed: int,
         shuffle: bool = True,
-        template: str = "{prompt}",
+        solved: bool = True,
     ) -> PromptDataset:
-        """Read a jsonl file (schemas: rollout/data/rows.py) and tokenise `template` around every prompt.
+        """Read a data set (see scan_rows, also for `solved`) and tokenise every prompt.
 
-        Prompts of more than `max_prompt_len` tokens are left out and counted. Raises DatasetError when the file cannot
-        be used, when every prompt is too long, or when the template has no place for the prompt.
+        Prompts of more than `max_prompt_len` tokens are left out and counted. Raises DatasetError when the data set
+        cannot be used, and when every prompt is too long.
         """
-        if "{prompt}" not in template:
-            raise DatasetError(f"prompt template {template!r} has no {{prompt}}; write it where the prompt belongs")
-        rows = scan_rows(path)
-        texts = [template.replace("{prompt}", row.prompt) for row in rows]
-        encoded = _encode(tokenizer, texts)
+        source = as_source(source)
+        rows = scan_rows(source, solved=solved)
+        encoded = encoder.encode(rows)
         prompts: list[Prompt] = []
-        for row, text, token_ids in zip(rows, texts, encoded, strict=True):
+        for row, (text, token_ids) in zip(rows, encoded, strict=True):
             if 0 < len(token_ids) <= max_prompt_len:
-                prompts.append(_prompt(row, text, token_ids, index=len(prompts)))
+                prompts.append(make_prompt(row, text, token_ids, index=len(prompts)))
         num_filtered = len(rows) - len(prompts)
         if not prompts:
-            shortest = min(len(token_ids) for token_ids in encoded)
+            shortest = min(len(token_ids) for _, token_ids in encoded)
             raise DatasetError(
-                f"{path}: max_prompt_len={max_prompt_len} leaves none of {len(rows)} prompts; the shortest has "
+                f"{source.path}: max_prompt_len={max_prompt_len} leaves none of {len(rows)} prompts; the shortest has "
                 f"{shortest} tokens: raise dataset.max_prompt_len to at least that"
             )
         logger.info(
-            "%s: %d prompts, %d longer than max_prompt_len=%d", path, len(prompts), num_filtered, max_prompt_len
+            "%s: %d prompts, %d longer than max_prompt_len=%d", source.path, len(prompts), num_filtered, max_prompt_len
         )
         return cls(prompts, seed=seed, shuffle=shuffle, num_filtered=num_filtered)
 
@@ -167,12 +156,9 @@ def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], setting
             )
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    batches = (texts[i : i + _ENCODE_BATCH_ROWS] for i in range(0, len(texts), _ENCODE_BATCH_ROWS))
-    return [token_ids for batch in batches for token_ids in tokenizer(batch)["input_ids"]]
-
-
-def _prompt(row: Row, text: str, token_ids: list[int], *, index: int) -> Prompt:
+def make_prompt(row: Row, text: str, token_ids: list[int], *, index: int) -> Prompt:
+    """Return a row as a prompt. A conversation, and the tools of a row, are in its meta for the workflow."""
+    chat = {"messages": row.messages, "tools": row.tools}
     return Prompt(
         query_id=row.query_id,
         index=index,
@@ -180,5 +166,15 @@ def _prompt(row: Row, text: str, token_ids: list[int], *, index: int) -> Prompt:
         text=text,
         token_ids=np.asarray(token_ids, dtype=np.int32),
         solutions=row.solutions,
-        meta=row.meta,
+        meta={**row.meta, **{name: value for name, value in chat.items() if value is not None}},
     )
+
+
+def first_prompt(prompt: Prompt, reward: str) -> str:
+    """Return a prompt as the model gets it, and how its answer is judged, for the log."""
+    text = prompt.text
+    if len(text) > _SHOWN_CHARS:
+        text = f"{text[: _SHOWN_CHARS // 2]} [...] {text[-_SHOWN_CHARS // 2 :]}"
+    solutions = " or ".join(prompt.solutions)
+    judged = f"right is {solutions}" if reward == "math" else f"its solutions are {solutions or 'none'}"
+    return f"First prompt ({len(prompt.token_ids)} tokens): {text!r}; judged by reward.function={reward}: {judged}"

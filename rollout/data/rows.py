@@ -1,259 +1,209 @@
-"""jsonl rows as users have them, read into one form. Standard library only: a --dry-run checks a data set with it.
+"""Rows as users have them, read into one form. Standard library only: a --dry-run checks a data set with it.
 
-SCHEMAS lists the schemas, which are recognised by their keys; of any other, `Fields` names the keys. scan_rows() reads
-prompts with the solutions that rewards compare with, read_pairs() prompts with the answers that fine-tuning trains on.
-Invariant: a `Row` that comes out of here has a prompt, a unique query_id and, for task "math", at least one solution in
-a box; whatever cannot be read that way is an error that names file and line.
+scan_rows() reads prompts with the solutions that rewards compare with, read_examples() prompts with the answers that
+fine-tuning trains on. Files are read in readers.py, columns found in columns.py. Invariant: a `Row` that comes out of
+here has a prompt, a unique query_id and, where solutions are needed, at least one; whatever cannot be read that way is
+an error that names file and row.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from rollout.data.answers import full_text, is_marked, solutions_of, text_of
+from rollout.data.choices import LETTERS, read_options, right_letter, shuffled, with_options
+from rollout.data.columns import PROMPTS, Columns, find_columns, value_of
+from rollout.data.files import Record
+from rollout.data.messages import Messages, is_conversation, read_messages, read_tools, split_answer
+from rollout.data.readers import read_records
+from rollout.data.source import DatasetError, DataSource, as_source
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
-
-
-class DatasetError(ValueError):
-    """A data set that cannot be used; the message names the file, the line where there is one, and the way out."""
+_BROKEN = (ValueError, TypeError, KeyError)
+"""What a row of unexpected types raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One prompt before tokenisation. `meta` holds the keys of the row that the schema does not use."""
+    """One prompt before tokenisation. `meta` holds the columns that have no meaning here."""
 
-    line: int
+    place: str
+    """File and line, or file and number of the row."""
     query_id: str
     task: str
     prompt: str
     solutions: tuple[str, ...]
+    messages: Messages | None = None
+    """The conversation that the completion continues; None: the prompt is one text."""
+    tools: tuple[Any, ...] | None = None
+    """Functions for the chat template."""
     meta: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Fields:
-    """The keys of a row that hold its prompt and its answer."""
-
-    prompt: str
-    answer: str
-
-
 @dataclass(frozen=True, kw_only=True)
-class Schema:
-    """The keys of one kind of row. Of several keys for one thing, the first that a row has counts."""
+class Example:
+    """One row of fine-tuning: a prompt with its answer, or a conversation with the assistant's turns."""
 
-    prompt: str
-    solutions: tuple[str, ...]
-    """What a completion is compared with."""
-    answers: tuple[str, ...]
-    """What fine-tuning trains on: where there are both, the answer in full."""
-
-
-SCHEMAS = (
-    # The tutorial's.
-    Schema(prompt="prompt", solutions=("solutions", "answer"), answers=("answer", "solutions")),
-    # MATH, AIME, AMC.
-    Schema(prompt="problem", solutions=("answer", "solution"), answers=("solution", "answer")),
-    # GSM8K: the answer ends in "#### <number>".
-    Schema(prompt="question", solutions=("answer",), answers=("answer",)),
-    # MAWPS.
-    Schema(prompt="input", solutions=("target",), answers=("target",)),
-)
+    place: str
+    prompt: str = ""
+    answer: str = ""
+    messages: Messages | None = None
+    """None: prompt and answer are one text each."""
+    tools: tuple[Any, ...] | None = None
 
 
-def scan_rows(path: str | Path, fields: Fields | None = None) -> list[Row]:
-    """Read and check every row of a jsonl file; blank lines are skipped. A repeated query_id is kept under a new name.
-    `fields`: where prompt and answer are; None: detect_fields() of each row.
+def scan_rows(source: str | Path | DataSource, *, solved: bool = True) -> list[Row]:
+    """Read and check every row of a data set. A repeated query_id is kept under a new name.
 
-    Raises DatasetError with file and line for the first row that cannot be used, and for a missing or empty file.
+    solved: every row needs a solution, because reward.function=math compares with it.
+    Raises DatasetError with file and row for the first row that cannot be used, and where there are none.
     """
-    path = Path(path)
-    rows = _read(path, lambda record, line: _row(record, line, fields, default_id=f"{path.stem}-{line}"))
-    return _with_unique_ids(rows, path)
+    source = as_source(source)
+    marked: set[Columns] = set()
+    unmarked: dict[Columns, str] = {}
+
+    def parse(record: Record, columns: Columns) -> Row:
+        row = _row(record, columns, source, solved=solved)
+        answer = _answer(record.values, columns)
+        if is_marked(answer):
+            marked.add(columns)
+        elif isinstance(answer, str) and not columns.choices:
+            unmarked.setdefault(columns, f'{record.place}: "{_answer_column(record.values, columns)}"')
+        return row
+
+    rows = _read(source, parse, in_full=False)
+    # A row of GSM8K that lost its last line must not become a question whose answer is a chain of thought.
+    for place in (unmarked[columns] for columns in unmarked.keys() & marked if solved):
+        raise DatasetError(f"{place} must end in '#### <number>', as other rows do")
+    return _with_unique_ids(rows, source.path)
 
 
-def read_pairs(path: str | Path) -> list[tuple[str, str]]:
-    """Read (prompt, answer) of every row of a jsonl file, for supervised fine-tuning; errors as scan_rows()."""
-    return _read(Path(path), lambda record, line: _pair(record))
+def read_examples(source: str | Path | DataSource) -> list[Example]:
+    """Read every row of a data set, for supervised fine-tuning; errors as scan_rows()."""
+    return _read(as_source(source), _example, in_full=True)
 
 
-def boxed(answer: str | int | float) -> str:
-    """Return an answer as the tutorial writes it: 43.0 -> `\boxed{43}`, 1e-3 -> `\boxed{0.001}`; boxed text stays."""
-    text = _scalar_text(answer).strip()
-    return text if "\\boxed" in text else f"\\boxed{{{text}}}"
-
-
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield (line number, JSON object) of every line that is not blank. Raises DatasetError with file and line."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    try:
-                        yield number, _parse_line(line)
-                    except (ValueError, RecursionError) as error:
-                        raise DatasetError(f"{path}:{number}: {error}") from error
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot read the data set: {error.strerror}; name a jsonl file") from error
-
-
-def detect_fields(record: Mapping[str, object]) -> Fields:
-    """Return the fields that hold prompt and answer. Raises ValueError for an unknown schema."""
-    schema = _schema_of(record)
-    return Fields(schema.prompt, _first(schema.solutions, lambda key: key in record))
-
-
-def _schema_of(record: Mapping[str, object]) -> Schema:
-    for schema in SCHEMAS:
-        if schema.prompt in record:
-            return schema
-    raise ValueError(
-        f"no prompt among the keys {sorted(record)}; a row has prompt + solutions, prompt + answer, problem + answer, "
-        "question + answer, or input + target"
-    )
-
-
-def _first(keys: Sequence[str], fits: Callable[[str], bool]) -> str:
-    """Return the first of `keys` that fits, or else the first of all, for an error to name."""
-    return next((key for key in keys if fits(key)), keys[0])
-
-
-def _read(path: Path, parse: Callable[[dict[str, object], int], T]) -> list[T]:
-    """Parse every record with its line number. Raises DatasetError, with file and line where there is one."""
-    parsed = []
-    for number, record in read_records(path):
+def _read(source: DataSource, parse: Callable[[Record, Columns], T], *, in_full: bool) -> list[T]:
+    """Parse every record with its columns. Logs which columns are used and which are not."""
+    parsed: list[T] = []
+    known: dict[tuple[str, ...], Columns] = {}
+    for record in read_records(source):
         try:
-            parsed.append(parse(record, number))
-        except ValueError as error:
-            raise DatasetError(f"{path}:{number}: {error}") from error
-    if not parsed:
-        raise DatasetError(f"{path}: no rows; a data set needs at least one json object per line")
+            names = tuple(record.values)
+            if names not in known:
+                known[names] = find_columns(names, source.fields, source.hints, in_full=in_full)
+            parsed.append(parse(record, known[names]))
+        except _BROKEN as error:
+            raise DatasetError(f"{record.place}: {error}") from error
+    unused = dict.fromkeys(name for names, columns in known.items() for name in names if name not in columns.used)
+    found = dict.fromkeys(str(columns) for columns in known.values())
+    logger.info(
+        "%s: %d rows; %s; not used: %s", source.path, len(parsed), " | ".join(found), ", ".join(unused) or "no column"
+    )
     return parsed
 
 
-def _parse_line(line: bytes) -> dict[str, object]:
-    try:
-        record = json.loads(line.decode("utf-8-sig").rstrip())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not a json object: {error.msg} at column {error.colno}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a json object, found {type(record).__name__}")
-    return record
+def _answer_column(record: Mapping[str, Any], columns: Columns) -> str | None:
+    """Return the first answer column that is filled in; the first of all where none is."""
+    filled = (name for name in columns.answers if value_of(record, name) is not None)
+    return next(filled, columns.answers[0] if columns.answers else None)
 
 
-def _row(record: dict[str, object], number: int, given: Fields | None, default_id: str) -> Row:
-    fields = given or detect_fields(record)
-    # A row of GSM8K that lost its last line must not become a question whose answer is a chain of thought.
-    must_be_marked = given is None and fields.prompt == "question"
-    solutions = _solutions(record, fields.answer, must_be_marked=must_be_marked)
-    prompt = _text(record, fields.prompt)
-    id_key = next((key for key in ("query_id", "unique_id", "id") if record.get(key) is not None), None)
-    used = {fields.prompt, fields.answer, id_key, "task"}
+def _answer(record: Mapping[str, Any], columns: Columns) -> Any:
+    column = _answer_column(record, columns)
+    return None if column is None else value_of(record, column)
+
+
+def _row(record: Record, columns: Columns, source: DataSource, *, solved: bool) -> Row:
+    values = record.values
+    task = str(values[columns.task]) if columns.task and values[columns.task] is not None else "math"
+    prompt, messages, said = _prompt(values, columns)
+    column = _answer_column(values, columns)
+    answer = said if column is None else value_of(values, column)
+    if columns.choices:
+        prompt, answer = _multiple_choice(values, columns, prompt, answer)
+        messages = None
+    given_id = values.get(columns.query_id) if columns.query_id else None
     return Row(
-        line=number,
-        query_id=default_id if id_key is None else str(record[id_key]),
-        task=str(record.get("task", "math")),
+        place=record.place,
+        query_id=str(given_id) if given_id is not None else f"{source.name}-{record.number}",
+        task=task,
         prompt=prompt,
-        solutions=solutions,
-        meta={key: value for key, value in record.items() if key not in used},
+        solutions=solutions_of(answer, column, task=task, needed=solved, columns=list(values)),
+        messages=messages,
+        tools=read_tools(value_of(values, columns.tools), columns.tools) if columns.tools else None,
+        meta={key: value for key, value in values.items() if key not in columns.used},
     )
 
 
-def _solutions(record: dict[str, object], key: str, *, must_be_marked: bool) -> tuple[str, ...]:
-    """Return the solutions of a row: a list, a scalar, or what follows #### at the end of a text."""
-    if key == "solutions" or isinstance(record.get(key), list):
-        return _listed_solutions(record, key)
-    _, marker, final = str(record.get(key)).rpartition("####")
-    if marker and final.strip():
-        return (boxed(_THOUSANDS.sub("", final)),)
-    if must_be_marked:
-        _text(record, key)
-        raise ValueError(f"\"{key}\" must end in '#### <number>', as GSM8K writes it")
-    return (_scalar_solution(record, key),)
+def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[str, Messages | None, str | None]:
+    """Return (text, conversation if it is one, the answer that ends the conversation)."""
+    name = columns.prompt[0] if columns.prompt else columns.messages
+    assert name is not None, "find_columns() requires one of them"
+    if columns.prompt and not is_conversation(values.get(name)):
+        return _question(values, columns), None, None
+    messages, said = split_answer(read_messages(value_of(values, name), name))
+    if not messages:
+        raise ValueError(f'"{name}" has only turns of the assistant, and no prompt')
+    return "\n".join(str(message["content"]) for message in messages), messages, said
 
 
-def _listed_solutions(record: dict[str, object], key: str) -> tuple[str, ...]:
-    """Return `solutions` of the tutorial's schema; only rows of task math must have some."""
-    solutions = record.get(key)
-    if solutions is None and record.get("task", "math") != "math":
-        return ()
-    is_math = record.get("task", "math") == "math"
-    return tuple(boxed(solution) if is_math else solution for solution in _texts(record, key))
+def _question(values: Mapping[str, Any], columns: Columns) -> str:
+    """Return the question in all its parts; Body + Question is one paragraph."""
+    names = columns.prompt
+    main = next((name for name in names if name.lower() in PROMPTS), names[0])
+    parts = {name: text_of(value_of(values, name), name) for name in names if name == main or value_of(values, name)}
+    if names[0].lower() == "body" and len(parts) > 1:
+        body, question = parts.values()
+        body = body.strip()
+        return f"{body}{'' if body[-1] in '.?!' else '.'} {question.strip()}"
+    return "\n\n".join(parts.values())
 
 
-def _texts(record: dict[str, object], key: str) -> list[str]:
-    """Return a list of strings that are not blank."""
-    values = record.get(key)
-    if not isinstance(values, list) or not values or not all(isinstance(v, str) and v.strip() for v in values):
-        raise ValueError(f'"{key}" must be a list of non-empty strings, found {_shown(values)}')
-    for value in values:
-        value.encode()  # see _text
-    return values
-
-
-def _scalar_solution(record: dict[str, object], key: str) -> str:
-    value = _scalar(record, key)
-    if key == "solution" and "\\boxed" not in str(value):
-        raise ValueError('"solution" has no \\boxed{...} and the row has no "answer"')
-    return boxed(value)
-
-
-def _pair(record: dict[str, object]) -> tuple[str, str]:
-    schema = _schema_of(record)
-    key = _first(schema.answers, lambda key: record.get(key) is not None)
-    answer = record.get(key)
-    if isinstance(answer, list):
-        answer = _texts(record, key)[0]
-    elif not isinstance(answer, str):
-        answer = _scalar_text(_scalar(record, key))
+def _multiple_choice(values: Mapping[str, Any], columns: Columns, question: str, answer: Any) -> tuple[str, Any]:
+    """Return the question with its options, and the letter of the right one."""
+    if len(columns.choices) == 1:
+        if values[columns.choices[0]] is None:
+            return question, answer
+        texts, labels = read_options(value_of(values, columns.choices[0]))
     else:
-        answer = _text(record, key)
-    return _text(record, schema.prompt), answer
+        texts = [str(values[name]).strip() for name in columns.choices if values[name] is not None]
+        labels = list(LETTERS[: len(texts)])
+        if columns.choices[0] in columns.answers:  # Correct Answer, Incorrect Answer 1, ...
+            texts, letter = shuffled(question, texts)
+            return with_options(question, texts), letter
+    return with_options(question, texts), right_letter(answer, texts, labels)
 
 
-def _scalar(record: dict[str, object], key: str) -> str | int | float:
-    """Return a string that is not blank, or a finite number."""
-    value = record.get(key)
-    usable = isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip()
-    if not usable or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f'"{key}" must be a string or a number, found {_shown(value)}')
-    assert isinstance(value, str | int | float), "checked above"
-    return value
+def _example(record: Record, columns: Columns) -> Example:
+    values = record.values
+    tools = read_tools(value_of(values, columns.tools), columns.tools) if columns.tools else None
+    if columns.messages is not None and values.get(columns.messages) is not None:
+        messages = read_messages(value_of(values, columns.messages), columns.messages)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f'"{columns.messages}" has no turn of the assistant to train on')
+        return Example(place=record.place, messages=messages, tools=tools)
+    prompt, messages_before, said = _prompt(values, columns)
+    column = _answer_column(values, columns)
+    answer = said if column is None else full_text(value_of(values, column), column)
+    if answer is None:
+        raise ValueError(f"no answer among the columns {sorted(values)}; name it with answer_field")
+    if columns.choices:
+        prompt, answer = _multiple_choice(values, columns, prompt, answer)
+    if messages_before is not None and not columns.choices:
+        turn = {"role": "assistant", "content": answer}
+        return Example(place=record.place, messages=(*messages_before, turn), tools=tools)
+    return Example(place=record.place, prompt=prompt, answer=str(answer), tools=tools)
 
 
-def _scalar_text(value: str | int | float) -> str:
-    """Return 43.0 as "43", 1e-3 as "0.001", text unchanged."""
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
-    return str(value)
-
-
-def _text(record: dict[str, object], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f'"{key}" must be a non-empty string, found {_shown(value)}')
-    value.encode()  # a lone surrogate is valid json and would fail in the tokenizer, far from its line
-    return value
-
-
-def _shown(value: object) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
-
-
-def _with_unique_ids(rows: list[Row], path: Path) -> list[Row]:
+def _with_unique_ids(rows: list[Row], path: str) -> list[Row]:
     """Name the second row of an id `id#2`, and so on: nothing is lost and every count by query_id stays right."""
     taken = {row.query_id for row in rows}
     seen: dict[str, int] = {}

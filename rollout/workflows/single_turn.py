@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from rollout.data.prompts import Tokenizer
+from rollout.data.encoder import Tokenizer
 from rollout.rewards.pool import RewardPool
 from rollout.types import GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 from rollout.workflows.trajectories import build_trajectory, sample_seed

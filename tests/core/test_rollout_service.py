@@ -20,6 +20,8 @@ from core.monitoring.sample_file import read_samples
 from core.monitoring.samples import SampleSettings
 from core.rollout_service import RolloutService, named
 from core.rollout_settings import RolloutSettings
+from rollout.data.encoder import PromptFormat
+from rollout.data.source import DataSource
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
@@ -38,11 +40,12 @@ def service(
 ) -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
     settings = RolloutSettings(
-        tokenizer_path=str(assets.model), dataset_path=str(assets.prompts), eval_paths=eval_paths,
+        tokenizer_path=str(assets.model), dataset=DataSource(path=str(assets.prompts)),
+        eval_sets=[DataSource(path=path) for path in eval_paths],
         num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2, max_staleness=0, over_age="wait",
         in_order=False, num_epochs=1, num_steps=None,
         sampling=sampling, eval_sampling=replace(sampling, temperature=0.0), max_in_flight=4, workflow=workflow,
-        prompt_template="{prompt}",
+        prompt_format=PromptFormat(),
         samples=samples, reward=reward, reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
         health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
     )  # fmt: skip
@@ -99,7 +102,8 @@ def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positi
         finally:
             await made.close()
 
-    assert asyncio.run(evaluate()) == {"accuracy": 0.0, "mean_length_tokens": 1.0, "no_eos_ratio": 0.5}
+    figures = {"accuracy": 0.0, "reward": 0.0, "mean_length_tokens": 1.0, "no_eos_ratio": 0.5}
+    assert asyncio.run(evaluate()) == figures
     ends = (0, 1)  # padding and end of sequence
     expected = SamplingParams(max_new_tokens=3, temperature=0.0, stop_token_ids=ends)
     assert all(request.sampling == expected for request in generator.requests)
@@ -107,6 +111,41 @@ def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positi
     asked = [tokenizer.decode(request.prompt_ids) for request in generator.requests]
     lines = assets.prompts.read_text().splitlines()[:6]
     assert [text.replace(" ", "") for text in asked] == [json.loads(line)["prompt"] for line in lines]
+
+
+class Praising(SingleTurnMathWorkflow):
+    """Rewards every completion with a quarter, whatever the reward function scores."""
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        return [replace(t, reward=0.25) for t in await super().run(prompt, generator)]
+
+
+def test_an_evaluation_uses_the_workflow_of_the_run_and_request_ids_of_its_own(assets) -> None:
+    generator = Recording()
+
+    async def evaluate() -> dict[str, float]:
+        made = service(assets, generator, [str(assets.prompts)], workflow=f"{__name__}:Praising")  # type: ignore[arg-type]
+        try:
+            await made.start()
+            return await made.evaluate()
+        finally:
+            await made.close()
+
+    figures = asyncio.run(evaluate())
+    assert (figures["accuracy"], figures["reward"]) == (1.0, 0.25)
+    ids = [request.request_id for request in generator.requests]
+    assert len(set(ids)) == 6 and all(name.startswith("eval-prompts/") for name in ids)
+
+
+def test_the_first_prompt_and_how_it_is_judged_are_described(assets) -> None:
+    made = service(assets, Recording(), [])  # type: ignore[arg-type]
+    row = json.loads(assets.prompts.read_text().splitlines()[0])
+    (solution,) = row["solutions"]
+    said = made.describe()["first_prompt"]
+    assert said.startswith(
+        f"First prompt ({len(row['prompt'])} tokens): {row['prompt']!r}; judged by reward.function=math"
+    )
+    assert said.endswith(f": right is {solution}")
 
 
 class Watched:
@@ -217,5 +256,7 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
 
 
 def test_sets_are_called_after_their_files_or_folders() -> None:
-    paths = ["a/aime24/test.jsonl", "b/amc23.jsonl", "c/amc23.jsonl"]
-    assert named(paths) == {"aime24": paths[0], "amc23": paths[1], "amc23-2": paths[2]}
+    paths = ["a/aime24/test.jsonl", "b/amc23.jsonl", "c/amc23.jsonl", "math-ai/aime25", "d/train-00000.parquet"]
+    sets = [DataSource(path=path) for path in paths]
+    assert list(named(sets)) == ["aime24", "amc23", "amc23-2", "aime25", "train-00000"]
+    assert list(named(sets).values()) == sets

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.rewards.math import RIGHT, WRONG, math_reward
 from tools.demo.__main__ import MARKER, empty, make_parser, ppo_changes
@@ -37,7 +38,7 @@ def test_no_held_out_problem_is_trained_on(files: Ingredients) -> None:
 def test_every_answer_is_the_sum_and_the_reward_says_so(files: Ingredients) -> None:
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     rows = rows_of(files.held_out)
-    prompts = PromptDataset.load(files.held_out, tokenizer, max_prompt_len=8, seed=0, shuffle=False).prompts
+    prompts = PromptDataset.load(files.held_out, Encoder(tokenizer), max_prompt_len=8, seed=0, shuffle=False).prompts
     assert len(prompts) == len(rows)
     for row, prompt in zip(rows, prompts, strict=True):
         a, b = row["prompt"].removesuffix("=").split("+")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from eval_cases import arguments, write_rows
 
-from rollout.evaluation import Answer, read_answers
+from rollout.answer_file import Answer, read_answers
 from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
@@ -126,7 +126,7 @@ def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
     own = ("--prompt_field", "ask", "--answer_field", "gold", "--n_sampling", "0")
     caplog.set_level("INFO")
     assert main(arguments(model, data, tmp_path, *own, names=str(data / "own.jsonl"))) == 0
-    assert "question 'ask', answer 'gold'" in caplog.text
+    assert "prompt from 'ask'; answer from 'gold'" in caplog.text
     (row,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert row["dataset"] == "own" and row["sample_pass@1"] is None and row["pass@8"] is None
 
@@ -134,9 +134,9 @@ def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--data_names", "nowhere"], "looked for {data}/nowhere/test.jsonl, {data}/nowhere.jsonl"),
-        (["--data_names", "own"], "no prompt among the keys ['ask', 'gold']"),
-        (["--answer_field", "target"], "its rows have answer, id, problem"),
+        (["--data_names", "nowhere"], "looked for {data}/nowhere/test.*, {data}/nowhere.*"),
+        (["--data_names", "own"], "no prompt among the columns ['ask', 'gold']"),
+        (["--answer_field", "target"], "answer_field='target' is not among the columns ['answer', 'id', 'problem']"),
         (["--model_path", "/nowhere"], "--model_path /nowhere: no such folder"),
         (["--model_path", "{data}"], "neither a Hugging Face folder"),
         (["--temperature", "0"], "must be greater than 0"),

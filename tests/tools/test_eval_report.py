@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.evaluation import Answer
+from rollout.answer_file import Answer
 from tools.eval.__main__ import BAD_INPUT, main
 from tools.eval.compare import _resampled_means, compare
 from tools.eval.report import pass_at_k, summarise, text_table, unjudged_line

@@ -8,7 +8,7 @@ import pytest
 from eval_cases import arguments
 from sglang_environment import PYTHON, WHY_NOT, environment
 
-from rollout.evaluation import read_answers
+from rollout.answer_file import read_answers
 from tools.eval.__main__ import main
 
 

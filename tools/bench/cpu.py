@@ -23,6 +23,7 @@ from core.monitoring.journal import read_rows
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.experience import make_experience
 from rollout.inference.embedded.generator import EmbeddedGenerator
@@ -210,7 +211,7 @@ def producer(scene: Scene) -> Iterator[Figure]:
 
     path = scene.model("0.8M", hidden_size=128, num_layers=4)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    dataset = PromptDataset.load(scene.prompts(), tokenizer, max_prompt_len=16, seed=1)
+    dataset = PromptDataset.load(scene.prompts(), Encoder(tokenizer), max_prompt_len=16, seed=1)
 
     async def measure() -> float:
         async with RewardPool("tools.bench.reward:coin_reward", num_workers=2) as rewards:

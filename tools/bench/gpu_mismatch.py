@@ -21,7 +21,7 @@ import torch
 from core.algorithms.losses import policy_loss, sft_loss
 from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
-from rollout.data.rows import read_pairs
+from rollout.data.rows import read_examples
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -56,7 +56,7 @@ def corpus(scene: Scene) -> np.ndarray | None:
     path = Path(os.environ.get("SLIPSTREAM_DATA", "/nonexistent")) / "gsm8k" / "train.jsonl"
     if not path.exists():
         return None
-    texts = [f"{question}\n{answer}{EOS}" for question, answer in read_pairs(path)[:NUM_ROWS]]
+    texts = [f"{row.prompt}\n{row.answer}{EOS}" for row in read_examples(path)[:NUM_ROWS]]
     tokenizer = train_tokenizer(texts, min(8192, scene.vocab_size))
     return np.array(tokenizer("".join(texts))["input_ids"], np.int32)
 

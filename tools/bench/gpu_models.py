@@ -22,13 +22,15 @@ import numpy as np
 import torch
 
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
+from rollout.data.encoder import BOXED_INSTRUCTION, Encoder, PromptFormat
+from rollout.data.source import DataSource
 from rollout.inference.gpus import query_gpus
 from rollout.inference.router import requests_at_once
 from tools.bench import convert as bench_convert
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
 from tools.bench.gpu_servers import ask_plainly, generator, server_settings
-from tools.eval.data import data_folders, find_benchmark, make_prompts, question_template
+from tools.eval.data import data_folders, find_benchmark, make_prompts
 from tools.eval.meter import ALL
 from tools.scratch_model import train_tokenizer
 
@@ -146,7 +148,10 @@ def _requests(model: Path, name: str, length: int) -> list[dict[str, Any]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = make_prompts(find_benchmark(name, data_folders(None)), tokenizer, question_template(None, tokenizer))
+    prompts = make_prompts(
+        find_benchmark(name, data_folders(None), DataSource(path="")),
+        Encoder(tokenizer, PromptFormat(instruction=BOXED_INSTRUCTION), folder=model),
+    )
     stop = {"max_new_tokens": length, "stop_token_ids": [tokenizer.eos_token_id, tokenizer.pad_token_id]}
     sampled = {**stop, "temperature": 0.6, "top_p": 0.95}
     return [

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.rewards.math import math_reward
 from rollout.types import GenerateRequest, SamplingParams
@@ -71,7 +72,7 @@ def accuracy(model: Path, data: Path) -> float:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = PromptDataset.load(data, tokenizer, max_prompt_len=64, seed=0, shuffle=False).prompts
+    prompts = PromptDataset.load(data, Encoder(tokenizer), max_prompt_len=64, seed=0, shuffle=False).prompts
     sampling = SamplingParams(max_new_tokens=6, temperature=0.0, stop_token_ids=(tokenizer.eos_token_id,))
     requests = [
         GenerateRequest(request_id=str(p.index), prompt_ids=p.token_ids.tolist(), sampling=sampling) for p in prompts

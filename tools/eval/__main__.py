@@ -21,6 +21,10 @@ from tools.eval.compare import compare, report
 
 FAILED = 1
 BAD_INPUT = 2
+_FIELDS = {
+    "prompt_field": "the question", "answer_field": "the answer", "messages_field": "the conversation",
+    "choices_field": "the options of multiple choice",
+}  # fmt: skip
 _BAD_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -47,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    from tools.eval.run import FAILURES, evaluate, settings_from
+    from tools.eval.run import FAILURES, evaluate
+    from tools.eval.settings import settings_from
 
     settings = settings_from(given)
     try:
@@ -70,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model_path", type=Path, required=True, help="Hugging Face folder, saved step, or recover checkpoint")
     add("--output_path", type=arguments.new_folder, required=True, help="folder for completions and tables")
-    add("--data_names", default="math_500,aime24,amc23", help="benchmarks, or paths of jsonl files, with commas")
+    add("--data_names", default="math_500,aime24,amc23", help="names, paths or Hugging Face ids, with commas")
     add("--max_gen_tokens", type=_positive, default=32768, help="maximum tokens per completion")
     add("--n_sampling", type=int, default=32, help="sampled completions per question, in addition to the greedy one")
     add("--temperature", type=float, default=0.6, help="of the sampled completions")
@@ -78,13 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=arguments.seed, default=1)
     add("--num_questions", type=_positive, help="use only the first N questions of each benchmark")
     add("--data_dir", type=Path, help="folder of the benchmarks; default: $SLIPSTREAM_DATA, data")
-    add("--prompt_field", help="key of the question; default: detected")
-    add("--answer_field", help="key of the answer; default: detected")
+    add("--split", help="split of folders and Hugging Face data sets; default: test, validation or the only one")
+    add("--subset", help="subset (configuration) of folders and Hugging Face data sets")
+    for field, what in _FIELDS.items():
+        add(f"--{field}", help=f"column of {what}; default: detected")
     add(
         "--prompt_template",
         help="template that contains {prompt}; default: the chat template with an instruction to box the "
         "answer if the tokenizer has one, else the question alone",
     )
+    add("--system", help="system message of the chat template")
+    add("--instruction", help="text after a question in the chat template")
+    add("--workflow", help="workflow.type; default: that of the run that saved the model, or math")
+    add("--reward", help="reward.function; default: that of the run that saved the model, or math")
+    add("--config", type=Path, help="configuration of the run; default: {fileroot}/logs/{trial}/config.yaml")
+    add("--ignore_run", action="store_true", help="do not use the configuration of the run that saved the model")
     add("--generator", choices=("auto", "sglang", "embedded"), default="auto", help="auto: sglang if there is a GPU")
     add("--tensor_parallel", type=_positive, default=1, help="GPUs of one SGLang server")
     add("--max_running", type=_positive, default=256, help="maximum concurrent requests per generator")

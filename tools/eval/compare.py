@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.evaluation import Answer, read_answers
+from rollout.answer_file import Answer, read_answers
 from tools.eval.model import SETTINGS, read_json
 from tools.eval.report import PASS_AT, by_question, pass_at_k, text_table
 

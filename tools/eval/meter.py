@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rollout.evaluation import Answer
+from rollout.answer_file import Answer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.evaluation import Answer, Mode
+from rollout.answer_file import Answer, Mode
 
 PASS_AT = (8, 16)
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1") + tuple(

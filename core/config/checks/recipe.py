@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from allocation import AllocationError, model_errors
@@ -18,7 +18,8 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.preferences import read_preferences
-from rollout.data.rows import DatasetError, read_pairs, scan_rows
+from rollout.data.rows import read_examples, scan_rows
+from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError, load_plugin
 from rollout.rewards.registry import REWARDS
@@ -100,43 +101,28 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 
 
 def _prompts(config: PPOMATHConfig) -> Iterator[Problem]:
-    yield from _data_files(config, _scan_solved_rows if config.reward.function == "math" else scan_rows)
+    yield from _data_sets(config, partial(scan_rows, solved=config.reward.function == "math"))
     if config.demonstrations.path:
         try:
-            read_pairs(config.demonstrations.path)
+            read_examples(config.demonstrations.path)
         except DatasetError as error:
             yield Problem(key="demonstrations.path", message=str(error))
 
 
 def _answers(config: SFTConfig) -> Iterator[Problem]:
-    return _data_files(config, read_pairs)
+    return _data_sets(config, read_examples)
 
 
 def _preferences(config: DPOConfig) -> Iterator[Problem]:
-    return _data_files(config, lambda path: read_preferences(path, config.dataset.fields.columns))
+    return _data_sets(config, lambda source: read_preferences(source, config.dataset.fields.columns))
 
 
-def _data_files(config: ExperimentConfig, scan: Callable[[str], object]) -> Iterator[Problem]:
-    for key, path in config.data_files:
-        if not path:
-            continue
-        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-            yield Problem(key=key, message=f"{path}: a pipe or device, which can be read only once; copy it to a file")
-            continue
+def _data_sets(config: ExperimentConfig, scan: Callable[[DataSource], object]) -> Iterator[Problem]:
+    for key, source in config.data_sources:
         try:
-            scan(path)
+            scan(source)
         except DatasetError as error:
             yield Problem(key=key, message=str(error))
-
-
-def _scan_solved_rows(path: str) -> None:
-    """Check that rows of task math have solutions: without them every completion would count as wrong."""
-    for row in scan_rows(path):
-        if not row.solutions:
-            raise DatasetError(
-                f"{path}:{row.line}: task {row.task!r} without solutions, and reward.function=math compares with them; "
-                "write your own reward.function"
-            )
 
 
 def _reward(config: PPOMATHConfig) -> Iterator[Problem]:

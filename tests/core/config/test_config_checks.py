@@ -253,7 +253,10 @@ def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: st
 
 def test_a_data_set_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
     (message,) = problems(write_run(tmp_path), "dataset.path=/proc/self/mem")  # opens; every read is an EIO
-    assert message.endswith("/proc/self/mem: cannot read the data set: Input/output error; name a jsonl file")
+    assert message.endswith(
+        "/proc/self/mem: cannot read the data set: Input/output error; name a file of rows "
+        "(jsonl, json, csv, tsv, parquet or arrow)"
+    )
 
 
 def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
@@ -263,7 +266,7 @@ def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "sort a list", "task": "code"}\n')
     (message,) = problems(path)
-    assert "dataset.path: prompts.jsonl:5: task 'code' without solutions" in message
+    assert "dataset.path: prompts.jsonl:5: no solution among the columns ['prompt', 'task'] of task 'code'" in message
     (tmp_path / "judge.py").write_text("def score(prompt, text):\n    return 0.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert problems(path, "reward.function=judge:score") == []

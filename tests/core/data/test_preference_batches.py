@@ -14,8 +14,9 @@ from core.data.preferences import PreferenceDataset
 from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shape import BatchShape, shape_of
+from rollout.data.encoder import Encoder
 from rollout.data.preferences import PreferenceFields
-from rollout.data.rows import DatasetError
+from rollout.data.source import DatasetError
 
 
 def write(path: Path, rows: list[tuple[str, str, str]]) -> Path:
@@ -34,7 +35,7 @@ def tokenizer(assets):
 
 def load(path: Path, tokenizer, **changes) -> PreferenceDataset:
     settings = {"fields": PreferenceFields(), "max_seqlen": 16, "seed": 3, "shuffle": True} | changes
-    return PreferenceDataset(path, tokenizer, **settings)
+    return PreferenceDataset(path, Encoder(tokenizer), **settings)
 
 
 def test_a_batch_holds_whole_pairs_and_trains_their_answers(tmp_path: Path, tokenizer) -> None:
@@ -81,12 +82,13 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, assets) -> N
     said = {role: [{"role": "user", "content": "1"}, {"role": "assistant", "content": role}] for role in ("2", "3")}
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"chosen": said["2"], "rejected": said["3"]}) + "\n")
-    with pytest.raises(DatasetError, match=":1: conversations need a tokenizer with a chat template"):
+    with pytest.raises(DatasetError, match=":1: a conversation, and the model has no chat template"):
         load(path, tokenizer)
     tokenizer.chat_template = CHAT
     batch = load(path, tokenizer, max_seqlen=32).batch(1, 1, 1)
     trained = [batch.select([i]).token_ids[batch.select([i]).loss_mask].tolist() for i in (0, 1)]
-    assert trained == tokenizer(["2=", "3="], add_special_tokens=False)["input_ids"]
+    written = tokenizer(["2=", "3="], add_special_tokens=False)["input_ids"]
+    assert trained == [[*ids, tokenizer.eos_token_id] for ids in written]
 
 
 def test_other_pairs_or_another_order_do_not_continue_a_run(tmp_path: Path, tokenizer) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout.data.preferences import PreferenceFields, read_preferences
-from rollout.data.rows import DatasetError
+from rollout.data.source import DatasetError
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -35,9 +35,9 @@ def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path)
         {"chosen": [*asked, chosen], "rejected": [*asked, chosen]},
     )
     pairs = read_preferences(path, PreferenceFields())
-    assert [pair.prompt for pair in pairs] == [asked, [says("user", "1+1=")], asked, asked]
-    assert all(pair.chosen == [chosen] for pair in pairs)
-    assert [pair.rejected for pair in pairs] == [[rejected], [rejected], [rejected], [chosen]]
+    assert [pair.prompt for pair in pairs] == [tuple(asked), (says("user", "1+1="),), tuple(asked), tuple(asked)]
+    assert all(pair.chosen == (chosen,) for pair in pairs)
+    assert [pair.rejected for pair in pairs] == [(rejected,), (rejected,), (rejected,), (chosen,)]
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,13 @@ def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path)
     [
         ({"prompt": "1", "answer": "2"}, r":2: no chosen answer under 'chosen', only \['answer', 'prompt'\]; set data"),
         ({"prompt": "1", "chosen": "2"}, r":2: no rejected answer under 'rejected'"),
-        ({"prompt": "1", "chosen": "2", "rejected": " "}, r":2: dataset.fields.rejected='rejected' must be a text"),
-        ({"chosen": "2", "rejected": "3"}, r":2: dataset.fields.prompt='prompt' must be a text .* found nothing"),
+        ({"prompt": "1", "chosen": "2", "rejected": " "}, r':2: "rejected" must be a non-empty string, found str'),
+        (
+            {"chosen": "2", "rejected": "3"},
+            ':2: "prompt" must be a non-empty string, found nothing; set dataset.fields.prompt',
+        ),
         ({"prompt": "1", "chosen": [says("user", "2")], "rejected": "3"}, ":2: .* must be both texts or both lists"),
-        ({"prompt": "1", "chosen": ["2"], "rejected": ["3"]}, ":2: a message must have a role and content, found '2'"),
+        ({"prompt": "1", "chosen": ["2"], "rejected": ["3"]}, ':2: "chosen" must be a non-empty string, found list'),
         ({"chosen": [says("a", "2")], "rejected": [says("a", "3")]}, ":2: the two conversations share no beginning"),
     ],
 )

@@ -13,19 +13,21 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.prompts import PromptDataset
-from rollout.data.rows import DatasetError, read_pairs, scan_rows
+from rollout.data.rows import read_examples, scan_rows
+from rollout.data.source import DatasetError
 from rollout.types import Prompt
 
 DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[3].parent / "shared" / "data"))
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def encoder() -> Encoder:
     """One token per word."""
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2, "Q:": 3}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    return Encoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -53,7 +55,8 @@ def drawn(prompt: Prompt) -> tuple[int, int]:
         ({"input": "i", "target": 43.0}, "i", ("\\boxed{43}",)),
         ({"input": "i", "target": 9.43}, "i", ("\\boxed{9.43}",)),
         ({"input": "i", "target": 1e-7}, "i", ("\\boxed{0.0000001}",)),
-        ({"prompt": "p", "task": "code", "input_output": {}}, "p", ()),
+        ({"prompt": "p", "solutions": "\\boxed{1}"}, "p", ("\\boxed{1}",)),
+        ({"question": "q", "answer": "one word"}, "q", ("\\boxed{one word}",)),
     ],
 )
 def test_rows_of_every_schema_are_read_as_they_are(
@@ -68,13 +71,14 @@ def test_rows_of_every_schema_are_read_as_they_are(
     [
         ('{"prompt": "x", ', "not a json object"),
         ("[1, 2]", "expected a json object, found list"),
-        ('{"text": "x"}', "no prompt among the keys ['text']"),
+        ('{"text": "x"}', "no prompt among the columns ['text']"),
         ('{"prompt": "", "solutions": ["1"]}', '"prompt" must be a non-empty string'),
         ('{"prompt": 3, "solutions": ["1"]}', '"prompt" must be a non-empty string, found int'),
-        ('{"prompt": "x"}', '"solutions" must be a list of non-empty strings, found nothing'),
-        ('{"prompt": "x", "solutions": []}', '"solutions" must be a list'),
-        ('{"prompt": "x", "solutions": "\\\\boxed{1}"}', '"solutions" must be a list'),
-        ('{"question": "x", "answer": "no marker"}', "#### <number>"),
+        ('{"prompt": "x"}', "no solution among the columns ['prompt']"),
+        ('{"prompt": "x", "task": "code"}', "of task 'code', and reward.function=math compares with it"),
+        ('{"prompt": "x", "solutions": []}', '"solutions" must hold an answer, found an empty list'),
+        ('{"question": "x", "answer": "1 + 1 = 2\\nso 2"}', '"#### <number>" as its last line'),
+        ('{"question": "x", "answer": "1 + 1 = 2 ####"}', "#### <number>"),
         ('{"problem": "x", "answer": null}', '"answer" must be a string or a number'),
         ('{"problem": "x", "solution": "no box"}', "no \\boxed"),
         ('{"input": "x", "target": NaN}', '"target" must be a string or a number'),
@@ -105,7 +109,8 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, lin
 def test_pairs_for_fine_tuning_hold_the_answer_in_full(
     tmp_path: Path, record: dict[str, object], pair: tuple[str, str]
 ) -> None:
-    assert read_pairs(write(tmp_path / "d.jsonl", record)) == [pair]
+    (example,) = read_examples(write(tmp_path / "d.jsonl", record))
+    assert (example.prompt, example.answer) == pair
 
 
 @pytest.mark.parametrize(
@@ -119,9 +124,9 @@ def test_pairs_for_fine_tuning_hold_the_answer_in_full(
         ('{"prompt": "x", "answer": " "}', '"answer" must be a non-empty string'),
         ('{"prompt": "x", "solutions": []}', '"solutions" must be a list of non-empty strings'),
         ('{"prompt": "x", "solutions": [true]}', '"solutions" must be a list of non-empty strings'),
-        ('{"prompt": "x"}', '"answer" must be a string or a number, found nothing'),
+        ('{"prompt": "x"}', "no answer among the columns ['prompt']"),
         ('{"prompt": " ", "answer": "1"}', '"prompt" must be a non-empty string'),
-        ('{"text": "x"}', "no prompt among the keys ['text']"),
+        ('{"text": "x"}', "no prompt among the columns ['text']"),
         ('{"prompt": "\\ud83d", "answer": "1"}', "surrogates"),
         ('{"prompt": "x", "answer": "\\ud83d"}', "surrogates"),
         ('{"prompt": "x", "solutions": ["\\ud83d"]}', "surrogates"),
@@ -131,7 +136,7 @@ def test_pairs_for_fine_tuning_hold_the_answer_in_full(
 def test_a_pair_that_cannot_be_trained_on_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "x", "answer": "1"}, "", line)
     with pytest.raises(DatasetError) as error:
-        read_pairs(path)
+        read_examples(path)
     assert str(error.value).startswith(f"{path}:3: ")
     assert said in str(error.value)
 
@@ -146,7 +151,7 @@ def test_bytes_that_are_not_text_are_named_by_file_and_line(tmp_path: Path) -> N
 def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"none\.jsonl: cannot read the data set: No such file"):
         scan_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DatasetError, match="Is a directory"):
+    with pytest.raises(DatasetError, match="no data files in this folder"):
         scan_rows(tmp_path)
     with pytest.raises(DatasetError, match="no rows"):
         scan_rows(write(tmp_path / "d.jsonl", "", ""))
@@ -166,28 +171,27 @@ def test_scanning_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
-def test_prompts_are_tokenised_in_the_template_and_too_long_ones_are_counted(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_prompts_are_tokenised_in_the_template_and_too_long_ones_are_counted(tmp_path: Path, encoder: Encoder) -> None:
     path = write(tmp_path / "d.jsonl", tutorial_row(0), tutorial_row(1, "one " * 9), tutorial_row(2))
-    dataset = PromptDataset.load(path, tokenizer, max_prompt_len=3, seed=0, template="Q: {prompt}")
+    quoted = Encoder(encoder.tokenizer, PromptFormat(template="Q: {prompt}"))
+    dataset = PromptDataset.load(path, quoted, max_prompt_len=3, seed=0)
     assert [p.query_id for p in dataset.prompts] == ["id0", "id2"]
     assert [p.index for p in dataset.prompts] == [0, 1]
     assert dataset.prompts[0].token_ids.tolist() == [3, 1, 2]
     assert dataset.stats()["dataset/num_filtered"] == 1
     with pytest.raises(DatasetError, match=r"max_prompt_len=1 leaves none of 3 prompts; the shortest has 2 tokens"):
-        PromptDataset.load(path, tokenizer, max_prompt_len=1, seed=0)
+        PromptDataset.load(path, encoder, max_prompt_len=1, seed=0)
     with pytest.raises(DatasetError, match=r"no \{prompt\}"):
-        PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=0, template="Q:")
+        Encoder(encoder.tokenizer, PromptFormat(template="Q:"))
 
 
 def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_which(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, encoder: Encoder
 ) -> None:
     path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(50)))
 
     def stream(seed: int) -> list[tuple[int, int]]:
-        dataset = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=seed)
+        dataset = PromptDataset.load(path, encoder, max_prompt_len=9, seed=seed)
         return [drawn(dataset.next()) for _ in range(150)]
 
     first = stream(1)
@@ -197,38 +201,34 @@ def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_whic
     assert first == stream(1) != stream(2)
 
 
-def test_without_shuffling_every_epoch_is_in_the_order_of_the_file(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_without_shuffling_every_epoch_is_in_the_order_of_the_file(tmp_path: Path, encoder: Encoder) -> None:
     path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(5)))
-    dataset = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1, shuffle=False)
+    dataset = PromptDataset.load(path, encoder, max_prompt_len=9, seed=1, shuffle=False)
     assert [dataset.next().index for _ in range(10)] == [0, 1, 2, 3, 4] * 2
     with pytest.raises(DatasetError, match="shuffle=False, this one True"):
-        PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1).load_state_dict(dataset.state_dict())
+        PromptDataset.load(path, encoder, max_prompt_len=9, seed=1).load_state_dict(dataset.state_dict())
 
 
-def test_a_restored_cursor_goes_on_in_the_middle_of_an_epoch(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_restored_cursor_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, encoder: Encoder) -> None:
     path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(20)))
-    dataset = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1)
+    dataset = PromptDataset.load(path, encoder, max_prompt_len=9, seed=1)
     before = [drawn(dataset.next()) for _ in range(33)]
-    restored = PromptDataset.load(path, tokenizer, max_prompt_len=9, seed=1)
+    restored = PromptDataset.load(path, encoder, max_prompt_len=9, seed=1)
     restored.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
     assert [drawn(restored.next()) for _ in range(30)] == [drawn(dataset.next()) for _ in range(30)]
     assert [drawn(restored.at(k)) for k in range(33)] == before
 
 
-def test_a_cursor_of_other_data_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_cursor_of_other_data_is_refused(tmp_path: Path, encoder: Encoder) -> None:
     state = PromptDataset.load(
-        write(tmp_path / "a.jsonl", tutorial_row(0), tutorial_row(1)), tokenizer, max_prompt_len=9, seed=1
+        write(tmp_path / "a.jsonl", tutorial_row(0), tutorial_row(1)), encoder, max_prompt_len=9, seed=1
     ).state_dict()
     for rows, seed, said in (
         ([tutorial_row(0)], 1, "num_prompts=2, this one 1"),
         ([tutorial_row(0), tutorial_row(1, "two")], 1, "checksum"),
         ([tutorial_row(0), tutorial_row(1)], 2, "seed=1, this one 2"),
     ):
-        other = PromptDataset.load(write(tmp_path / "b.jsonl", *rows), tokenizer, max_prompt_len=9, seed=seed)
+        other = PromptDataset.load(write(tmp_path / "b.jsonl", *rows), encoder, max_prompt_len=9, seed=seed)
         with pytest.raises(DatasetError, match=said):
             other.load_state_dict(state)
 

@@ -1,0 +1,131 @@
+"""The answer of a row in the forms that data sets have: numbers, texts, lists, GSM8K's `#### 42`, `9 (apples)`.
+
+solutions_of() returns what a completion is compared with, full_text() what fine-tuning trains on. Invariant: every
+solution of a math problem is in a box, and no chain of thought becomes one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
+_WITH_UNIT = re.compile(r"\s*([-+]?[\d.,/: ]*\d)\s*\(([^()\d]*)\)\s*")
+"""ASDiv's `9 (apples)`: the unit is a remark."""
+_LONGEST_RESULT = 400
+"""In characters; a longer text without a mark is no result but how it was found."""
+
+
+def boxed(answer: str | int | float) -> str:
+    """Return an answer as the tutorial writes it: 43.0 -> `\\boxed{43}`, 1e-3 -> `\\boxed{0.001}`; boxed text stays."""
+    text = scalar_text(answer).strip()
+    return text if "\\boxed" in text else f"\\boxed{{{text}}}"
+
+
+def is_marked(answer: Any) -> bool:
+    """Return whether an answer marks its result as GSM8K does."""
+    return isinstance(answer, str) and bool(answer.rpartition("####")[1])
+
+
+def solutions_of(
+    answer: Any, column: str | None, *, task: str, needed: bool, columns: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the solutions in an answer column, in boxes if task is math. Raises ValueError where they are needed and
+    there are none."""
+    if answer is None and needed and (task != "math" or column is None):
+        raise ValueError(
+            f"no solution among the columns {sorted(columns)} of task {task!r}, and reward.function=math compares with "
+            "it; name the column with answer_field, or write your own reward.function"
+        )
+    if answer is None and not needed:
+        return ()
+    column = column or "answer"
+    try:
+        if isinstance(answer, list | tuple):
+            return _listed(answer, column, is_math=task == "math")
+        return (_solution(answer, column, is_math=task == "math"),)
+    except UnicodeEncodeError:
+        raise
+    except ValueError:
+        if needed:
+            raise
+        return ()
+
+
+def _listed(answers: Sequence[Any], column: str, *, is_math: bool) -> tuple[str, ...]:
+    if not answers:
+        raise ValueError(f'"{column}" must hold an answer, found an empty list')
+    return tuple(_solution(answer, column, is_math=is_math) for answer in answers)
+
+
+def _solution(answer: Any, column: str, *, is_math: bool) -> str:
+    value = scalar(answer, column)
+    if not is_math:
+        return scalar_text(value)
+    text = str(value)
+    _, marker, final = text.rpartition("####")
+    if marker and final.strip():
+        return boxed(_THOUSANDS.sub("", final))
+    if marker:
+        raise ValueError(f"\"{column}\" must end in '#### <number>', as GSM8K writes it")
+    if match := _WITH_UNIT.fullmatch(text):
+        return boxed(match[1])
+    must_be_marked(text, column)
+    return boxed(value)
+
+
+def must_be_marked(text: str, column: str) -> None:
+    """Raise ValueError for a text that is no result but how it was found, without a box."""
+    if "\\boxed" in text:
+        return
+    if column.lower() == "solution":
+        raise ValueError(f'"{column}" has no \\boxed{{...}} and the row has no "answer"')
+    if "\n" in text.strip() or "<<" in text or len(text) > _LONGEST_RESULT:
+        raise ValueError(
+            f'"{column}" is a text of {len(text)} characters without a marked result; it needs "#### <number>" as its '
+            "last line, or \\boxed{...}; or name the column of the result with answer_field"
+        )
+
+
+def full_text(answer: Any, column: str) -> str:
+    """Return the answer to train on; of a list the first. Raises ValueError."""
+    if isinstance(answer, list | tuple):
+        if not answer or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answer):
+            raise ValueError(f'"{column}" must be a list of non-empty strings or numbers, found {_shown(answer)}')
+        answer = answer[0]
+    return text_of(answer, column) if isinstance(answer, str) else scalar_text(scalar(answer, column))
+
+
+def scalar(value: Any, column: str) -> str | int | float:
+    """Return a string that is not blank, or a finite number. Raises ValueError."""
+    if isinstance(value, Decimal):
+        value = float(value)
+    usable = isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip()
+    if not usable or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f'"{column}" must be a string or a number, found {_shown(value)}')
+    assert isinstance(value, str | int | float), "checked above"
+    if isinstance(value, str):
+        value.encode()  # see text_of
+    return value
+
+
+def scalar_text(value: str | int | float) -> str:
+    """Return 43.0 as "43", 1e-3 as "0.001", text unchanged."""
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
+    return str(value)
+
+
+def text_of(value: Any, column: str) -> str:
+    """Return a text that is not blank. Raises ValueError."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'"{column}" must be a non-empty string, found {_shown(value)}')
+    value.encode()  # a lone surrogate is valid json and would fail in the tokenizer, far from its line
+    return value
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

@@ -1,0 +1,199 @@
+"""From rows to token ids: the one encoder of training, fine-tuning and evaluation.
+
+A conversation goes through the chat template. A prompt of one text becomes the user's turn of it, or is put into
+`PromptFormat.template`, or stays as it is: without a chat template, and where it has the template's marks already.
+Invariant: the tokens before a sampled completion are the same wherever that prompt is used, with one token at the
+beginning of the sequence at most, and every completion ends with one of `end_token_ids`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout.data.messages import Messages
+from rollout.data.rows import Row
+from rollout.data.source import DatasetError
+
+logger = logging.getLogger(__name__)
+
+BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+"""What a question of the chat template ends with where reward.function=math judges the answer."""
+_BATCH_TEXTS = 1024
+_BRACKETED = re.compile(r"[<\[]\S+[>\]]")
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer to read what it wrote."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFormat:
+    """What surrounds a prompt."""
+
+    template: str | None = None
+    """Text with {prompt} in its place. None: the chat template, or nothing without one."""
+    system: str | None = None
+    """Message that a conversation begins with, unless it has one."""
+    instruction: str = ""
+    """What the user's turn of a prompt of one text ends with, unless the prompt asks for a box already."""
+    chat_template: str | None = None
+    """A jinja file. None: the tokenizer's template."""
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+
+
+class Encoder:
+    """Renders and tokenises prompts and conversations."""
+
+    def __init__(self, tokenizer: Any, prompt_format: PromptFormat | None = None, *, folder: str | Path = "") -> None:
+        """`folder`: of the model, whose generation_config.json has further end tokens. Raises DatasetError for a
+        template without {prompt} and for a chat template that cannot be read."""
+        self.tokenizer = tokenizer
+        self._format = prompt_format or PromptFormat()
+        template = self._format.template
+        if template is not None and "{prompt}" not in template:
+            raise DatasetError(f"prompt template {template!r} has no {{prompt}}; write it where the prompt belongs")
+        path = self._format.chat_template
+        self._chat_template = None if path is None else _read_text(Path(path).expanduser())
+        self.has_chat_template = bool(path is not None or tokenizer.chat_template)
+        self.end_token_ids = end_token_ids(tokenizer, read_generation_config(folder))
+        self._start = _start_tokens(tokenizer)
+        self._marks = self._turn_marks() if self.has_chat_template else ()
+
+    def encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
+        """Return (text, token ids) of every prompt. Raises DatasetError where a template cannot take a row."""
+        rendered = [
+            (self.render(row.messages, row.tools, place=row.place), True)
+            if row.messages is not None
+            else self.render_prompt(row.prompt, row.tools, place=row.place)
+            for row in rows
+        ]
+        num_as_they_are = sum(row.messages is None and self._is_rendered(row.prompt) for row in rows)
+        if num_as_they_are:
+            logger.info(
+                "%d of %d prompts have the marks of the chat template (%s) and are used as they are.",
+                num_as_they_are, len(rows), ", ".join(self._marks),
+            )  # fmt: skip
+        token_ids = self.tokenise([text for text, _ in rendered])
+        return [
+            (text, ids if is_chat else self.started(ids))
+            for (text, is_chat), ids in zip(rendered, token_ids, strict=True)
+        ]
+
+    def _is_rendered(self, prompt: str) -> bool:
+        return self._format.template is None and any(mark in prompt for mark in self._marks)
+
+    def render_prompt(self, prompt: str, tools: tuple[Any, ...] | None = None, *, place: str) -> tuple[str, bool]:
+        """Return the text of a prompt, and whether the chat template wrote it, with all of its special tokens."""
+        if self._format.template is not None:
+            return self._format.template.replace("{prompt}", prompt), False
+        if not self.has_chat_template or self._is_rendered(prompt):
+            return prompt, False
+        return self.render(self.turn(prompt), tools, place=place), True
+
+    def turn(self, prompt: str) -> Messages:
+        """Return a prompt of one text as the user's turn."""
+        asks = "\\boxed" in prompt
+        return ({"role": "user", "content": prompt + ("" if asks else self._format.instruction)},)
+
+    def render(
+        self, messages: Messages, tools: tuple[Any, ...] | None = None, *, place: str, opens: bool = True
+    ) -> str:
+        """Return a conversation in the chat template. opens: up to where the assistant's next turn begins."""
+        if not self.has_chat_template:
+            raise DatasetError(
+                f"{place}: a conversation, and the model has no chat template: set prompt.chat_template to a jinja "
+                "file, or name the column of the text with prompt_field"
+            )
+        if self._format.system is not None and messages and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": self._format.system}, *messages)
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    chat_template=self._chat_template,
+                    tokenize=False,
+                    add_generation_prompt=opens,
+                    **self._format.chat_options,
+                )  # fmt: skip
+            )
+        except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and their own
+            roles = ", ".join(message["role"] for message in messages)
+            raise DatasetError(f"{place}: the chat template does not take it (roles {roles}): {error}") from error
+
+    def _turn_marks(self) -> tuple[str, ...]:
+        """Return the added tokens that open the user's turn: a prompt that has one is in the template already."""
+        probe = "the user's question"
+        opening, found, _ = self.render(({"role": "user", "content": probe},), place="prompt.chat_template").partition(
+            probe
+        )
+        added = sorted({str(token.content) for token in self.tokenizer.added_tokens_decoder.values()})
+        return tuple(token for token in added if found and _BRACKETED.fullmatch(token) and token in opening)
+
+    def tokenise(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each text, without special tokens that the text does not have."""
+        ids: list[list[int]] = []
+        for first in range(0, len(texts), _BATCH_TEXTS):
+            batch = list(texts[first : first + _BATCH_TEXTS])
+            ids += self.tokenizer(batch, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def started(self, token_ids: list[int]) -> list[int]:
+        """Return token ids with what the tokenizer puts before a text, unless they begin with it."""
+        return token_ids if token_ids[: len(self._start)] == self._start else self._start + token_ids
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that ends an answer to train on where no template writes one. Raises DatasetError without any."""
+        if self.tokenizer.eos_token_id is not None:
+            return int(self.tokenizer.eos_token_id)
+        if not self.end_token_ids:
+            raise DatasetError("the tokenizer has no eos_token, and generation_config.json no eos_token_id; add one")
+        return self.end_token_ids[0]
+
+
+def end_token_ids(tokenizer: Any, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the token ids that end an answer: the tokenizer's end and pad tokens, and the end tokens of
+    generation_config.json (a chat model's turn has its own end token)."""
+    ends = generation_config.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id, *listed) if t is not None}))
+
+
+def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
+    """Return generation_config.json of a model's folder; empty without one. Raises DatasetError."""
+    path = Path(folder) / "generation_config.json"
+    if not folder or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path}: not readable: {error}") from error
+    if not isinstance(found, dict):
+        raise DatasetError(f"{path}: expected a json object, found {type(found).__name__}")
+    return found
+
+
+def _start_tokens(tokenizer: Any) -> list[int]:
+    """Return what the tokenizer puts before a text by itself: the token at the beginning of the sequence, if any."""
+    with_specials, alone = tokenizer(["a"])["input_ids"][0], tokenizer(["a"], add_special_tokens=False)["input_ids"][0]
+    for length in range(len(with_specials)):
+        if with_specials[length : length + len(alone)] == alone:
+            return list(with_specials[:length])
+    return []
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path}: cannot read the chat template: {error}") from error

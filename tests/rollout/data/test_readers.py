@@ -1,0 +1,220 @@
+"""The same rows come out of every format and every place that a data set may have."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.data.readers import data_files, read_records
+from rollout.data.rows import scan_rows
+from rollout.data.source import DatasetError, DataSource, Fields
+
+ROWS: list[dict[str, Any]] = [
+    {"question": "What is 1 + 1?", "answer": "2", "level": "easy"},
+    {"question": 'Say "x",\ntwice', "answer": "x^2", "level": None},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    """Write rows in the format that the suffix names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".jsonl":
+        path.write_text(text)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            table = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+            table.writeheader()
+            table.writerows(rows)
+    else:
+        write_arrow(path, rows)
+    return path
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    table = arrow.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        arrow.parquet.write_table(table, path, row_group_size=1)
+    else:
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.json", "d.csv", "d.tsv", "d.parquet", "d.arrow"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    rows = scan_rows(write(tmp_path / name))
+    assert [(row.prompt, row.solutions) for row in rows] == [
+        ("What is 1 + 1?", ("\\boxed{2}",)), ('Say "x",\ntwice', ("\\boxed{x^2}",)),
+    ]  # fmt: skip
+    assert [row.meta for row in rows] == [{"level": "easy"}, {"level": None}]
+
+
+def test_a_json_file_may_hold_lines_a_list_under_a_key_or_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    for content in ("\n".join(map(json.dumps, ROWS)), json.dumps({"version": 1, "data": ROWS})):
+        path.write_text(content)
+        assert [record.values for record in read_records(DataSource(path=str(path)))] == ROWS
+    path.write_text(json.dumps(ROWS[0]))
+    assert [record.values for record in read_records(DataSource(path=str(path)))] == ROWS[:1]
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
+def test_a_binary_file_under_another_name_is_recognised(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name).rename(tmp_path / "rows.bin")
+    assert len(scan_rows(tmp_path / "rows.bin")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("d.json", b'[{"question": 1,]', "d.json:1: not json"),
+        ("d.json", b"[1]", "d.json: row 1: expected a json object, found int"),
+        ("d.json", b'"x"', "d.json: expected a list of json objects, found str"),
+        ("d.json", b"[\xff]", "d.json: not UTF-8 at byte 1"),
+        ("d.json", b"[" * 100_000, "recursion"),
+        ("d.csv", b"question,answer\n1,2,3\n", "d.csv:2: 3 cells, and the first line names 2 columns"),
+        ("d.csv", b"question,question\n1,2\n", "d.csv:1: column 'question' twice"),
+        ("d.csv", b"question,answer\n\xff,2\n", "not UTF-8"),
+        ("d.csv", b'question,answer\n"a,2\n', "d.csv:2: unexpected end of data"),
+        ("d.csv", b"", "d.csv: no rows"),
+        ("d.csv", b"question,answer\n", "d.csv: no rows"),
+        ("d.jsonl.gz", b"no gzip", "cannot read the data set"),
+        ("d.json", b"[]", "d.json: no rows"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError) as error:
+        scan_rows(tmp_path / name)
+    assert said in str(error.value) and str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
+def test_a_damaged_binary_file_is_named(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DatasetError, match=rf"{name}: "):
+        scan_rows(path)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "d.jsonl")
+    with pytest.raises(DatasetError, match="a pipe or device, not a file"):
+        scan_rows(tmp_path / "d.jsonl")
+
+
+def test_a_path_may_begin_at_home_and_may_be_a_glob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b-1.jsonl", "b-0.jsonl", "c.jsonl"):
+        write(tmp_path / name, [{"prompt": name, "answer": 1}])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [row.prompt for row in scan_rows("~/b-*.jsonl")] == ["b-0.jsonl", "b-1.jsonl"]
+    with pytest.raises(DatasetError, match="no file matches"):
+        scan_rows("~/d-*.jsonl")
+    with pytest.raises(DatasetError, match="no such home folder"):
+        scan_rows("~nobody-here/d.jsonl")
+
+
+def names_of(folder: Path, **options: Any) -> list[str]:
+    return [str(path.relative_to(folder)) for path in data_files(DataSource(path=str(folder), **options))]
+
+
+def test_a_folder_has_splits_by_the_names_of_its_files(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test.jsonl", "dev.jsonl", "README.md"):
+        write(tmp_path / name) if name.endswith("jsonl") else (tmp_path / name).write_text("trains")
+    assert names_of(tmp_path) == ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
+    assert names_of(tmp_path, prefer="test") == ["test.jsonl"]
+    assert names_of(tmp_path, prefer="validation") == ["dev.jsonl"]
+    with pytest.raises(DatasetError, match="no split 'rest'; it has validation, test, train: set split to one"):
+        names_of(tmp_path, split="rest")
+
+
+def test_a_folder_without_splits_is_read_as_a_whole(tmp_path: Path) -> None:
+    write(tmp_path / "one.jsonl"), write(tmp_path / "two.jsonl")
+    assert names_of(tmp_path) == names_of(tmp_path, prefer="test") == ["one.jsonl", "two.jsonl"]
+    (tmp_path / "one.jsonl").rename(tmp_path / "one.csv")
+    with pytest.raises(DatasetError, match="csv and jsonl files of one split"):
+        names_of(tmp_path)
+
+
+def test_a_folder_has_subsets_by_the_names_of_its_folders(tmp_path: Path) -> None:
+    for subset in ("main", "socratic"):
+        write(tmp_path / subset / "train" / "0.jsonl"), write(tmp_path / subset / "test.jsonl")
+    assert names_of(tmp_path, subset="main") == ["main/train/0.jsonl"]
+    with pytest.raises(DatasetError, match=r"several folders \(main/train, socratic/train\); set subset"):
+        names_of(tmp_path)
+    with pytest.raises(DatasetError, match="no subset 'easy'; folders in it: main, socratic"):
+        names_of(tmp_path, subset="easy")
+
+
+def test_data_sets_saved_to_disk_are_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "both")
+    assert [row.prompt for row in scan_rows(tmp_path / "one")] == [row["question"] for row in ROWS]
+    both = DataSource(path=str(tmp_path / "both"), prefer="test")
+    assert [row.prompt for row in scan_rows(both)] == [ROWS[1]["question"]]
+    with pytest.raises(DatasetError, match="no split 'dev'; it has train, test"):
+        scan_rows(DataSource(path=str(tmp_path / "both"), split="dev"))
+
+
+def test_a_split_of_one_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl")
+    with pytest.raises(DatasetError, match="split='test', but this is one file"):
+        scan_rows(DataSource(path=str(path), split="test"))
+
+
+def test_a_hub_id_without_network_says_how_to_get_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DatasetError) as error:
+        scan_rows("slipstream-tests/nothing")
+    assert "hf download slipstream-tests/nothing --repo-type dataset --local-dir FOLDER" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_this_name_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "owner" / "name.v1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name.v1").write_text(json.dumps(ROWS[0]))
+    assert len(scan_rows("owner/name.v1")) == 1
+    with pytest.raises(DatasetError, match="cannot read the data set: No such file"):
+        scan_rows("owner/name.jsonl")
+
+
+def test_columns_are_named_and_those_that_have_no_use_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    row = {"ask": "1+1?", "reward_model": {"ground_truth": "2", "style": "rule"}, "prompt": "x", "why": "sum", "id": 7}
+    path = write(tmp_path / "d.jsonl", [row])
+    fields = Fields(prompt="ask", answer="reward_model.ground_truth")
+    (read,) = scan_rows(DataSource(path=str(path), fields=fields))
+    assert (read.prompt, read.solutions, read.query_id) == ("1+1?", ("\\boxed{2}",), "7")
+    assert read.meta == {"prompt": "x", "why": "sum"}
+    assert (
+        "prompt from 'ask'; answer from 'reward_model.ground_truth'; id from 'id'; not used: prompt, why" in caplog.text
+    )
+    with pytest.raises(DatasetError, match=r"d\.jsonl:1: prompt_field='asked' is not among the columns"):
+        scan_rows(DataSource(path=str(path), fields=Fields(prompt="asked")))
+
+
+def test_hints_are_used_where_the_columns_exist_and_do_not_matter_elsewhere(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"ask": "q", "question": "other", "answer": 1}])
+    for hint, prompt in (("ask", "q"), ("asked", "other")):
+        (read,) = scan_rows(DataSource(path=str(path), hints=Fields(prompt=hint)))
+        assert read.prompt == prompt

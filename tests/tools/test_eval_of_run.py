@@ -1,0 +1,93 @@
+"""A model is evaluated as the run that saved it sampled and judged."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import pytest
+from eval_cases import arguments, write_rows
+
+from rollout.answer_file import read_answers
+from rollout.data.encoder import BOXED_INSTRUCTION
+from tools.eval.__main__ import BAD_INPUT, _parser, main
+from tools.eval.settings import Judging, config_of, judging_from
+
+PLUGINS = """
+from rollout.workflows import SingleTurnMathWorkflow
+
+def half(prompt, text):
+    return 0.5 if prompt.text.startswith("2") else -1.0
+
+class Own(SingleTurnMathWorkflow):
+    pass
+"""
+CONFIG = """
+experiment_name: e
+trial_name: t
+actor: {path: model}
+dataset: {path: train.jsonl, prompt_field: ask}
+ppo: {kl_ctl: 0.0, disable_value: true}
+workflow: {type: "eval_plugins:Own"}
+reward: {function: "eval_plugins:half"}
+prompt: {template: "{prompt}"}
+"""
+
+
+@pytest.fixture
+def saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that a run has saved."""
+    (tmp_path / "eval_plugins.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = shutil.copytree(model, tmp_path / "root/checkpoints/user/e/t/actor/epoch1epochstep1globalstep1")
+    (tmp_path / "root/logs/user/e/t").mkdir(parents=True)
+    (tmp_path / "root/logs/user/e/t/config.yaml").write_text(CONFIG)
+    return folder
+
+
+def given(model: Path, *more: str) -> argparse.Namespace:
+    return _parser().parse_args(["--model_path", str(model), "--output_path", "out", *more])
+
+
+def test_the_configuration_of_a_run_is_found_from_its_models_and_checkpoints(saved: Path, tmp_path: Path) -> None:
+    config = tmp_path / "root/logs/user/e/t/config.yaml"
+    assert config_of(saved) == config_of(tmp_path / "root/recover/user/e/t/step-7") == config
+    assert config_of(tmp_path / "root/checkpoints/user/e/other/actor/step") is None
+    assert config_of(tmp_path / "model") is None
+
+
+def test_workflow_reward_and_prompt_of_the_run_are_used_and_the_command_line_wins(saved: Path) -> None:
+    judging = judging_from(given(saved))
+    assert (judging.workflow, judging.reward) == ("eval_plugins:Own", "eval_plugins:half")
+    assert (judging.prompt_format.template, judging.prompt_format.instruction) == ("{prompt}", "")
+    assert judging.hints.prompt == "ask"
+    changed = judging_from(given(saved, "--reward", "math", "--prompt_template", "Q: {prompt}"))
+    assert (changed.workflow, changed.reward) == ("eval_plugins:Own", "math")
+    assert (changed.prompt_format.template, changed.prompt_format.instruction) == ("Q: {prompt}", BOXED_INSTRUCTION)
+    assert judging_from(given(saved, "--ignore_run")) == Judging()
+
+
+def test_answers_are_judged_by_the_reward_of_the_run(saved: Path, data: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "own.jsonl", [{"ask": "2+2=", "level": 1}, {"ask": "3+3="}])
+    few = ("--n_sampling", "0")
+    assert main(arguments(saved, data, tmp_path / "out", *few, names=str(tmp_path / "own.jsonl"))) == 0
+    answers = {a.prompt: (a.score, a.reward) for a in read_answers(tmp_path / "out" / "own.jsonl")}
+    assert answers == {"2+2=": (1.0, 0.5), "3+3=": (0.0, -1.0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--workflow", "nowhere:Own"], "there is no module 'nowhere'"),
+        (["--reward", "eval_plugins:none"], "module eval_plugins has no 'none'"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml: the configuration of the run cannot be read"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_wrong_workflow_reward_or_configuration_is_one_clear_error(
+    saved: Path, data: Path, tmp_path: Path, change: list[str], says: str, capsys
+) -> None:
+    assert main(arguments(saved, data, tmp_path / "out", *change)) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error

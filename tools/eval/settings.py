@@ -1,0 +1,171 @@
+"""The command line of an evaluation, checked and typed: benchmarks, sampling, and how the run samples and judges.
+
+Workflow, reward and prompt are those of the run that saved the model, where its configuration is found: a model is
+evaluated as it was trained. What the command line gives wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from core.config.yaml_tree import read_yaml
+
+from core.config.base import ConfigError
+from core.config.experiments import PPOMATHConfig, SFTConfig
+from core.config.load import load_config
+from core.run_record import CONFIG
+from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
+from rollout.data.source import DataSource, Fields
+from rollout.plugins import load_plugin
+from rollout.rewards.registry import REWARDS
+from rollout.types import SamplingParams
+from rollout.workflows import check_workflow
+from tools.eval.data import Benchmark, EvalError, data_folders, find_benchmark
+from tools.eval.folder import check_may_be_emptied
+from tools.eval.model import GeneratorChoice, find_model, server_arguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judging:
+    """How an answer is sampled and judged."""
+
+    workflow: str = "math"
+    """Name in WORKFLOWS, or package.module:Class."""
+    reward: str = "math"
+    """Name in REWARDS, or package.module:function."""
+    prompt_format: PromptFormat = PromptFormat(instruction=BOXED_INSTRUCTION)
+    hints: Fields = Fields()
+    """Columns of the run's data set, used where a benchmark has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """The command line, typed."""
+
+    model_path: Path
+    output_path: Path
+    benchmarks: Sequence[Benchmark]
+    num_questions: int | None
+    """The first so many of each benchmark; None: all."""
+    num_samples: int
+    sampling: SamplingParams
+    seed: int
+    judging: Judging
+    generator: GeneratorChoice
+    reward_workers: int
+    overwrite: bool
+    """Nothing that `output_path` holds is used."""
+
+
+def settings_from(given: argparse.Namespace) -> EvalSettings:
+    """Check the arguments before anything is started and return the settings. Raises EvalError and DatasetError."""
+    for option, ok, rule in (
+        ("n_sampling", given.n_sampling >= 0, "at least 0"),
+        ("temperature", given.temperature > 0, "greater than 0; the greedy answer is always given too"),
+        ("top_p", 0 < given.top_p <= 1, "in (0, 1]"),
+    ):
+        if not ok:
+            raise EvalError(f"--{option} {getattr(given, option)}: must be {rule}")
+    folders, names = data_folders(given.data_dir), [n.strip() for n in given.data_names.split(",") if n.strip()]
+    if not names:
+        raise EvalError("--data_names is empty; name benchmarks, as math_500,aime24")
+    find_model(given.model_path)
+    judging = judging_from(given)
+    like = DataSource(
+        path="", split=given.split, subset=given.subset,
+        fields=Fields(
+            prompt=given.prompt_field, answer=given.answer_field, messages=given.messages_field,
+            choices=given.choices_field,
+        ),
+        hints=judging.hints,
+    )  # fmt: skip
+    found = [find_benchmark(name, folders, like, solved=judging.reward == "math") for name in names]
+    twice = {b.name for b in found if sum(other.name == b.name for other in found) > 1}
+    if twice:
+        raise EvalError(f"--data_names: {', '.join(sorted(twice))} twice; their answers would go into one file")
+    if given.overwrite:
+        check_may_be_emptied(given.output_path, needed=[given.model_path, *(Path(b.source.path) for b in found)])
+    return EvalSettings(
+        model_path=given.model_path,
+        output_path=given.output_path,
+        benchmarks=found,
+        num_questions=given.num_questions,
+        num_samples=given.n_sampling,
+        sampling=SamplingParams(
+            max_new_tokens=given.max_gen_tokens, temperature=given.temperature, top_p=given.top_p
+        ),
+        seed=given.seed,
+        judging=judging,
+        generator=GeneratorChoice(
+            backend=given.generator, tensor_parallel=given.tensor_parallel, max_running=given.max_running,
+            dtype=given.dtype, sglang_python=given.sglang_python, sglang=server_arguments(given.sglang),
+        ),
+        reward_workers=given.reward_workers,
+        overwrite=given.overwrite,
+    )  # fmt: skip
+
+
+def judging_from(given: argparse.Namespace) -> Judging:
+    """Return how the run that saved the model samples and judges, with what the command line changes. Raises
+    EvalError."""
+    file = given.config
+    if file is None and not given.ignore_run:
+        file = config_of(given.model_path)
+    judging = Judging() if file is None else _judging_of_run(file)
+    if file is not None:
+        logger.info("Workflow, reward and prompt of the run: %s", file)
+    if given.reward is not None:
+        boxed = BOXED_INSTRUCTION if given.reward == "math" else ""
+        judging = replace(judging, reward=given.reward, prompt_format=replace(judging.prompt_format, instruction=boxed))
+    if given.workflow is not None:
+        judging = replace(judging, workflow=given.workflow)
+    changes = {"template": given.prompt_template, "system": given.system, "instruction": given.instruction}
+    changed = {key: value for key, value in changes.items() if value is not None}
+    judging = replace(judging, prompt_format=replace(judging.prompt_format, **changed))
+    template = judging.prompt_format.template
+    if template is not None and "{prompt}" not in template:
+        raise EvalError(f"--prompt_template {template!r} has no {{prompt}}; write it where the question belongs")
+    if judging.reward not in REWARDS:
+        load_plugin(judging.reward, kind="reward function", arguments=("prompt", "text"))
+    check_workflow(judging.workflow)
+    return judging
+
+
+def config_of(model: Path) -> Path | None:
+    """Return the configuration of the run that saved a model or a recover checkpoint: {root}/logs/{trial}/config.yaml
+    of {root}/checkpoints/{trial}/... None: there is none."""
+    path = model.absolute()
+    for root in path.parents:
+        trial = path.relative_to(root).parts[:3]
+        if root.name in ("checkpoints", "recover") and len(trial) == 3:
+            file = root.parent.joinpath("logs", *trial, CONFIG)
+            return file if file.is_file() else None
+    return None
+
+
+def _judging_of_run(file: Path) -> Judging:
+    try:
+        keys = read_yaml(file).children
+        experiment = "dpo" if "dpo" in keys else "sft" if "model" in keys else "ppo-math"
+        config = load_config(experiment, file).config
+    except (ConfigError, OSError) as error:
+        raise EvalError(
+            f"{file}: the configuration of the run cannot be read; give another --config, or --ignore_run to evaluate "
+            f"with the defaults and --workflow, --reward, --prompt_template: {error}"
+        ) from error
+    if isinstance(config, SFTConfig):
+        return Judging(prompt_format=config.prompt.prompt_format(boxed=True), hints=config.dataset.columns)
+    assert isinstance(config, PPOMATHConfig), "the other experiment"
+    reward = config.reward.function
+    return Judging(
+        workflow=config.workflow.type,
+        reward=reward,
+        prompt_format=config.prompt.prompt_format(boxed=reward == "math"),
+        hints=config.dataset.columns,
+    )
