@@ -111,7 +111,7 @@ def _without_generators(config: SFTConfig, allocation: Allocation) -> Iterator[I
     yield f"{config.NAME} has no generators", ("monitor.save_batches",)
     yield f"{config.NAME} does not evaluate before the first step", ("exp_ctrl.eval_at_start",)
     if not config.dataset.valid_path:
-        yield "dataset.valid_path is empty", ("dataset.valid_bs_n_seqs",)
+        yield "dataset.valid_path is empty", ("dataset.valid_bs_n_seqs", "dataset.valid_split")
 
 
 def _dpo(config: DPOConfig, allocation: Allocation) -> Iterator[Idle]:

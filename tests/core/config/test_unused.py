@@ -147,7 +147,7 @@ def keys_read(
         (ppo, "Cluster"), (workers, "TrainerGroup"), (workers, "GeneratorPool"), (workers, "RolloutClient"),
         (common, "TensorBoardSink"), (common, "WandbSink"), (common, "MLflowSink"), (ppo, "forget_modules"),
         (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (sft, "Cluster"), (sft, "AnswerDataset"),
-        (sft, "load_tokenizer"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
+        (sft, "load_tokenizer"), (sft, "Encoder"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
         (dpo, "PreferenceDataset"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, {"Cluster": Folder, "RolloutClient": client}.get(name, Anything))
