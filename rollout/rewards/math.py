@@ -18,6 +18,7 @@ from rollout.rewards.math_answers import (
     choice,
     choice_text,
     extracted_answer,
+    is_curve,
     leading_zeros,
     marked_answer,
     paired_forms,
@@ -114,6 +115,8 @@ def _is_equal(solution: str, answer: str, *, is_marked: bool) -> bool | None:
 
 
 def _is_equal_mathematics(solution: str, answer: str, is_marked: bool) -> bool | None:
+    if is_marked and "=" not in solution and is_curve(answer):
+        return False  # math-verify compares the right side
     if is_marked:
         solution, answer = paired_forms(solution, answer)
     solution, is_solution_percent = without_percent(solution)

@@ -280,6 +280,22 @@ def without_units_in_formulas(text: str) -> str:
     return _TEXT_UNIT_IN_FORMULA.sub("", text)
 
 
+_POWER_OF_X_OR_Y = re.compile(r"(?<![a-zA-Z])[xy]\s*\^|\([^()]*[xy][^()]*\)\s*\^")
+_SUM = re.compile(r"\S\s*[-+]")
+
+
+def is_curve(content: str) -> bool:
+    """Return whether a plain answer is the equation of a curve, as x^2/2 - y^2/2 = 1: no way to write its right side.
+
+    x + y = 5 and x^2 + 1/x^2 = 7 are: they name the value that was asked for."""
+    sides = content.split("=")
+    if len(sides) != 2 or not all(side.strip() for side in sides):
+        return False
+    bare = _COMMAND.sub(" ", content)
+    has_both = all(re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])", bare) for name in "xy")
+    return has_both and any(_SUM.search(side) and _POWER_OF_X_OR_Y.search(side) for side in sides)
+
+
 _BASE = re.compile(r"\(?(\d+)\)?_\{?\s*(\d{1,2})\s*\}?")
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?:\s*(?:\\text\s*\{)?\s*([ap])\.?\s?m\.?\s*\}?)?", re.IGNORECASE)
 
