@@ -31,7 +31,7 @@ from core.config.rules import config_warnings
 from core.config.show import difference_line, help_text, ignored_lines, listing
 from core.earlier_runs import begins_anew, set_aside
 from core.errors import could_not_write, first_line, is_of_disk
-from core.monitoring.logs import log_to_terminal
+from core.monitoring.logs import kept_records, log_to_terminal
 from core.paths import RunningError, RunPaths, private_files, sole_run
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 from core.run_record import command_line, how_to_continue, where_the_model_is, write_record
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         looks_only = arguments.dry_run or arguments.preflight
-        problems = run_checks(loaded.config, loaded.where, connections=looks_only)
+        with kept_records("rollout.data") as about_data:
+            problems = run_checks(loaded.config, loaded.where, connections=looks_only)
         lacking = [problem for problem in problems if problem.of_host] if looks_only else []
         if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
             raise ConfigError(problems, lacking)
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = "external_configs.cluster_config.fileroot"
             wrong = f"cannot write {error.filename}: {error.strerror}"
             return _refuse(f"{key}: {wrong}; set it to a folder that you may write")
+        for record in about_data:
+            logging.getLogger(record.name).handle(record)
         command = None if looks_only else command_line(argv)
         return _start(arguments.experiment, loaded, paths, console, command, aside=aside, lacking=lacking)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -71,6 +73,29 @@ def _start_logging(handlers: list[logging.Handler], level: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.DEBUG if level == "debug" else logging.NOTSET)
+
+
+@contextmanager
+def kept_records(name: str) -> Iterator[list[logging.LogRecord]]:
+    """Yield a list that the records of a logger, info and above, go into before there are handlers for them."""
+    logger, records = logging.getLogger(name), _Kept()
+    level = logger.level
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records.records
+    finally:
+        logger.removeHandler(records)
+        logger.setLevel(level)
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 def worker_environment() -> dict[str, str]:

@@ -168,6 +168,17 @@ def root_logger_restored() -> Iterator[None]:
         root.setLevel(level)
 
 
+def test_the_columns_of_the_data_are_in_the_log_also_of_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1", "answer": "2", "level": "easy"}\n' * 8)
+    with root_logger_restored():
+        assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run"]) == 0
+    said = "prompts.jsonl: 8 rows; prompt from 'question'; answer from 'answer'; not used: level\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs

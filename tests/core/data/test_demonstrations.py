@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from core.data.answers import AnswerDataset
 from core.data.demonstrations import Demonstrations
+from rollout.data.encoder import Encoder
 from rollout.data.rows import DatasetError
 
 
@@ -16,7 +17,7 @@ from rollout.data.rows import DatasetError
 def rows(assets, tmp_path: Path) -> AnswerDataset:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(10)))
-    return AnswerDataset(path, AutoTokenizer.from_pretrained(assets.model), max_seqlen=8, seed=1, shuffle=True)
+    return AnswerDataset(path, Encoder(AutoTokenizer.from_pretrained(assets.model)), max_seqlen=8, seed=1, shuffle=True)
 
 
 def shown(batch) -> list[int]:
