@@ -41,8 +41,8 @@ def read_file(path: Path) -> Iterator[Record]:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
-            raise DatasetError(f"{path}: {kind}, not a file; name a file of rows")
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device, which can be read only once"
+            raise DatasetError(f"{path}: {kind}; name a file of rows")
         yield from _READERS[format_of(path)](path)
     except OSError as error:
         raise DatasetError(

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.config.yaml_tree import read_yaml
-
 from core.config.base import ConfigError
 from core.config.experiments import PPOMATHConfig, SFTConfig
 from core.config.load import load_config
+from core.config.parsing.yaml_tree import read_yaml
 from core.run_record import CONFIG
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.source import DataSource, Fields

@@ -111,7 +111,7 @@ def test_a_damaged_binary_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "d.jsonl")
-    with pytest.raises(DatasetError, match="a pipe or device, not a file"):
+    with pytest.raises(DatasetError, match="a pipe or device, which can be read only once"):
         scan_rows(tmp_path / "d.jsonl")
 
 
