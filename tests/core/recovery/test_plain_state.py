@@ -53,7 +53,9 @@ def test_a_state_comes_back_with_its_types_and_every_bit(tmp_path: Path) -> None
     assert same([1.5, 2, True], back(tmp_path, [np.float32(1.5), np.int64(2), np.bool_(True)]))
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), np.array(["text"])], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, np.array([object()]), np.array(["text"])], ids=["object", "set", "objects", "texts"]
+)
 def test_a_value_without_plain_form_is_refused_with_its_place(tmp_path: Path, value: object) -> None:
     with pytest.raises(TypeError, match=r"state\.ready\[1\]: .* cannot be saved in a recover checkpoint"):
         write_state(tmp_path, "state", {"ready": [0, value]})
