@@ -45,8 +45,8 @@ def test_the_run_of_every_algorithm_is_a_valid_configuration(tmp_path: Path, alg
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump(_config(trial)))
     config = load_config(trial.experiment, path).config
-    for key, file in config.data_files:
-        assert file in ("", str(tmp_path / "prompts.jsonl"), str(tmp_path / "pairs.jsonl")), key
+    for key, source in config.data_sources:
+        assert source.path in (str(tmp_path / "prompts.jsonl"), str(tmp_path / "pairs.jsonl")), key
     if trial.experiment == "ppo-math":
         assert not list(check_algorithm(config))
         assert config.algorithm.name == algorithm and config.staleness.in_order
