@@ -41,5 +41,7 @@ def test_a_row_has_type_bounds_default_meaning_and_condition() -> None:
 
 
 def test_a_key_that_some_algorithms_do_not_read_has_the_names_of_those_that_do() -> None:
-    assert readers("eps_clip") == ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"]
+    assert readers("eps_clip") == [
+        "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "mix", "chord",
+    ]  # fmt: skip
     assert ROWS["eps_clip"].endswith(f" | algorithm: {', '.join(readers('eps_clip'))}")
