@@ -88,6 +88,8 @@ def _find(spec: str, *, kind: str) -> Any:
 def _import_failure(module_name: str, error: BaseException) -> str:
     """Return in one line what importing a module ended with, and where in the user's code."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
+    if isinstance(error, SystemExit):  # libraries such as wandb stand before sys.exit
+        frames = [f for f in frames if "sys.exit" in (f.line or "") or "SystemExit" in (f.line or "")][:1] or frames
     place = f"{frames[-1].filename}:{frames[-1].lineno}"
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}"

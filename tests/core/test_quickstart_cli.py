@@ -39,8 +39,8 @@ def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) ->
     assert done.stderr == ""
     assert snapshot(tmp_path) == before
     lines = done.stdout.splitlines()
-    assert lines[1] == "│ Setting PPOMATHConfig with the Following Values │"
-    assert lines[4] == "actor (ModelTrainEvalConfig)"
+    title = lines.index("│ Setting PPOMATHConfig with the Following Values │")
+    assert lines[title + 3] == "actor (ModelTrainEvalConfig)"
     assert re.search(rf"^{LINE}INFO: Running ppo-math experiment\.$", done.stdout, re.MULTILINE)
     assert re.search(
         rf"^{LINE}INFO: Logs will be dumped to {tmp_path}/out/logs/\w+/small/one$", done.stdout, re.MULTILINE

@@ -42,7 +42,7 @@ def test_the_evaluation_script_has_the_options_of_the_tutorial(
     monkeypatch.setattr(sys, "argv", ["eval_and_aggregate.py", *options, "--max_gen_tokens", "32768"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "evaluation" / "eval_and_aggregate.py"), run_name="__main__")
-    assert end.value.code == 2 and "--data_names math_500: no such benchmark" in capsys.readouterr().err
+    assert end.value.code == 2 and f"--model_path {tmp_path}/no-model: no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])

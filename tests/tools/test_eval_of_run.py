@@ -89,5 +89,5 @@ def test_a_wrong_workflow_reward_or_configuration_is_one_clear_error(
     saved: Path, data: Path, tmp_path: Path, change: list[str], says: str, capsys
 ) -> None:
     assert main(arguments(saved, data, tmp_path / "out", *change)) == BAD_INPUT
-    error = capsys.readouterr().err
+    *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and says in error

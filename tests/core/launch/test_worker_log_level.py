@@ -26,7 +26,12 @@ class ActorClass:
 @pytest.mark.parametrize("level", ["debug", "info"])
 def test_an_actor_gets_the_level_of_the_driver(tmp_path: Path, level: str, caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster(
-        ray_address=None, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(), log_folder=tmp_path
+        joined=None,
+        envs={},
+        num_actors=1,
+        startup_timeout_seconds=1.0,
+        deadlines=DeadlineConfig(),
+        log_folder=tmp_path,
     )
     cluster._groups.append(None)  # type: ignore[arg-type]
     actor_class = ActorClass()
