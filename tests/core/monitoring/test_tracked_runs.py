@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ class MLflow:
         found = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
         return [sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss")) for run in found]
 
+    def times(self) -> list[float]:
+        """Seconds since 1970 of the values of "loss"."""
+        client = self.module.MlflowClient(self.uri)
+        (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+        return [m.timestamp / 1000 for m in client.get_metric_history(run.info.run_id, "loss")]
+
 
 @pytest.fixture
 def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MLflow:
@@ -74,8 +81,10 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MLflow:
 
 
 def test_attempts_share_one_mlflow_run_and_steps_that_are_repeated_are_there_twice(mlflow: MLflow) -> None:
+    started = time.time()
     mlflow.attempt([1, 2, 3, 4])
     mlflow.attempt([3, 4, 5])  # recovered after step 2
+    assert all(started - 1 <= seconds <= time.time() + 1 for seconds in mlflow.times())
     assert mlflow.histories() == [[1, 2, 3, 3, 4, 4, 5]]
     set_aside(mlflow.folder)
     mlflow.attempt([1])

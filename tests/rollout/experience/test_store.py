@@ -61,6 +61,21 @@ def due_by_brute_force(
     return any(in_time([k for k in started if k not in batch]) for batch in combinations(sorted(finished), size))
 
 
+def test_a_slot_that_restarted_from_newer_weights_comes_after_an_older_one() -> None:
+    async def main() -> list[str]:
+        store = make_store(Schedule(num_prompts=6, batch_size=1, total_epochs=1), max_staleness=2)
+        for position in range(3):
+            store.start(position, 0)
+        await store.put(2, group(2, 0))
+        assert names(await store.select(0)) == ["q2"]
+        await store.restart(0, 1)
+        await store.put(0, group(0, 1))
+        await store.put(1, group(1, 0))
+        return names(await store.select(1))
+
+    assert run_virtual(main()) == ["q1"]
+
+
 def test_a_select_that_waits_for_an_old_slot_ends_when_the_slot_restarts() -> None:
     async def main() -> list[str]:
         store = make_store(Schedule(num_prompts=6, batch_size=1, total_epochs=1), max_staleness=1)
