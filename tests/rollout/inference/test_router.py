@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,22 @@ def test_patience_with_no_generator_left_ends_once_for_all_who_wait(folder: Path
         assert all(isinstance(outcome, NoGeneratorError) for outcome in outcomes)
         with pytest.raises(NoGeneratorError):
             await asyncio.wait_for(router.generate(request(9, prompt(3))), timeout=0.1)
+        await router.close()
+
+    play(scene())
+
+
+def test_patience_begins_anew_with_each_time_that_no_generator_is_left(folder: Path) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(3)]
+        router = Router(generators[:1], patience_seconds=3.0)
+        for dying, following in pairwise(generators):
+            (running,) = await started(router, groups_of_four(1, max_new_tokens=400)[:1])
+            await dying.close()
+            await asyncio.sleep(1.8)
+            assert not running.done()
+            router.replace(0, following)
+            await running
         await router.close()
 
     play(scene())
