@@ -19,7 +19,7 @@ from core.config.allocation import resolve_allocation
 from core.config.ray_address import joined_cluster
 from core.data.answers import AnswerDataset
 from core.data.batch_writer import BatchWriter, assemble
-from core.data.preferences import PreferenceDataset
+from core.data.epochs import EpochBatches
 from core.experiments.common import (
     Start,
     find_start,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Data = AnswerDataset | PreferenceDataset
+Data = EpochBatches[Any]
 
 ENGINE = "default"
 """The tutorial's name of the model that SFT trains; part of the path of a saved model."""
