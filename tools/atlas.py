@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import integer, new_folder
-from tools.arguments import seed as seed_argument
+from tools.arguments import integer
+from tools.sweep.command import run_sweep, sweep_parser
 from tools.sweep.figures import draw_by_staleness, shown
-from tools.sweep.runs import Run, read_all, read_keys, run_all
-from tools.sweep.warm import warm_up
+from tools.sweep.runs import Run, read_all
 
 STALENESS = (0, 1, 2, 4, 8)
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -42,34 +41,21 @@ UNNEEDED = {("loglinear", 0): "decoupled"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: 1 where a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=new_folder, required=True, help="folder of the sweep; rows in it are kept")
+    parser = sweep_parser(str(__doc__))
     parser.add_argument("--staleness", nargs="+", type=integer(least=0), default=STALENESS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=tuple(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=seed_argument, default=[1, 2, 3])
-    parser.add_argument("--steps", type=integer(least=1), default=300, help="training steps of a run")
-    parser.add_argument("--jobs", type=integer(least=1), default=1, help="runs at a time, two cores each")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that change in every run")
-    given = parser.parse_args(arguments)
-    try:
-        keys = read_keys(given.set)
-    except ValueError as error:
-        parser.error(str(error))
-    folder = given.output.absolute()
-    warm = folder / "warm"
-    model = warm_up(warm)
-    runs = [
+    return run_sweep(parser, arguments, make_runs, report)
+
+
+def make_runs(given: argparse.Namespace, model: Path) -> list[Run]:
+    """Make the runs of the arguments."""
+    return [
         make_run(method, staleness, seed)
         for seed in given.seeds
         for staleness in given.staleness
         for method in given.methods
         if (method, staleness) not in UNNEEDED
     ]
-    failed = run_all(runs, folder, warm=warm, model=model, steps=given.steps, jobs=given.jobs, given=keys)
-    report(folder)
-    for message in failed:
-        print(message, file=sys.stderr)
-    return 1 if failed else 0
 
 
 def make_run(method: str, staleness: int, seed: int) -> Run:

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from core.algorithms import PRESETS
-from tools.arguments import integer, new_folder
-from tools.arguments import seed as seed_argument
+from tools.sweep.command import run_sweep, sweep_parser
 from tools.sweep.figures import draw_curves, seconds_to, shown
-from tools.sweep.runs import Run, read_all, read_keys, run_all
-from tools.sweep.warm import warm_up
+from tools.sweep.runs import Run, read_all
 
 TARGET = 0.8
 """Share of the held-out problems whose time is in the table."""
@@ -30,34 +28,21 @@ CRITIC: Mapping[str, Any] = {
     "critic.optimizer.weight_decay": 0, "critic.optimizer.eps": "1e-8",
 }  # fmt: skip
 """What `ppo` needs besides its name; critic.path is that of the actor."""
-OTHER_DATA = frozenset({"dpo", "mix", "chord", "sft"})
+OTHER_DATA = frozenset({"mix", "chord"})
 """Presets that learn from other data than rollouts alone."""
 NAMES = tuple(name for name in PRESETS if name not in OTHER_DATA)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: 1 where a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=new_folder, required=True, help="folder of the sweep; rows in it are kept")
+    parser = sweep_parser(str(__doc__))
     parser.add_argument("--presets", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--seeds", nargs="+", type=seed_argument, default=[1, 2, 3])
-    parser.add_argument("--steps", type=integer(least=1), default=300, help="training steps of a run")
-    parser.add_argument("--jobs", type=integer(least=1), default=1, help="runs at a time, two cores each")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that change in every run")
-    given = parser.parse_args(arguments)
-    try:
-        keys = read_keys(given.set)
-    except ValueError as error:
-        parser.error(str(error))
-    folder = given.output.absolute()
-    warm = folder / "warm"
-    model = warm_up(warm)
-    runs = [make_run(name, seed, model) for seed in given.seeds for name in given.presets]
-    failed = run_all(runs, folder, warm=warm, model=model, steps=given.steps, jobs=given.jobs, given=keys)
-    report(folder)
-    for message in failed:
-        print(message, file=sys.stderr)
-    return 1 if failed else 0
+    return run_sweep(parser, arguments, make_runs, report)
+
+
+def make_runs(given: argparse.Namespace, model: Path) -> list[Run]:
+    """Make the runs of the arguments."""
+    return [make_run(name, seed, model) for seed in given.seeds for name in given.presets]
 
 
 def make_run(name: str, seed: int, model: Path) -> Run:
