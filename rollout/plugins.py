@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds Slipstream's packages: a checkout or site-packages."""
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def python_path(*folders: str) -> str:
@@ -87,9 +89,9 @@ def _find(spec: str, *, kind: str) -> Any:
 
 def _import_failure(module_name: str, error: BaseException) -> str:
     """Return in one line what importing a module ended with, and where in the user's code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
-    if isinstance(error, SystemExit):  # libraries such as wandb stand before sys.exit
-        frames = [f for f in frames if "sys.exit" in (f.line or "") or "SystemExit" in (f.line or "")][:1] or frames
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<frozen ", __file__))]
+    # Without what the user's code calls: wandb, for example, wraps sys.exit. A plug-in may be installed itself.
+    frames = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
     place = f"{frames[-1].filename}:{frames[-1].lineno}"
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}"

@@ -215,6 +215,7 @@ def test_a_workflow_plugin_that_does_not_fit_is_one_clear_error(
         ("import no_such_dependency", "failed with ModuleNotFoundError: No module named 'no_such_dependency' (FILE:1)"),
         ("x = 1\nx / 0", "failed with ZeroDivisionError: division by zero (FILE:2)"),
         ("x = 1\ndef broken(:\n", "failed with SyntaxError: invalid syntax (plugin_broken.py, line 2) (FILE:2)"),
+        ('import shlex\nshlex.split("\'")', "failed with ValueError: No closing quotation (FILE:2)"),
         ("import sys\nsys.exit(0)", "ends the process with sys.exit(0) at FILE:2; put what the script runs under"),
     ],
 )
