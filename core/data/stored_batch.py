@@ -6,7 +6,7 @@ does not run. Invariant: every sequence is in exactly one piece. The driver pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,7 @@ class StoredBatch:
     def owners(self, group: str) -> np.ndarray | None:
         """Return [N] int64, the data-parallel rank of `group` that trains on each sequence: passes before the update
         run where the tokens are needed anyway. None where a sequence has none, or several (of several engines)."""
-        trainers: list[frozenset[Reader]] = [frozenset()] * self.shape.num_sequences
-        for piece in self.pieces:
-            for i in piece.sequences.tolist():
-                trainers[i] = piece.trainers
-        return _owners(trainers, group)
+        return _owners(self.shape.num_sequences, ((p.sequences, p.trainers) for p in self.pieces), group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +89,7 @@ def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[
     readers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
     trainers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
     for use in sorted(uses, key=lambda use: not use.trains):
-        owners = None if use.trains else _owners(trainers, use.group)
+        owners = None if use.trains else _owners(shape.num_sequences, enumerate(trainers), use.group)
         for reader, sequences in use.sequences(shape, minibatches, owners):
             for i in sequences:
                 readers[i].add(reader)
@@ -108,6 +104,13 @@ def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[
     ]
 
 
-def _owners(trainers: Sequence[Set[Reader]], group: str) -> np.ndarray | None:
-    ranks = [[dp_rank for name, dp_rank in of if name == group] for of in trainers]
-    return np.array(ranks, np.int64)[:, 0] if all(len(of) == 1 for of in ranks) else None
+def _owners(
+    num_sequences: int, trainers: Iterable[tuple[np.ndarray | int, Set[Reader]]], group: str
+) -> np.ndarray | None:
+    owners = np.empty(num_sequences, np.int64)
+    for sequences, readers in trainers:
+        ranks = [dp_rank for name, dp_rank in readers if name == group]
+        if len(ranks) != 1:
+            return None
+        owners[sequences] = ranks[0]
+    return owners
