@@ -45,29 +45,8 @@ def check_group(group: Any, prompt: Prompt, *, version: int, limits: GroupLimits
             "needed: advantages compare the trajectories of a group"
         )
     for index, trajectory in enumerate(group):
-        if not _is_usual(trajectory, version, limits):
-            _raise_if_wrong(trajectory, f"{prompt.query_id}, trajectory {index}", version, limits)
+        _raise_if_wrong(trajectory, f"{prompt.query_id}, trajectory {index}", version, limits)
     return group
-
-
-def _is_usual(t: Trajectory, version: int, limits: GroupLimits) -> bool:
-    """Return whether a trajectory is well-formed in the usual way, as few operations can tell; others may be, too."""
-    ids, mask, logprobs, versions = t.token_ids, t.loss_mask, t.rollout_logprobs, t.versions
-    if not all(isinstance(array, np.ndarray) for array in (ids, mask, logprobs, versions)):
-        return False
-    shape, kinds = ids.shape, ids.dtype.kind + mask.dtype.kind + logprobs.dtype.kind + versions.dtype.kind
-    if kinds != "ibfi" or not shape == mask.shape == logprobs.shape == versions.shape or len(shape) != 1:
-        return False
-    if type(t.reward) is not float or t.metrics or t.finish_reason not in _ENDS:
-        return False
-    sampled = versions[mask]
-    return bool(
-        sampled.size and not mask[0] and -_MAX_REWARD <= t.reward <= _MAX_REWARD
-        and (limits.max_tokens is None or len(ids) <= limits.max_tokens)
-        and (limits.vocab_size is None or (ids.min() >= 0 and ids.max() < limits.vocab_size))
-        and -math.inf < logprobs.min().item() and logprobs.max().item() <= _MAX_LOGPROB  # NaN passes neither
-        and versions.max().item() <= version and sampled.min().item() > PROMPT_VERSION
-    )  # fmt: skip
 
 
 def _raise_if_wrong(t: Trajectory, where: str, version: int, limits: GroupLimits) -> None:

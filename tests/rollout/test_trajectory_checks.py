@@ -50,6 +50,7 @@ def test_a_good_group_passes_as_it_is() -> None:
         (with_entry("rollout_logprobs", 0, float("-inf")), "rollout_logprobs[0]=-inf is not finite"),
         (with_entry("rollout_logprobs", 3, 50.0), "rollout_logprobs[3]=50.0 is above 0"),
         (with_entry("versions", 3, 99), "versions[3]=99 is newer than the weights, 3"),
+        (with_entry("versions", 3, 4), "versions[3]=4 is newer than the weights, 3"),
         (with_entry("versions", 2, -1), "versions[2]=-1 is of a token that loss_mask trains"),
     ],
 )
