@@ -1,0 +1,34 @@
+"""What the rollout process gets of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from config_inputs import SMALLEST_PPO, write_run
+
+from core.config.allocation import resolve_allocation
+from core.config.experiments import PPOMATHConfig
+from core.config.load import load_config
+from core.experiments.workers import rollout_settings
+from core.rollout_settings import RolloutSettings
+
+TRAINING = ["ppo.gen.temperature=0.7", "ppo.gen.top_p=0.9", "ppo.gen.top_k=5", "ppo.gen.max_new_tokens=6"]
+
+
+def settings_of(folder: Path, *overrides: str) -> RolloutSettings:
+    config = load_config("ppo-math", write_run(folder, SMALLEST_PPO), list(overrides)).config
+    assert isinstance(config, PPOMATHConfig)
+    return rollout_settings(config, resolve_allocation(config), folder)
+
+
+def test_training_and_evaluation_sample_with_their_own_keys(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, *TRAINING, "evaluation.temperature=0.3", "evaluation.max_new_tokens=4")
+    training, evaluation = settings.sampling, settings.eval_sampling
+    assert (training.temperature, training.top_p, training.top_k, training.max_new_tokens) == (0.7, 0.9, 5, 6)
+    assert (evaluation.temperature, evaluation.max_new_tokens) == (0.3, 4)
+    assert (evaluation.top_p, evaluation.top_k) != (0.9, 5), "nothing of the answers is cut off in evaluation"
+
+
+def test_evaluation_is_greedy_and_as_long_as_training_by_default(tmp_path: Path) -> None:
+    evaluation = settings_of(tmp_path, *TRAINING).eval_sampling
+    assert (evaluation.temperature, evaluation.max_new_tokens) == (0.0, 6)
