@@ -1,6 +1,8 @@
 """The longest files come first: a test process that got one of them last would leave the others idle."""
 
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_before() -> Iterator[None]:
+    """Take away the log handlers that a command line leaves: they write to the streams of the test that called it."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

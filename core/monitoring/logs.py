@@ -77,16 +77,19 @@ def _start_logging(handlers: list[logging.Handler], level: str) -> None:
 
 @contextmanager
 def kept_records(name: str) -> Iterator[list[logging.LogRecord]]:
-    """Yield a list that the records of a logger, info and above, go into before there are handlers for them."""
+    """Yield a list that the records of a logger, info and above, go into before there are handlers for them. Handlers
+    that are there already get none of them: the caller handles the records later, once."""
     logger, records = logging.getLogger(name), _Kept()
-    level = logger.level
+    level, propagate = logger.level, logger.propagate
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     try:
         yield records.records
     finally:
         logger.removeHandler(records)
         logger.setLevel(level)
+        logger.propagate = propagate
 
 
 class _Kept(logging.Handler):

@@ -1,12 +1,9 @@
 """The command line as a user runs it: a real process, its output, its exit code."""
 
-import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -145,11 +142,10 @@ def test_an_earlier_run_of_the_trial_is_set_aside_before_the_log_begins_and_not_
     (logs / "metrics.jsonl").write_text("rows")
     (logs / "master_worker.log").write_text("earlier\n")
     arguments = ["ppo-math", "--config", str(write_run(tmp_path)), "recover_mode=disabled"]
-    with root_logger_restored():
-        assert quickstart.main([*arguments, "--dry-run"]) == 0
-        assert [p.name for p in logs.parent.iterdir()] == ["one"]
-        assert "a start gives it a dated trial name and begins anew" in capsys.readouterr().out
-        assert quickstart.main(arguments) == 0
+    assert quickstart.main([*arguments, "--dry-run"]) == 0
+    assert [p.name for p in logs.parent.iterdir()] == ["one"]
+    assert "a start gives it a dated trial name and begins anew" in capsys.readouterr().out
+    assert quickstart.main(arguments) == 0
     (aside,) = logs.parent.glob("one.*")
     assert (aside / "metrics.jsonl").read_text() == "rows" and not (logs / "metrics.jsonl").exists()
     assert (aside / "master_worker.log").read_text() == "earlier\n"
@@ -157,24 +153,12 @@ def test_an_earlier_run_of_the_trial_is_set_aside_before_the_log_begins_and_not_
     assert f"WARNING: An earlier run of this trial is there; it is trial_name={aside.name} from now on" in log
 
 
-@contextmanager
-def root_logger_restored() -> Iterator[None]:
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-
-
 def test_the_columns_of_the_data_are_in_the_log_also_of_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1", "answer": "2", "level": "easy"}\n' * 8)
-    with root_logger_restored():
-        assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run"]) == 0
+    assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run"]) == 0
     said = "prompts.jsonl: 8 rows; prompt from 'question'; answer from 'answer'; not used: level\n"
     assert capsys.readouterr().out.count(said) == 1
 

@@ -10,19 +10,15 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from core.monitoring.logs import log_to_file, log_to_terminal, worker_environment
+from core.monitoring.logs import kept_records, log_to_file, log_to_terminal, worker_environment
 
 STAMP = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} "
 
 
 @pytest.fixture
 def root_logger():
-    """The loggers as pytest had them, afterwards."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    yield root
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    """The levels as pytest had them, afterwards."""
+    yield
     for package in ("core", "rollout", "mcore_adapter"):
         logging.getLogger(package).setLevel(logging.NOTSET)
 
@@ -79,3 +75,16 @@ def test_a_worker_process_writes_debug_records_if_the_driver_does(root_logger, t
     assert os.waitpid(child, 0)[1] == 0
     assert ("ours debug" in shown(log.read_text())) == (level == "debug")
     assert "library debug" not in shown(log.read_text()) and "ours info" in shown(log.read_text())
+
+
+def test_kept_records_are_written_once_by_the_handlers_that_come_later(root_logger, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    log_to_terminal(before, level="info", console=Console(file=io.StringIO()))
+    logger = logging.getLogger("rollout.data")
+    with kept_records(logger.name) as records:
+        logging.getLogger("rollout.data.prompts").info("ours kept")
+    assert shown(before.read_text()) == []
+    log_to_terminal(tmp_path / "log", level="info", console=Console(file=io.StringIO()))
+    for record in records:
+        logging.getLogger(record.name).handle(record)
+    assert shown((tmp_path / "log").read_text()) == ["ours kept"]
