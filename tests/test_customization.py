@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import batch_of, by_answer
-from tiny_models import SHAPE
+from helpers.batches import batch_of, by_answer
+from helpers.tiny_models import SHAPE
 
 import model_specs.families
 from allocation import GENERATOR_BACKENDS

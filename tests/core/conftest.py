@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command
+from helpers.commands import Command
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from config_inputs import write_run
+from helpers.config_inputs import write_run
 
 from core.config.checks import host, run_checks
 from core.config.load import load_config

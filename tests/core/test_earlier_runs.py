@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_training import Answer, Step, recover_store, train
+from helpers.fake_training import Answer, Step, recover_store, train
 
 from core.earlier_runs import begins_anew, near_trials, set_aside
 from core.experiments.common import Start, find_start

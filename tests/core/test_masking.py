@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from config_inputs import PPO_7B_128_GPUS
+from helpers.config_inputs import PPO_7B_128_GPUS
 
 from core.config.base import ConfigError
 from core.config.load import load_config

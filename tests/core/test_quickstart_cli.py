@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
+from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 from core import quickstart
 from core.paths import RunPaths

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_inputs import write_run
+from helpers.config_inputs import write_run
 
 from core import quickstart
 from core.config.experiments import ExperimentConfig

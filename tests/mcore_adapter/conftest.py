@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_ranks import RankPool
-from tiny_models import MODELS, write_model
+from helpers.mcore_ranks import RankPool
+from helpers.tiny_models import MODELS, write_model
 
 torch.set_num_threads(1)  # beside the ranks, which run one each
 

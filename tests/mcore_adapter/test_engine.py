@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import (
+from helpers.engine_cases import (
     MAX_TOKENS,
     STEPS,
     actor_run,
@@ -25,8 +25,8 @@ from engine_cases import (
     value_loss,
     whole,
 )
-from mcore_ranks import Rank, RankPool
-from tiny_models import write_model
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
 from mcore_adapter.data.shape import shape_of

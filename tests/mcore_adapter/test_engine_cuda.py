@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import (
+from helpers.engine_cases import (
     BF16_NATS,
     ON_A_GPU,
     VOCAB,
@@ -18,7 +18,7 @@ from engine_cases import (
     transformers_logprobs,
     write_bfloat16,
 )
-from mcore_ranks import RankPool
+from helpers.mcore_ranks import RankPool
 
 pytestmark = ON_A_GPU
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import make_engine, per_token, policy_loss, random_batch
+from helpers.engine_cases import make_engine, per_token, policy_loss, random_batch
 from helpers.memory_faults import injected
-from mcore_ranks import Rank, RankPool
-from tiny_models import write_model
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
 from mcore_adapter.out_of_memory import StepOutOfMemory

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_cases import actor_run, assert_same_steps
-from mcore_ranks import RankPool
-from tiny_models import EXPERT_MODELS, MODELS
+from helpers.engine_cases import actor_run, assert_same_steps
+from helpers.mcore_ranks import RankPool
+from helpers.tiny_models import EXPERT_MODELS, MODELS
 
 from allocation import ParallelLayout
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from mcore_ranks import Rank
+from helpers.mcore_ranks import Rank
 from torch import Tensor
 
 from allocation import ParallelLayout

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_ranks import Rank, RankPool
+from helpers.mcore_ranks import Rank, RankPool
 
 from allocation import ParallelLayout
 

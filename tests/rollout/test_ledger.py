@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_sampling import make_dataset
-from virtual_clock import run_virtual, settle
+from helpers.simulated_sampling import make_dataset
+from helpers.virtual_clock import run_virtual, settle
 
 from rollout.experience import make_experience
 from rollout.inference.mock.generator import MockGenerator

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
-from simulated_sampling import LognormalWorkflow, make_dataset, trajectory
-from virtual_clock import run_virtual, settle
+from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajectory
+from helpers.virtual_clock import run_virtual, settle
 
 from rollout.data.prompts import PromptDataset
 from rollout.errors import ErrorPolicy

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from scipy.stats import ks_2samp
-from simulated_sampling import LognormalWorkflow, make_dataset
-from virtual_clock import run_virtual
+from helpers.simulated_sampling import LognormalWorkflow, make_dataset
+from helpers.virtual_clock import run_virtual
 
 from rollout.experience import make_experience
 from rollout.producer import RolloutProducer

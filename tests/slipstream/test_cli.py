@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_inputs import SMALLEST_PPO, write_run
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 import slipstream
 from rollout.plugins import ROOT, python_path

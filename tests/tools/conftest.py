@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from eval_cases import write_rows
+from helpers.eval_cases import write_rows
 
 from tools.demo.data import make_tokenizer
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from eval_cases import arguments, write_rows
+from helpers.eval_cases import arguments, write_rows
 
 from rollout.answer_file import read_answers
 from rollout.data.encoder import BOXED_INSTRUCTION

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import algorithm, batch_of, by_answer
+from helpers.batches import algorithm, batch_of, by_answer
 
 from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import build_algorithm, case_settings

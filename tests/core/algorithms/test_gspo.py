@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import algorithm, batch_of, by_answer, settings
+from helpers.batches import algorithm, batch_of, by_answer, settings
 
 from core.algorithms.baselines import centred
 from core.algorithms.losses import policy_loss

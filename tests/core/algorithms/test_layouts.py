@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import algorithm
-from engine_cases import make_engine, random_batch
-from mcore_ranks import Rank, RankPool
-from tiny_models import write_model
+from helpers.batches import algorithm
+from helpers.engine_cases import make_engine, random_batch
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
 from core.algorithms import PRESETS

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import ppo_loss, ppo_policy_loss
+from helpers.batches import ppo_loss, ppo_policy_loss
 
 from core.algorithms.kl import kl_estimate
 from core.algorithms.losses import sft_loss, value_loss

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import algorithm, batch_of, settings
+from helpers.batches import algorithm, batch_of, settings
 
 from core.algorithms.mix import DEMONSTRATION, demonstration_weight
 from core.algorithms.policy_gradient import PolicyGradient

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from batches import algorithm, batch_of, by_answer, ppo_policy_loss
+from helpers.batches import algorithm, batch_of, by_answer, ppo_policy_loss
 
 from core.algorithms.baselines import centred, log_average_exp, maximum_likelihood
 from core.algorithms.corrections import small_changes

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import algorithm, batch_of, by_answer
+from helpers.batches import algorithm, batch_of, by_answer
 
 
 def test_a_cut_off_answer_whose_last_tokens_are_masked_continues_from_its_last_trained_token() -> None:

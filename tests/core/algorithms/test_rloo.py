@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import algorithm, batch_of, by_answer, ppo_loss
+from helpers.batches import algorithm, batch_of, by_answer, ppo_loss
 
 from core.algorithms.baselines import leave_one_out
 from mcore_adapter.data.sequences import Sequences

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from config_inputs import SMALLEST_PPO, write_run
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 from core.algorithms import PRESETS
 from core.algorithms.effects import keys_read

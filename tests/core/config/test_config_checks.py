@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_inputs import SMALLEST_PPO, TINY_CONFIG, TOKENIZER, write_model, write_prompts, write_run, write_safetensors
+from helpers.config_inputs import SMALLEST_PPO, TINY_CONFIG, TOKENIZER, write_model, write_prompts, write_run, write_safetensors
 
 from core.config.checks import run_checks
 from core.config.load import load_config

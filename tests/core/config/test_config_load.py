@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from config_inputs import SMALLEST_PPO
+from helpers.config_inputs import SMALLEST_PPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
+from helpers.config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 
 from core.algorithms import PRESETS
 from core.config.base import Section, all_keys, fields_by_key, sub_section

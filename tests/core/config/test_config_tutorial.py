@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from config_inputs import ASYNC_PPO_EVERY_KEY, PPO_1_5B_8_GPUS, PPO_7B_128_GPUS, SFT_32B_128_GPUS, TUTORIAL_FILES
+from helpers.config_inputs import ASYNC_PPO_EVERY_KEY, PPO_1_5B_8_GPUS, PPO_7B_128_GPUS, SFT_32B_128_GPUS, TUTORIAL_FILES
 
 from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError

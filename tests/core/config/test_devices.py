@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from config_inputs import write_run
+from helpers.config_inputs import write_run
 from test_config_checks import fake_gpus
 
 from allocation import Allocation, AllocationError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_inputs import SMALLEST_PPO, write_run
+from helpers.config_inputs import SMALLEST_PPO, write_run
 from rich.console import Console
 
 from core.config import unused

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_environment import PREFIX, TWO_RANKS
+from helpers.sglang_environment import PREFIX, TWO_RANKS
 from test_attempts import came_back, process_of
 from test_ppo_end_to_end import metrics_of, ppo
 

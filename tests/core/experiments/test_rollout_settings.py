@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from config_inputs import SMALLEST_PPO, write_run
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 from core.config.allocation import resolve_allocation
 from core.config.experiments import PPOMATHConfig

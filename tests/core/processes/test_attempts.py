@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from commands import PATIENCE_SECONDS
+from helpers.commands import PATIENCE_SECONDS
 from test_ppo_end_to_end import WITHOUT_GOODBYE, metrics_of, ppo
 
 from core.launch.watchdog import unused_shared_memory

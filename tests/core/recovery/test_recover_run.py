@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import Command
+from helpers.commands import Command
 
 from core.recovery.recover import RecoverStore, RunIdentity
 

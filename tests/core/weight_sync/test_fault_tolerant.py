@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from push_doubles import UPDATE_OF, address, buckets, holds, sender_of
+from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from ray.exceptions import RayActorError
-from sglang_double import model
-from sglang_double.server import SGLangDouble
+from helpers.sglang_double import model
+from helpers.sglang_double.server import SGLangDouble
 from test_launch_generators import Actor, Cluster, Rollout, clock, make_pool
 
 from allocation import parse

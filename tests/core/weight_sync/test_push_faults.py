@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
-from sglang_double import model
-from sglang_double.updates import UPDATES
+from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
+from helpers.sglang_double import model
+from helpers.sglang_double.updates import UPDATES
 from torch import Tensor
 
 from core.weight_sync.buckets import PushError, SendReport

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engine_cases import make_engine, per_token, policy_loss, random_batch
-from mcore_ranks import Rank, RankPool
-from tiny_models import write_model
+from helpers.engine_cases import make_engine, per_token, policy_loss, random_batch
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
 from mcore_adapter.checkpoint import host_copy

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool, build
+from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool, build
 from safetensors.torch import load_file, save_file
 from test_weights import assert_same_bytes, tensors_of
-from tiny_models import EXPERT_MODELS, MODELS, write_model
+from helpers.tiny_models import EXPERT_MODELS, MODELS, write_model
 
 from allocation import ParallelLayout
 from core.recovery.manifest import seal

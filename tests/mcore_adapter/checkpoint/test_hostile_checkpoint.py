@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_ranks import Rank, RankPool
+from helpers.mcore_ranks import Rank, RankPool
 from test_checkpoint import load_run, save_run
 from test_convert import convert
-from tiny_models import write_model
+from helpers.tiny_models import write_model
 from torch.distributed.checkpoint.metadata import Metadata
 
 from allocation import ParallelLayout

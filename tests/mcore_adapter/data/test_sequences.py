@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mcore_ranks import Rank, RankPool
+from helpers.mcore_ranks import Rank, RankPool
 
 from allocation import ParallelLayout
 from mcore_adapter.data.sequences import Sequences

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import VOCAB, make_engine, per_token, policy_loss, value_loss
+from helpers.engine_cases import VOCAB, make_engine, per_token, policy_loss, value_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mcore_ranks import Rank, RankPool
-from tiny_models import write_model
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
 from mcore_adapter.data.batch import PackedBatch

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_ranks import LAYOUTS, Rank, RankPool, build
+from helpers.mcore_ranks import LAYOUTS, Rank, RankPool, build
 from safetensors.torch import load_file, save_file
 from test_model import cases
-from tiny_models import MODELS, write_model
+from helpers.tiny_models import MODELS, write_model
 from torch import Tensor
 
 from allocation import ParallelLayout

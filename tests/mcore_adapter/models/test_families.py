@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_hf_config import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
-from tiny_models import MODELS, checkpoint_tensors, make_model
+from helpers.tiny_models import MODELS, checkpoint_tensors, make_model
 
 import model_specs.families
 from mcore_adapter.models import families

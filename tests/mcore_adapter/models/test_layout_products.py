@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import actor_run, assert_same_steps
-from mcore_ranks import RankPool
+from helpers.engine_cases import actor_run, assert_same_steps
+from helpers.mcore_ranks import RankPool
 from test_convert import convert, write_checkpoint
 from test_weights import assert_same_bytes, tensors_of
-from tiny_models import EXPERT_MODELS, MODELS, SHAPE
+from helpers.tiny_models import EXPERT_MODELS, MODELS, SHAPE
 
 from allocation import AllocationError, ParallelLayout
 

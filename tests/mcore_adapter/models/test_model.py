@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool, build
-from tiny_models import EXPERT_MODELS, MODELS, checkpoint_tensors
+from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool, build
+from helpers.tiny_models import EXPERT_MODELS, MODELS, checkpoint_tensors
 from torch import Tensor
 
 from allocation import ParallelLayout

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import checkpoint_tensors
+from helpers.tiny_models import checkpoint_tensors
 
 from mcore_adapter.models.families import hf_shapes
 from mcore_adapter.models.parts import CORRECTION_BIAS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import (
+from helpers.engine_cases import (
     MAX_TOKENS,
     actor_run,
     assert_same_steps,
@@ -21,8 +21,8 @@ from engine_cases import (
     transformers_step,
     whole,
 )
-from mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
-from tiny_models import EXPERT_MODELS
+from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
+from helpers.tiny_models import EXPERT_MODELS
 
 from allocation import ParallelLayout
 from mcore_adapter.data.batch import ROUTED_EXPERTS

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_sampling import make_prompts, trajectory
-from virtual_clock import run_virtual, settle
+from helpers.simulated_sampling import make_prompts, trajectory
+from helpers.virtual_clock import run_virtual, settle
 
 from rollout.experience import (
     MemoryStore,

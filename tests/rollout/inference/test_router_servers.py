@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from sglang_attached import generator_on, request
-from sglang_double import model
-from sglang_double.scheduler import token_at
-from sglang_double.server import SGLangDouble
+from helpers.sglang_attached import generator_on, request
+from helpers.sglang_double import model
+from helpers.sglang_double.scheduler import token_at
+from helpers.sglang_double.server import SGLangDouble
 
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.router import NoGeneratorError, Router

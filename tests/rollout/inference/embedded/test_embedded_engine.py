@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded_models import assert_same, bucket_of, engine_of, make_model, oracle_logprobs, prompt, request, run, steps
+from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, oracle_logprobs, prompt, request, run, steps
 from transformers import DynamicCache
 
 from rollout.inference.embedded.engine import TRIM_STEPS, Engine

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded_models import (
+from helpers.embedded_models import (
     VOCAB,
     assert_same,
     bucket_of,

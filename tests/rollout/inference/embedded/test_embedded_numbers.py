@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded_models import (
+from helpers.embedded_models import (
     FAMILIES,
     VOCAB,
     config_of,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from embedded_models import follows
+from helpers.embedded_models import follows
 from scipy import stats
 
 from rollout.inference.embedded.sampler import draw, num_blocks, padded_size, restrict, sample, uniforms

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_double import model
-from sglang_double.recorder import Recorder, stored
-from sglang_double.server import SGLangDouble
-from sglang_environment import PYTHON, TWO_RANKS, WHY_NOT, environment, running_server, settings_for
+from helpers.sglang_double import model
+from helpers.sglang_double.recorder import Recorder, stored
+from helpers.sglang_double.server import SGLangDouble
+from helpers.sglang_environment import PYTHON, TWO_RANKS, WHY_NOT, environment, running_server, settings_for
 
 
 def compare(recorded: list[dict[str, Any]], transcript: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
+from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 
 from model_specs.hf_config import parse_config
 from rollout.inference.errors import GeneratorCallError

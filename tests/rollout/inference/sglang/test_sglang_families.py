@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from embedded_models import FAMILIES
-from sglang_environment import PYTHON, TWO_RANKS, VOCAB, WHY_NOT, environment, running_server, settings_for
+from helpers.embedded_models import FAMILIES
+from helpers.sglang_environment import PYTHON, TWO_RANKS, VOCAB, WHY_NOT, environment, running_server, settings_for
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
-import embedded_models  # noqa: E402
+from helpers import embedded_models  # noqa: E402
 from test_sglang_live import TOLERANCE, prompt_of, request, with_generator  # noqa: E402
 
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape  # noqa: E402

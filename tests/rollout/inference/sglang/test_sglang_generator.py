@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sglang_attached import at_the_server, check, request, run, sampling_of
-from sglang_double import model
-from sglang_double.scheduler import TOKENS_PER_VERSION, token_at
-from sglang_double.server import SGLangDouble
+from helpers.sglang_attached import at_the_server, check, request, run, sampling_of
+from helpers.sglang_double import model
+from helpers.sglang_double.scheduler import TOKENS_PER_VERSION, token_at
+from helpers.sglang_double.server import SGLangDouble
 
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, running_server, settings_for
+from helpers.sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, running_server, settings_for
 
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.endpoint import SGLangEndpoint

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from sglang_environment import END, PYTHON, WHY_NOT, Models
+from helpers.sglang_environment import END, PYTHON, WHY_NOT, Models
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sglang_environment import PYTHON, TWO_RANKS, TWO_STAGES, WHY_NOT, Models, environment, running_server, settings_for
+from helpers.sglang_environment import PYTHON, TWO_RANKS, TWO_STAGES, WHY_NOT, Models, environment, running_server, settings_for
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from sglang_attached import at_the_server, check, request, run
-from sglang_double import model
-from sglang_double.server import SGLangDouble
-from sglang_double.weights import Parameters
+from helpers.sglang_attached import at_the_server, check, request, run
+from helpers.sglang_double import model
+from helpers.sglang_double.server import SGLangDouble
+from helpers.sglang_double.weights import Parameters
 
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.router import Router

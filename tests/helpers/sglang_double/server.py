@@ -21,13 +21,13 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from sglang_double import model
-from sglang_double.answers import answer_of
-from sglang_double.faults import Drop, Faults, Hold, Refusal
-from sglang_double.groups import GlooRank
-from sglang_double.scheduler import Request, Scheduler
-from sglang_double.updates import BROADCAST, DISK, UPDATES, from_broadcast, from_disk, from_tensors
-from sglang_double.weights import Parameters
+from helpers.sglang_double import model
+from helpers.sglang_double.answers import answer_of
+from helpers.sglang_double.faults import Drop, Faults, Hold, Refusal
+from helpers.sglang_double.groups import GlooRank
+from helpers.sglang_double.scheduler import Request, Scheduler
+from helpers.sglang_double.updates import BROADCAST, DISK, UPDATES, from_broadcast, from_disk, from_tensors
+from helpers.sglang_double.weights import Parameters
 
 Answer = dict[str, Any] | str
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_double import model
-from sglang_double.server import SGLangDouble
-from sglang_double.updates import UPDATES
-from sglang_double.weights import Parameters
+from helpers.sglang_double import model
+from helpers.sglang_double.server import SGLangDouble
+from helpers.sglang_double.updates import UPDATES
+from helpers.sglang_double.weights import Parameters
 from torch import Tensor
 
 from core.weight_sync.buckets import Sender, SenderSettings

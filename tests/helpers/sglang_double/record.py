@@ -12,10 +12,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "rollout")]
 
-from sglang_environment import TWO_RANKS, environment, running_server, settings_for  # noqa: E402
+from helpers.sglang_environment import TWO_RANKS, environment, running_server, settings_for  # noqa: E402
 
-from sglang_double import model  # noqa: E402
-from sglang_double.recorder import Recorder, stored, text_of  # noqa: E402
+from helpers.sglang_double import model  # noqa: E402
+from helpers.sglang_double.recorder import Recorder, stored, text_of  # noqa: E402
 
 
 def main() -> None:

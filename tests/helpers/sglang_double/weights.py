@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sglang_double.model import HEAD_DIM, HEADS, INTERMEDIATE, KV_HEADS, VOCAB
+from helpers.sglang_double.model import HEAD_DIM, HEADS, INTERMEDIATE, KV_HEADS, VOCAB
 
 _VOCAB_PADDING = 64
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)

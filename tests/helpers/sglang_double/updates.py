@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sglang_double.groups import GlooRank
+from helpers.sglang_double.groups import GlooRank
 
 TENSORS, BROADCAST, DISK = UPDATES = tuple(
     f"/update_weights_from_{source}" for source in ("tensor", "distributed", "disk")

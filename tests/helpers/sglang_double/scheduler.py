@@ -12,7 +12,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_double.model import VOCAB
+from helpers.sglang_double.model import VOCAB
 
 TOKENS_PER_VERSION = 50
 RULED_OUT = -1e8

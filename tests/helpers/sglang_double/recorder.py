@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from sglang_double import model
-from sglang_double.groups import GlooRank
+from helpers.sglang_double import model
+from helpers.sglang_double.groups import GlooRank
 
 ALIVE, IN_FLIGHT, VERSIONS = "/slipstream_alive", "/slipstream_in_flight", "slipstream_version"
 LITERAL = ("success", "status", "tp_rank", "type", "checksums")

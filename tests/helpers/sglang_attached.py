@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_double.scheduler import logprob_of, token_at
-from sglang_double.server import SGLangDouble
+from helpers.sglang_double.scheduler import logprob_of, token_at
+from helpers.sglang_double.server import SGLangDouble
 
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import ServerSettings, SGLangServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sglang_double.scheduler import Request, logprob_of
+from helpers.sglang_double.scheduler import Request, logprob_of
 
 VERSIONS = "slipstream_version"
 
