@@ -1,15 +1,9 @@
 """The longest files come first: a test process that got one of them last would leave the others idle."""
 
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-# Helpers and the cases of other test modules are imported by their names, from every folder of tests.
-TESTS = Path(__file__).parent
-sys.path[:0] = sorted({str(path.parent) for path in TESTS.rglob("*.py")} - set(sys.path))
 
 LONGEST = (
     "test_attempts",

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.batches import batch_of, by_answer
-from helpers.tiny_models import SHAPE
 
 import model_specs.families
 from allocation import GENERATOR_BACKENDS
@@ -26,6 +24,8 @@ from core.config.algorithm import build_algorithm, check_algorithm, unread_setti
 from core.config.checks import run_checks
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
+from helpers.batches import batch_of, by_answer
+from helpers.tiny_models import SHAPE
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.forward import ModelOutput
 from mcore_adapter.models import families

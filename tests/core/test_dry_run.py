@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.config_inputs import write_run
 
 from core.config.checks import host, run_checks
 from core.config.load import load_config
 from core.paths import RunPaths
 from core.quickstart import main
+from helpers.config_inputs import write_run
 
 SERVERS = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2", "actor.sglang={}"]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.fake_training import Answer, Step, recover_store, train
 
 from core.earlier_runs import begins_anew, near_trials, set_aside
 from core.experiments.common import Start, find_start
 from core.paths import RunningError, RunPaths, sole_run
 from core.recovery.recover import RecoverStore, RunIdentity
+from helpers.fake_training import Answer, Step, recover_store, train
 
 WHEN = 1_700_000_000.0
 

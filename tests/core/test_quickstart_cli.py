@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 from core import quickstart
 from core.paths import RunPaths
+from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 ROOT = Path(__file__).parents[2]
 LINE = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} quickstart "

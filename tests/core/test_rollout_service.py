@@ -95,7 +95,7 @@ def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positi
     generator = Recording()
 
     async def evaluate() -> dict[str, float]:
-        made = service(assets, generator, [str(assets.prompts)], reward="rewards:zero")  # type: ignore[arg-type]
+        made = service(assets, generator, [str(assets.prompts)], reward="helpers.rewards:zero")  # type: ignore[arg-type]
         try:
             await made.start()
             return await made.evaluate()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.config_inputs import write_run
 
 from core import quickstart
 from core.config.experiments import ExperimentConfig
@@ -16,6 +15,7 @@ from core.config.load import load_config
 from core.paths import RunPaths
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
 from core.run_record import command_line, how_to_continue, write_record
+from helpers.config_inputs import write_run
 
 
 def loaded(folder: Path, *overrides: str) -> tuple[ExperimentConfig, RunPaths]:

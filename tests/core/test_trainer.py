@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.fake_training import Answer, PerAnswer, Run, Step, newest_state, recover_store, train
 
 LN2, LN8 = math.log(2.0), math.log(8.0)

@@ -1,7 +1,13 @@
 """Inputs of the configuration tests: files as users of the tutorial write them, and the smallest model folder."""
 
 import json
+import os
 from pathlib import Path
+
+import pytest
+
+from core.config.checks import run_checks
+from core.config.load import load_config
 
 PPO_7B_128_GPUS = """\
 experiment_name: ppo-7B-distill-gpus-128
@@ -313,3 +319,19 @@ def write_run(folder: Path, text: str = SMALLEST_PPO) -> Path:
     path = folder / "run.yaml"
     path.write_text(text + f"external_configs: {{cluster_config: {{fileroot: {folder / 'out'}}}}}\n")
     return path
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    loaded = load_config("ppo-math", path, overrides)
+    return [str(p).replace(f"{path.parent}/", "") for p in run_checks(loaded.config, loaded.where)]
+
+
+def fake_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *cards: str, apps: str = "") -> None:
+    """An nvidia-smi that shows these."""
+    script = folder / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    shown = "; ".join(f"echo '{card}'" for card in cards)
+    script.write_text(f"#!/bin/sh\ncase $1 in *query-gpu*) {shown};; *) echo '{apps}';; esac\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

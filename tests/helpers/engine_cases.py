@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.mcore_ranks import Rank
 from torch import Tensor
 
 from allocation import ParallelLayout
+from helpers.mcore_ranks import Rank
 
 ON_A_GPU = [
     pytest.mark.gpu,

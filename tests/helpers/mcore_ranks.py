@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from allocation import ParallelLayout
+from helpers.tiny_models import EXPERT_MODELS
 
 LAYOUTS = {
     "one process": ParallelLayout(),
@@ -53,7 +57,6 @@ class Rank:
     def joined(self, layout: ParallelLayout, *, seed: int = 1, kind: Any = "cpu") -> Iterator[tuple[Any, Any]]:
         """(ParallelState, Device) of this rank in `layout`; its world must be the whole call. Each rank has the GPU of
         its number, where they run on GPUs."""
-        import torch
 
         from mcore_adapter.device import get_device
         from mcore_adapter.parallel import destroy_parallel, initialize_parallel
@@ -81,7 +84,6 @@ class Rank:
 
 def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
     """On a rank: the chunks of the Hugging Face model in `folder`, loaded; kwargs of build_model()."""
-    import torch
 
     from mcore_adapter.hf.weights import load_hf_weights
     from mcore_adapter.models.gpt import build_model
@@ -166,7 +168,6 @@ class RankPool:
 
 
 def _work(tasks: Any, results: Any) -> None:
-    import torch
 
     torch.set_num_threads(1)
     while True:
@@ -179,3 +180,17 @@ def _work(tasks: Any, results: Any) -> None:
         else:
             results.put((rank.rank, True, value))
         gc.collect()  # an engine is a cycle; its process groups have threads, which would slow what comes next
+
+
+EVERY_TIME = ("one process", "pp2 vpp2", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2")
+
+
+def cases(names: Any, layouts: dict[str, ParallelLayout]) -> Any:
+    """(model, layout) for each of both; models with experts in their own layouts too, some of them only at night."""
+    params = []
+    for name in names:
+        has_experts = name in EXPERT_MODELS
+        for key, layout in {**layouts, **(EXPERT_LAYOUTS if has_experts else {})}.items():
+            marks = [pytest.mark.nightly] if has_experts and key not in EVERY_TIME else []
+            params.append(pytest.param(name, layout, id=f"{name}-{key}", marks=marks))
+    return pytest.mark.parametrize(("name", "layout"), params)

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.sglang_double import model
-from helpers.sglang_double.server import SGLangDouble
-from helpers.sglang_double.updates import UPDATES
-from helpers.sglang_double.weights import Parameters
 from torch import Tensor
 
 from core.weight_sync.buckets import Sender, SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
+from helpers.sglang_double import model
+from helpers.sglang_double.server import SGLangDouble
+from helpers.sglang_double.updates import UPDATES
+from helpers.sglang_double.weights import Parameters
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.weights import pause_generation, post
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from helpers.sglang_double.scheduler import logprob_of, token_at
 from helpers.sglang_double.server import SGLangDouble
-
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import ServerSettings, SGLangServer
 from rollout.types import Completion, GenerateRequest, SamplingParams

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from helpers.mcore_ranks import RankPool
 from helpers.tiny_models import MODELS, write_model
 

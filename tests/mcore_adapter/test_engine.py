@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from allocation import ParallelLayout
 from helpers.engine_cases import (
     MAX_TOKENS,
     STEPS,
@@ -27,8 +29,6 @@ from helpers.engine_cases import (
 )
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
-
-from allocation import ParallelLayout
 from mcore_adapter.data.shape import shape_of
 from mcore_adapter.data.shard import BatchShard
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engine_cases import make_engine, per_token, policy_loss, random_batch
-from helpers.memory_faults import injected
-from helpers.mcore_ranks import Rank, RankPool
-from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
+from helpers.engine_cases import make_engine, per_token, policy_loss, random_batch
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.memory_faults import injected
+from helpers.tiny_models import write_model
 from mcore_adapter.out_of_memory import StepOutOfMemory
 
 DP2 = ParallelLayout(dp=2)

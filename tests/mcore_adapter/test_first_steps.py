@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+from allocation import ParallelLayout
 from helpers.engine_cases import actor_run, assert_same_steps
 from helpers.mcore_ranks import RankPool
 from helpers.tiny_models import EXPERT_MODELS, MODELS
-
-from allocation import ParallelLayout
 
 LAYOUTS = [ParallelLayout(tp=2), ParallelLayout(pp=2, vpp=2), ParallelLayout(cp=2), ParallelLayout(dp=2)]
 FAMILIES = [name for name in MODELS if name not in EXPERT_MODELS]

@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.mcore_ranks import Rank
 from torch import Tensor
 
 from allocation import ParallelLayout
+from helpers.mcore_ranks import Rank
 from mcore_adapter.logprobs import linear_logprobs
 
 VOCAB, HIDDEN, TOKENS = 97, 24, 53

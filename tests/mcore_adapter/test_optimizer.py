@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+
+from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, make_engine, policy_loss, random_batch, transformers_step
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import checkpoint_tensors, make_model, write_model
-
-from allocation import ParallelLayout
 from mcore_adapter.optimizer import TrainOptimizer
 from mcore_adapter.out_of_memory import StepOutOfMemory
 

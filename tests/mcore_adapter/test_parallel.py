@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.mcore_ranks import Rank, RankPool
 
 from allocation import ParallelLayout
+from helpers.mcore_ranks import Rank, RankPool
 
 
 def where_am_i(rank: Rank, layout: ParallelLayout) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from helpers.simulated_sampling import make_dataset
 from helpers.virtual_clock import run_virtual, settle
-
 from rollout.experience import make_experience
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.router import Router

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
+
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from helpers.virtual_clock import run_virtual, settle
-
 from rollout.data.prompts import PromptDataset
 from rollout.errors import ErrorPolicy
 from rollout.experience import make_experience

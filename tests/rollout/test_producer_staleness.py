@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from scipy.stats import ks_2samp
+
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset
 from helpers.virtual_clock import run_virtual
-
 from rollout.experience import make_experience
 from rollout.producer import RolloutProducer
 

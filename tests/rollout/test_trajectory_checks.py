@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.simulated_sampling import make_prompts, trajectory
 
+from helpers.simulated_sampling import make_prompts, trajectory
 from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import Trajectory
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.config_inputs import SMALLEST_PPO, write_run
 
 import slipstream
+from helpers.config_inputs import SMALLEST_PPO, write_run
 from rollout.plugins import ROOT, python_path
 from slipstream.cli import COMMANDS
 

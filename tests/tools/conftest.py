@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.eval_cases import write_rows
 
+from helpers.eval_cases import write_rows
 from tools.demo.data import make_tokenizer
 
 

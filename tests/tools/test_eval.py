@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from helpers.eval_cases import arguments, write_rows
 
+from helpers.eval_cases import arguments, write_rows
 from rollout.answer_file import Answer, read_answers
 from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.eval_cases import arguments, write_rows
 
+from helpers.eval_cases import arguments, write_rows
 from rollout.answer_file import read_answers
 from rollout.data.encoder import BOXED_INSTRUCTION
 from tools.eval.__main__ import BAD_INPUT, _parser, main

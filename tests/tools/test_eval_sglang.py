@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from helpers.eval_cases import arguments
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
-
 from rollout.answer_file import read_answers
 from tools.eval.__main__ import main
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import algorithm, batch_of, by_answer
 
 from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import build_algorithm, case_settings
 from core.config.experiments import PPOMATHConfig
+from helpers.batches import algorithm, batch_of, by_answer
 from tools.conformance.golden import one_token
 from tools.loss import compute, main
 

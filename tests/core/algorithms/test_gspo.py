@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import algorithm, batch_of, by_answer, settings
 
 from core.algorithms.baselines import centred
 from core.algorithms.losses import policy_loss
+from helpers.batches import algorithm, batch_of, by_answer, settings
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import sequence_mean
 from mcore_adapter.forward import ModelOutput

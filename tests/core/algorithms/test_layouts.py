@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import algorithm
-from helpers.engine_cases import make_engine, random_batch
-from helpers.mcore_ranks import Rank, RankPool
-from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
 from core.algorithms import PRESETS
 from core.algorithms.dpo import DPO
 from core.algorithms.mix import DEMONSTRATION
 from core.algorithms.policy_gradient import PolicyGradient
+from helpers.batches import algorithm
+from helpers.engine_cases import make_engine, random_batch
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
 from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.weights import sequence_mean, weigh_tokens
 

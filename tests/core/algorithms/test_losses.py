@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.batches import ppo_loss, ppo_policy_loss
 
 from core.algorithms.kl import kl_estimate
 from core.algorithms.losses import sft_loss, value_loss
+from helpers.batches import ppo_loss, ppo_policy_loss
 
 
 def tokens(*values: float) -> torch.Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.batches import algorithm, batch_of, settings
 
 from core.algorithms.mix import DEMONSTRATION, demonstration_weight
 from core.algorithms.policy_gradient import PolicyGradient
 from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch
 from core.step_batch import BatchRequest, Scoring, StepBatch
+from helpers.batches import algorithm, batch_of, settings
 from mcore_adapter.data.batch import PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from helpers.batches import algorithm, batch_of, by_answer, ppo_policy_loss
 
 from core.algorithms.baselines import centred, log_average_exp, maximum_likelihood
 from core.algorithms.corrections import small_changes
 from core.algorithms.kl import AdaptiveKL, kl_estimate, kl_loss
+from helpers.batches import algorithm, batch_of, by_answer, ppo_policy_loss
 
 
 def test_the_coefficient_follows_the_divergence_by_at_most_a_fifth_of_the_horizon() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from helpers.batches import algorithm, batch_of, by_answer
 
 

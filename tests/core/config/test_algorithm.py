@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.config_inputs import SMALLEST_PPO, write_run
 
 from core.algorithms import PRESETS
 from core.algorithms.effects import keys_read
@@ -13,6 +12,7 @@ from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
 from core.config.rules import config_warnings
 from core.config.show import listing
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 WITH_CRITIC = "ppo.disable_value=false critic.init_critic_from_actor=true"
 

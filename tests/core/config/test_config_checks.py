@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.config_inputs import SMALLEST_PPO, TINY_CONFIG, TOKENIZER, write_model, write_prompts, write_run, write_safetensors
 
 from core.config.checks import run_checks
 from core.config.load import load_config
 from core.paths import RunPaths
+from helpers.config_inputs import (
+    SMALLEST_PPO,
+    TINY_CONFIG,
+    TOKENIZER,
+    fake_gpus,
+    problems,
+    write_model,
+    write_prompts,
+    write_run,
+    write_safetensors,
+)
 from model_specs.fits import check_shapes
 from model_specs.hf_config import ModelConfigError, parse_config
-
-
-def problems(path: Path, *overrides: str) -> list[str]:
-    loaded = load_config("ppo-math", path, overrides)
-    return [str(p).replace(f"{path.parent}/", "") for p in run_checks(loaded.config, loaded.where)]
 
 
 def test_a_run_that_can_start_has_no_problem(tmp_path: Path) -> None:
@@ -359,17 +364,6 @@ def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> 
     ]
 
 
-def fake_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *cards: str, apps: str = "") -> None:
-    """An nvidia-smi that shows these."""
-    script = folder / "bin" / "nvidia-smi"
-    script.parent.mkdir()
-    shown = "; ".join(f"echo '{card}'" for card in cards)
-    script.write_text(f"#!/bin/sh\ncase $1 in *query-gpu*) {shown};; *) echo '{apps}';; esac\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
 def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +415,8 @@ def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-from test_config_checks import Path, problems
+from test_config_checks import Path
+from helpers.config_inputs import problems
 run, *overrides = sys.argv[1:]
 assert problems(Path(run)) == []  # everything is imported now
 if os.getuid() == 0:  # who may read and enter everything

@@ -5,7 +5,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers.config_inputs import SMALLEST_PPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -14,6 +13,7 @@ from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
+from helpers.config_inputs import SMALLEST_PPO
 
 
 def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 
 from core.algorithms import PRESETS
 from core.config.base import Section, all_keys, fields_by_key, sub_section
@@ -16,6 +15,7 @@ from core.config.models import ModelFamily
 from core.config.show import help_text, listing
 from core.experiments import common as run
 from core.paths import RunPaths
+from helpers.config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 from model_specs.families import FAMILIES
 
 

@@ -3,13 +3,19 @@
 from pathlib import Path
 
 import pytest
-from helpers.config_inputs import ASYNC_PPO_EVERY_KEY, PPO_1_5B_8_GPUS, PPO_7B_128_GPUS, SFT_32B_128_GPUS, TUTORIAL_FILES
 
 from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError
 from core.config.load import LoadedConfig, load_config
 from core.config.rules import config_warnings
 from core.config.show import difference_line, ignored_lines
+from helpers.config_inputs import (
+    ASYNC_PPO_EVERY_KEY,
+    PPO_1_5B_8_GPUS,
+    PPO_7B_128_GPUS,
+    SFT_32B_128_GPUS,
+    TUTORIAL_FILES,
+)
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.config_inputs import write_run
-from test_config_checks import fake_gpus
 
 from allocation import Allocation, AllocationError
 from core import quickstart
@@ -17,6 +15,7 @@ from core.config.base import ConfigError
 from core.config.checks import run_checks
 from core.config.load import load_config
 from core.config.push import choose_transport
+from helpers.config_inputs import fake_gpus, write_run
 from rollout.inference.backend import Capabilities
 from rollout.inference.mock.backend import MockBackend
 from rollout.inference.registry import BACKENDS

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.config_inputs import SMALLEST_PPO, write_run
 from rich.console import Console
 
 from core.config import unused
@@ -20,6 +19,7 @@ from core.config.load import load_config
 from core.config.unused import unused_keys
 from core.experiments import common, dpo, ppo, sft, workers
 from core.paths import RunPaths
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 WITH_ALL = "ppo.kl_ctl=0.1 ppo.disable_value=false critic.init_critic_from_actor=true evaluation.path={data}"
 """A run with every model and an evaluation; {data} is its data."""

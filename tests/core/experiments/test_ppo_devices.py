@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_ppo_end_to_end import metrics_of, ppo
 
+from helpers.runs import metrics_of, ppo
 from rollout.inference.gpus import query_gpus
 
 

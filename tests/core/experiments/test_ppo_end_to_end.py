@@ -1,7 +1,6 @@
 """The real command line, real Ray, real megatron ranks and generators, on a model of a few thousand parameters."""
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -10,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from helpers.runs import WITHOUT_GOODBYE, metrics_of, ppo
+
 TUTORIAL_METRICS = [
     "ppo_approx_kl", "actor_loss", "actor_clip_ratio", "importance_weight", "task_reward", "kl_reward", "final_reward",
     "advantage", "avg_seq_len", "avg_prompt_len", "n_tokens", "n_valid_tokens", "n_seqs", "no_eos_ratio",
     "disable_value", "mask_no_eos_with_zero",
 ]  # fmt: skip
-WITHOUT_GOODBYE = "error: the run ended without a message"
 STAMP = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} "
 STEP_LINE = re.compile(
     STAMP + r"master worker INFO: Epoch (\d+)/(\d+) step (\d+)/(\d+) \(global step (\d+)\) finishes\. "
@@ -23,30 +23,6 @@ STEP_LINE = re.compile(
     r"Total time consumption: \d+\.\d{3}s\.( Estimated remaining time: \d+\.\d{3}s\.)?$",
     re.MULTILINE,
 )
-
-
-def ppo(assets, **changes) -> dict:
-    """A configuration of 5 steps an epoch, 8 prompts x 4 answers a step."""
-    config = {
-        "allocation_mode": "embedded.d1m1p1+d1m1p1",
-        "n_gpus_per_node": 2,
-        "group_size": 4,
-        "group_adv_norm": True,
-        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
-        "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": 8, "max_prompt_len": 8},
-        "ppo": {"gen": {"max_new_tokens": 6}, "ppo_n_minibatches": 1, "kl_ctl": 0.0, "disable_value": True},
-        "exp_ctrl": {"total_train_epochs": 1, "save_freq_epochs": 1},
-        "staleness": {"max_staleness": 2},
-        "reward": {"num_workers": 1},
-        "monitor": {"tensorboard": False},
-    }
-    for key, value in changes.items():
-        config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
-    return config
-
-
-def metrics_of(command) -> list[dict]:
-    return [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
 
 
 def trained_steps(command) -> list[int]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.sglang_environment import PREFIX, TWO_RANKS
-from test_attempts import came_back, process_of
-from test_ppo_end_to_end import metrics_of, ppo
 
+from helpers.runs import came_back, metrics_of, ppo, process_of
+from helpers.sglang_environment import PREFIX, TWO_RANKS
 from rollout.inference.gpus import query_gpus
 
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helpers.config_inputs import SMALLEST_PPO, write_run
-
 from core.config.allocation import resolve_allocation
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
 from core.experiments.workers import rollout_settings
 from core.rollout_settings import RolloutSettings
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 TRAINING = ["ppo.gen.temperature=0.7", "ppo.gen.top_p=0.9", "ppo.gen.top_k=5", "ppo.gen.max_new_tokens=6"]
 

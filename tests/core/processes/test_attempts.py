@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -11,10 +10,9 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from helpers.commands import PATIENCE_SECONDS
-from test_ppo_end_to_end import WITHOUT_GOODBYE, metrics_of, ppo
 
 from core.launch.watchdog import unused_shared_memory
+from helpers.runs import WITHOUT_GOODBYE, came_back, lost, metrics_of, ppo, process_of, wait_for_match
 
 ONE_RESTART = {"recover_mode": "auto", "recover_retries": 1}
 
@@ -37,29 +35,6 @@ def nothing_left() -> Callable[..., None]:
         assert {path.name for path in unused_shared_memory()} - before == set()
 
     return check
-
-
-def lost(command, number: int) -> str:
-    """What ended attempt `number`, once it is over and the next one has begun to train."""
-    match = wait_for_match(command, rf"Attempt {number} failed after step (\d+): (.*)\. Restarting")
-    wait_for_match(command, rf"global step {int(match[1]) + 1}\) finishes", start=match.end())
-    return match[2]
-
-
-def wait_for_match(command, pattern: str, start: int = 0, timeout: float = PATIENCE_SECONDS) -> re.Match[str]:
-    deadline = time.monotonic() + timeout
-    while (match := re.compile(pattern).search(command.output(), start)) is None:
-        assert command.process.poll() is None, f"ended before {pattern!r}:\n{command.output()[-4000:]}"
-        assert time.monotonic() < deadline, f"no {pattern!r}:\n{command.output()[-4000:]}"
-        time.sleep(0.1)
-    return match
-
-
-def process_of(command, name: str) -> psutil.Process:
-    """The worker of this name in the attempt that runs now."""
-    command.remember_family()
-    said = json.loads((command.logs / "stacks" / f"{name}.txt").read_text().partition("\n")[0])
-    return psutil.Process(said["pid"])
 
 
 def test_a_run_outlives_its_driver_a_stopped_driver_a_stopped_rank_and_its_ray(
@@ -136,13 +111,3 @@ def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weigh
     assert all(m["staleness/max"] <= 2 and m["n_seqs"] == 32 and m["rollout/num_failures"] == 0 for m in rows)
     assert {m["router/num_generators"] for m in rows} >= {1.0, 2.0}
     nothing_left(command)
-
-
-def came_back(command, index: int, start: int = 0, timeout: float = PATIENCE_SECONDS) -> int:
-    """Return when generator `index` has its weights and the run has made another step; how far the output is then."""
-    wait_for_match(command, rf"generator-{index} has restarted", start, timeout)
-    deadline = time.monotonic() + timeout
-    while f"generator {index} has rejoined" not in (command.logs / "rollout.log").read_text():
-        assert time.monotonic() < deadline, command.output()[-4000:]
-        time.sleep(0.1)
-    return wait_for_match(command, r"global step \d+\) finishes", len(command.output())).end()

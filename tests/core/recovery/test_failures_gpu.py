@@ -14,9 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_attempts import came_back, lost, process_of, wait_for_match
-from test_ppo_end_to_end import metrics_of, ppo
 
+from helpers.runs import came_back, lost, metrics_of, ppo, process_of, wait_for_match
 from rollout.inference.gpus import device_names, query_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import memory_faults
-from helpers.memory_faults import run_out
-from test_ppo_end_to_end import ppo
 
 from core.algorithms.sft import SFT
 from core.data.passes import InferencePass, UpdatePass
 from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits, says_out_of_memory
 from core.trainer import EngineRef
+from helpers import memory_faults
+from helpers.memory_faults import run_out
+from helpers.runs import ppo
 from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 

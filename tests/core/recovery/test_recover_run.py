@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.commands import Command
 
 from core.recovery.recover import RecoverStore, RunIdentity
+from helpers.commands import Command
 
 IDENTITY = RunIdentity(train_bs_n_seqs=4, group_size=2, n_nodes=1)
 

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from ray.exceptions import RayActorError
-from helpers.sglang_double import model
-from helpers.sglang_double.server import SGLangDouble
-from test_launch_generators import Actor, Cluster, Rollout, clock, make_pool
 
 from allocation import parse
 from core.errors import LaunchError
 from core.weight_sync.buckets import PushError, SendReport
 from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import ServerPush
+from helpers.fake_cluster import Actor, Cluster, Rollout, clock, make_pool
+from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
+from helpers.sglang_double import model
+from helpers.sglang_double.server import SGLangDouble
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.weights import continue_generation, pause_generation, post
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
-from helpers.sglang_double import model
-from helpers.sglang_double.updates import UPDATES
 from torch import Tensor
 
 from core.weight_sync.buckets import PushError, SendReport
+from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
+from helpers.sglang_double import model
+from helpers.sglang_double.updates import UPDATES
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.weights import post
 

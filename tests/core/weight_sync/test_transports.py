@@ -100,7 +100,7 @@ def trainer_rank(
 @contextmanager
 def receivers(folder: Path, *options: str) -> Iterator[list[SGLangEndpoint]]:
     """One process for each of the two trainer ranks to sit beside."""
-    script = Path(__file__).with_name("push_receiver.py")
+    script = ROOT / "tests/helpers/push_receiver.py"
     files = [folder / f"port-{i}" for i in range(2)]
     processes = [
         subprocess.Popen([sys.executable, str(script), str(file), *options], env=os.environ | {"PYTHONPATH": str(ROOT)})

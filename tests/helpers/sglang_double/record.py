@@ -1,6 +1,6 @@
-"""Record the transcript of a real SGLang server on the CPU: `python tests/sglang_double/record.py TP`.
+"""Record the transcript of a real SGLang server on the CPU: `python tests/helpers/sglang_double/record.py TP`.
 
-tests/rollout/sglang_environment.py tells which environment variables name the SGLang.
+tests/helpers/sglang_environment.py lists the environment variables that name the SGLang.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "rollout")]
-
-from helpers.sglang_environment import TWO_RANKS, environment, running_server, settings_for  # noqa: E402
+TESTS = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from helpers.sglang_double import model  # noqa: E402
 from helpers.sglang_double.recorder import Recorder, stored, text_of  # noqa: E402
+from helpers.sglang_environment import TWO_RANKS, environment, running_server, settings_for  # noqa: E402
 
 
 def main() -> None:

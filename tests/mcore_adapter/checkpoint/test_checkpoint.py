@@ -11,23 +11,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.engine_cases import make_engine, per_token, policy_loss, random_batch
-from helpers.mcore_ranks import Rank, RankPool
-from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
+from helpers.engine_cases import make_engine, per_token, random_batch
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.saved_models import MAX_TOKENS, OPTIMIZER, draws, load_run, save_run, train
+from helpers.tiny_models import write_model
 from mcore_adapter.checkpoint import host_copy
 from mcore_adapter.checkpoint.checkpoint import copied_sizes
 from mcore_adapter.checkpoint.files import CopiedCheckpoint
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 TP2 = ParallelLayout(tp=2)
-OPTIMIZER = {"lr": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.2, "total_steps": 10}
-MAX_TOKENS = 128
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model("qwen2_tied", path / "model")
     (path / "model" / "tokenizer_config.json").write_text("{}")
     return path
-
-
-def train(engine: Any, steps: int) -> list[dict[str, float]]:
-    return [engine.train_step(random_batch(seed=i), policy_loss, max_tokens_per_mb=MAX_TOKENS) for i in range(steps)]
-
-
-def draws() -> list[float]:
-    return [random.random(), float(np.random.random()), float(torch.rand(()))]
-
-
-def save_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dtype: str) -> dict[str, Any]:
-    """Three updates, a save, then what an uninterrupted run would do next."""
-    with rank.joined(layout) as (parallel, device):
-        engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
-        train(engine, 3)
-        random.seed(rank.rank)
-        engine.save(path)
-        return {"draws": draws(), "steps": train(engine, 2)}
-
-
-def load_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dtype: str) -> dict[str, Any]:
-    with rank.joined(layout, seed=99) as (parallel, device):
-        engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
-        engine.load(path)
-        return {"draws": draws(), "num_updates": engine.num_updates, "steps": train(engine, 2)}
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -15,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool, build
 from safetensors.torch import load_file, save_file
-from test_weights import assert_same_bytes, tensors_of
-from helpers.tiny_models import EXPERT_MODELS, MODELS, write_model
 
 from allocation import ParallelLayout
 from core.recovery.manifest import seal
+from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
+from helpers.saved_models import assert_same_bytes, convert, run_convert, tensors_of, write_checkpoint
+from helpers.tiny_models import EXPERT_MODELS, MODELS, write_model
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_CHANGES = {
@@ -31,28 +29,6 @@ CONFIG_CHANGES = {
     "checkpoint of another shape": {"num_hidden_layers": 2},
 }
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, vpp=2), ParallelLayout(dp=2)]
-
-
-def write_checkpoint(rank: Rank, layout: ParallelLayout, source: Path, target: Path, options: dict[str, Any]) -> None:
-    from mcore_adapter.checkpoint.checkpoint import save_checkpoint
-
-    with rank.joined(layout) as (parallel, device):
-        chunks = build(source, parallel, device, **options)
-        save_checkpoint(target, chunks, None, parallel=parallel, tokenizer_from=source)
-
-
-def run_convert(rank: Rank, *arguments: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr)"""
-    from tools.convert import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(arguments)
-    return status, out.getvalue(), err.getvalue()
-
-
-def convert(ranks: RankPool, source: Path, target: Path, *flags: str) -> tuple[int, str, str]:
-    return ranks.run(run_convert, 1, "--checkpoint_path", str(source), "--output_path", str(target), *flags)[0]
 
 
 @pytest.mark.parametrize(

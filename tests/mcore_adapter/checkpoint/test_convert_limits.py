@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_weights import assert_same_bytes, tensors_of
 
+from helpers.saved_models import assert_same_bytes, tensors_of
 from mcore_adapter.hf.safetensors_folder import ShardWriter, replacing_folder
 from mcore_adapter.hf.weights import tensor_specs, write_config
 from mcore_adapter.models.families import hf_shapes

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.mcore_ranks import Rank, RankPool
-from test_checkpoint import load_run, save_run
-from test_convert import convert
-from helpers.tiny_models import write_model
 from torch.distributed.checkpoint.metadata import Metadata
 
 from allocation import ParallelLayout
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.saved_models import convert, load_run, save_run
+from helpers.tiny_models import write_model
 from mcore_adapter.checkpoint.restricted import RestrictedReader, load_plain
 
 ALONE = ParallelLayout()

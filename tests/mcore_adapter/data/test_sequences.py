@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers.mcore_ranks import Rank, RankPool
 
 from allocation import ParallelLayout
+from helpers.mcore_ranks import Rank, RankPool
 from mcore_adapter.data.sequences import Sequences
 
 OF_TOKEN = torch.tensor([0, 0, 2, 2, 2])

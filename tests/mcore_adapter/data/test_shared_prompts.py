@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engine_cases import VOCAB, make_engine, per_token, policy_loss, value_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from helpers.mcore_ranks import Rank, RankPool
-from helpers.tiny_models import write_model
 
 from allocation import ParallelLayout
+from helpers.engine_cases import VOCAB, make_engine, per_token, policy_loss, value_loss
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.packing import PackingLayout, pack_microbatch
 from mcore_adapter.data.shape import prompt_units, shape_of

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers.engine_cases import random_batch
 
+from helpers.engine_cases import random_batch
 from mcore_adapter.data.weights import TOKEN_WEIGHTS, sequence_mean, token_mean, token_sum, weigh_tokens
 
 

@@ -10,29 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.mcore_ranks import LAYOUTS, Rank, RankPool, build
 from safetensors.torch import load_file, save_file
-from test_model import cases
-from helpers.tiny_models import MODELS, write_model
 from torch import Tensor
 
 from allocation import ParallelLayout
+from helpers.mcore_ranks import LAYOUTS, Rank, RankPool, build, cases
+from helpers.saved_models import assert_same_bytes, tensors_of
+from helpers.tiny_models import MODELS, write_model
 from mcore_adapter.hf.safetensors_folder import INDEX_FILE, SINGLE_FILE, ShardWriter, TensorSpec
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    assert files, f"{folder} holds no weights"
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def assert_same_bytes(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        other = second[name]
-        assert tensor.dtype == other.dtype and tensor.shape == other.shape, name
-        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
-
 
 # What runs on the ranks
 

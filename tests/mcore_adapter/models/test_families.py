@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_hf_config import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
-from helpers.tiny_models import MODELS, checkpoint_tensors, make_model
 
 import model_specs.families
+from helpers.hf_configs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
+from helpers.tiny_models import MODELS, checkpoint_tensors, make_model
 from mcore_adapter.models import families
 from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV, SplitGateUp
 from mcore_adapter.models.families import canonical_name, hf_shapes, layer_table, outer_table

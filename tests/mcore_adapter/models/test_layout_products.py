@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.engine_cases import actor_run, assert_same_steps
-from helpers.mcore_ranks import RankPool
-from test_convert import convert, write_checkpoint
-from test_weights import assert_same_bytes, tensors_of
-from helpers.tiny_models import EXPERT_MODELS, MODELS, SHAPE
 
 from allocation import AllocationError, ParallelLayout
+from helpers.engine_cases import actor_run, assert_same_steps
+from helpers.mcore_ranks import RankPool
+from helpers.saved_models import assert_same_bytes, convert, tensors_of, write_checkpoint
+from helpers.tiny_models import EXPERT_MODELS, MODELS, SHAPE
 
 pytestmark = pytest.mark.nightly
 

@@ -10,27 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool, build
-from helpers.tiny_models import EXPERT_MODELS, MODELS, checkpoint_tensors
 from torch import Tensor
 
 from allocation import ParallelLayout
+from helpers.mcore_ranks import LAYOUTS, Rank, RankPool, build, cases
+from helpers.tiny_models import EXPERT_MODELS, MODELS, checkpoint_tensors
 
 LENS = ((8, 4, 36, 16, 80, 4), (4, 4, 4, 12, 8, 8))  # of two microbatches; multiples of 2 * cp and, in sum, of tp
-
-
-EVERY_TIME = ("one process", "pp2 vpp2", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2")
-
-
-def cases(names: Any, layouts: dict[str, ParallelLayout]) -> Any:
-    """(model, layout) for each of both; models with experts in their own layouts too, some of them only at night."""
-    params = []
-    for name in names:
-        has_experts = name in EXPERT_MODELS
-        for key, layout in {**layouts, **(EXPERT_LAYOUTS if has_experts else {})}.items():
-            marks = [pytest.mark.nightly] if has_experts and key not in EVERY_TIME else []
-            params.append(pytest.param(name, layout, id=f"{name}-{key}", marks=marks))
-    return pytest.mark.parametrize(("name", "layout"), params)
 
 
 def sequences() -> list[list[Tensor]]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from allocation import ParallelLayout
 from helpers.engine_cases import (
     MAX_TOKENS,
     actor_run,
@@ -22,8 +24,6 @@ from helpers.engine_cases import (
 )
 from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
 from helpers.tiny_models import EXPERT_MODELS, make_model
-
-from allocation import ParallelLayout
 from mcore_adapter.data.batch import ROUTED_EXPERTS
 
 LAYOUTS = {

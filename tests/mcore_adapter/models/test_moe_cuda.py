@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from helpers.engine_cases import (
     BF16_NATS,
     ON_A_GPU,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import checkpoint_tensors
 
+from helpers.tiny_models import checkpoint_tensors
 from mcore_adapter.models.families import hf_shapes
 from mcore_adapter.models.parts import CORRECTION_BIAS
 from model_specs.hf_config import parse_config

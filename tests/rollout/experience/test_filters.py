@@ -9,9 +9,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from helpers.simulated_sampling import make_dataset, trajectory
 from helpers.virtual_clock import run_virtual
-
 from rollout.experience import make_experience
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, Generator, Prompt, Trajectory

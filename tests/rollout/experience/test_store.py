@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from helpers.simulated_sampling import make_prompts, trajectory
 from helpers.virtual_clock import run_virtual, settle
-
 from rollout.experience import (
     MemoryStore,
     OverAge,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 
+from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, WeightBucket

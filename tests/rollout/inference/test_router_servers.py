@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+
 from helpers.sglang_attached import generator_on, request
 from helpers.sglang_double import model
 from helpers.sglang_double.scheduler import token_at
 from helpers.sglang_double.server import SGLangDouble
-
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.router import NoGeneratorError, Router
 from rollout.inference.sglang.generator import SGLangGenerator

@@ -5,9 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, oracle_logprobs, prompt, request, run, steps
 from transformers import DynamicCache
 
+from helpers.embedded_models import (
+    assert_same,
+    bucket_of,
+    engine_of,
+    make_model,
+    oracle_logprobs,
+    prompt,
+    request,
+    run,
+    steps,
+)
 from rollout.inference.embedded.engine import TRIM_STEPS, Engine
 from rollout.inference.embedded.kv_cache import capacity_for, previous_capacity
 from rollout.types import Completion, GenerateRequest

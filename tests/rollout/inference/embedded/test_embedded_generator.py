@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from helpers.embedded_models import (
     VOCAB,
     assert_same,
@@ -22,7 +23,6 @@ from helpers.embedded_models import (
     run,
     write_model,
 )
-
 from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
 from rollout.types import WeightBucket
 

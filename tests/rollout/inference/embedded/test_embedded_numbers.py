@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from helpers.embedded_models import (
     FAMILIES,
     VOCAB,
@@ -19,8 +21,6 @@ from helpers.embedded_models import (
     run,
     write_model,
 )
-from safetensors.torch import save_file
-
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine
 from rollout.inference.embedded.generator import EmbeddedGenerator

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from helpers.embedded_models import follows
 from scipy import stats
 
+from helpers.embedded_models import follows
 from rollout.inference.embedded.sampler import draw, num_blocks, padded_size, restrict, sample, uniforms
 
 

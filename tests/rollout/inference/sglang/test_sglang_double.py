@@ -1,7 +1,7 @@
 """The test double of a SGLang server answers as the recorded real server did; with a SGLang here, the record is fresh.
 
-After a change of the recorder or of SGLang: `python tests/sglang_double/record.py 1` and `2`, with the environment
-variables of sglang_environment.py.
+After a change of the recorder or of SGLang: `python tests/helpers/sglang_double/record.py 1` and `2`, with the
+environment variables of helpers/sglang_environment.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.sglang_double import model
 from helpers.sglang_double.recorder import Recorder, stored
 from helpers.sglang_double.server import SGLangDouble

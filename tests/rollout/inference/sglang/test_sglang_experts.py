@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 
+from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 from model_specs.hf_config import parse_config
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.experts import ExpertsOfTokens

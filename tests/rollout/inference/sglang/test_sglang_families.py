@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from helpers import embedded_models
 from helpers.embedded_models import FAMILIES
 from helpers.sglang_environment import PYTHON, TWO_RANKS, VOCAB, WHY_NOT, environment, running_server, settings_for
 
@@ -14,9 +16,7 @@ if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
-from helpers import embedded_models  # noqa: E402
-from test_sglang_live import TOLERANCE, prompt_of, request, with_generator  # noqa: E402
-
+from helpers.sglang_live import TOLERANCE, prompt_of, request, with_generator  # noqa: E402
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 from rollout.inference.sglang.server import read_model_config  # noqa: E402

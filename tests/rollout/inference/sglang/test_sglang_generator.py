@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from helpers.sglang_attached import at_the_server, check, request, run, sampling_of
 from helpers.sglang_double import model
 from helpers.sglang_double.scheduler import TOKENS_PER_VERSION, token_at
 from helpers.sglang_double.server import SGLangDouble
-
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.sglang_environment import END, PYTHON, WHY_NOT, Models, settings_for
 
+from helpers.sglang_environment import END, PYTHON, WHY_NOT, Models, settings_for
 from rollout.inference.gpus import query_gpus
 from rollout.types import Completion, GenerateRequest, SamplingParams
 

@@ -7,22 +7,22 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from helpers.sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, running_server, settings_for
 
+from helpers.sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, settings_for
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.server import SGLangServer
-from rollout.types import Completion, GenerateRequest, SamplingParams, WeightBucket
+from rollout.types import Completion, GenerateRequest, WeightBucket
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
@@ -34,50 +34,13 @@ from core.weight_sync.buckets import PushError, Sender, SenderSettings  # noqa: 
 from core.weight_sync.disk import DiskSender  # noqa: E402
 from core.weight_sync.ipc import IpcSender  # noqa: E402
 from core.weight_sync.nccl import NcclSender  # noqa: E402
+from helpers.sglang_live import CPU, TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
 from rollout.inference.embedded.sampler import restrict  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
 from rollout.inference.sglang.completions import EMPTY, generate_call  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 
-T = TypeVar("T")
-CPU = torch.device("cpu")
-TOLERANCE = 1e-4  # nats; float32 on both sides, summed in different orders
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
-    with running_server(settings_for(models.folder, tmp_path_factory.mktemp("log") / "generator-0.log")) as server:
-        yield server
-
-
-def with_generator(server: SGLangServer, interrupt: Any, use: Callable[[SGLangGenerator], Awaitable[T]]) -> T:
-    async def main() -> T:
-        generator = SGLangGenerator(server, interrupt=interrupt)
-        try:
-            return await use(generator)
-        finally:
-            await generator.close()
-
-    return asyncio.run(main())
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB - 1, length).tolist()
-
-
-def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(request_id=name, prompt_ids=prompt, sampling=SamplingParams(**sampling))
-
-
-async def update(generator: Any, models: Models, version: int) -> None:
-    await generator.pause()
-    await generator.update_weights(WeightBucket(tensors=models.weights(version)))
-    await generator.resume(version)
+__all__ = ["models", "server"]  # fixtures
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])

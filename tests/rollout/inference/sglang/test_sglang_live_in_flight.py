@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+
 from helpers.sglang_environment import END, PYTHON, WHY_NOT, Models
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
-from test_sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
-
+from helpers.sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 from rollout.inference.sglang.server import SGLangServer  # noqa: E402

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.sglang_environment import PYTHON, TWO_RANKS, TWO_STAGES, WHY_NOT, Models, environment, running_server, settings_for
+
+from helpers.sglang_environment import (
+    PYTHON,
+    TWO_RANKS,
+    TWO_STAGES,
+    WHY_NOT,
+    Models,
+    environment,
+    running_server,
+    settings_for,
+)
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
@@ -17,8 +27,8 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 import test_sglang_live as live  # noqa: E402
 import test_sglang_live_in_flight as in_flight  # noqa: E402
-from test_sglang_live import models  # noqa: E402
 
+from helpers.sglang_live import models  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 from rollout.inference.sglang.server import SGLangServer  # noqa: E402

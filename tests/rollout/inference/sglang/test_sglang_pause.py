@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
 from helpers.sglang_attached import at_the_server, check, request, run
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.weights import Parameters
-
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator

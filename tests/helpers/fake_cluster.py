@@ -1,0 +1,151 @@
+"""A cluster whose actors answer, fail or hang as a test says, and a clock that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from allocation import parse
+from core.errors import LaunchError
+from core.launch import generators as launch_generators
+from core.launch.generators import GeneratorPool, HealthSettings
+from core.recovery.memory import MemoryLimits
+from core.weight_sync.base import LocalPush
+from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
+from rollout.inference.backend import BackendSettings
+
+PENDING = object()
+
+
+class Ref:
+    """A call on an actor; whoever asks gets what the actor says by then, which is nothing good once it is dead."""
+
+    def __init__(self, actor: Actor, method: str) -> None:
+        self._actor, self._method = actor, method
+
+    @property
+    def result(self) -> Any:
+        return self._actor.answers[self._method]
+
+
+class Actor:
+    """`answers`: result of each method; an exception is raised by whoever gets it."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers: dict[str, Any] = {"start": None, "health": None, "receive": 0.25, **answers}
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: Ref(self, method))
+
+    def die(self) -> None:
+        self.answers = dict.fromkeys(self.answers, RayActorError(error_msg="killed"))
+
+
+class FakeRay:
+    def wait(self, refs: list[Ref], **options: Any) -> tuple[list[Ref], list[Ref]]:
+        return [r for r in refs if r.result is not PENDING], [r for r in refs if r.result is PENDING]
+
+    def get(self, ref: Ref) -> Any:
+        if isinstance(ref.result, Exception):
+            raise ref.result
+        return ref.result
+
+    def kill(self, actor: Actor, **options: Any) -> None:
+        actor.die()
+
+
+class Cluster:
+    """Hands out `actors` in order; does the chores before it gathers, as the real one does while it waits."""
+
+    startup_seconds = 60.0
+    host = "127.0.0.1"
+
+    def __init__(self, log_folder: Path, actors: list[Actor]) -> None:
+        self.log_folder, self.actors = log_folder, iter(actors)
+        self.waiter = self
+        self.before_gather: dict[str, Callable[[], None]] = {}
+        self._chores: list[Callable[[], None]] = []
+
+    def start_actor(self, *args: Any, **options: Any) -> Actor:
+        return next(self.actors)
+
+    def gather_started(self, refs: list[Ref], **options: Any) -> None: ...
+
+    def every_second(self, chore: Callable[[], None]) -> None:
+        self._chores.append(chore)
+
+    def gather(self, refs: list[Ref], *, phase: str, **options: Any) -> list[Any]:
+        self.before_gather.pop(phase, lambda: None)()
+        for chore in self._chores:
+            chore()
+        failures = [r.result for r in refs if isinstance(r.result, Exception)]
+        if failures:
+            raise LaunchError(f"{phase}: {failures[0]}")
+        return [r.result for r in refs]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds, which pass when somebody sleeps."""
+    now = SimpleNamespace(seconds=1000.0)
+
+    def sleep(seconds: float) -> None:
+        now.seconds += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    monkeypatch.setattr(launch_generators, "time", fake)
+    monkeypatch.setattr("core.weight_sync.fault_tolerant.time", fake)
+    monkeypatch.setattr(launch_generators, "ray", FakeRay())
+    return now
+
+
+def make_pool(cluster: Cluster, num_generators: int) -> GeneratorPool:
+    allocation = parse(
+        f"mock.d{num_generators}m1p1+d1m1p1",
+        n_nodes=1,
+        n_gpus_per_node=num_generators + 1,
+        default_backend="mock",
+    )
+    pool = GeneratorPool(
+        cluster,  # type: ignore[arg-type]
+        allocation.generator,
+        BackendSettings(model_path="", dtype="float32", device="cpu", max_running=8),
+        threads=1,
+        health=HealthSettings(interval_seconds=5.0, timeout_seconds=20.0, restarts=True),
+        memory=MemoryLimits(),
+    )
+    pool.wait_started(60.0)
+    return pool
+
+
+class Trainer:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def export_weights(self, *args: Any) -> tuple[list[Any], int]:
+        self._cluster.gather([], phase="export")
+        return [], 0
+
+
+class Rollout:
+    """The rollout side, which knows of who came back."""
+
+    def __init__(self) -> None:
+        self.replaced: list[int] = []
+        self.lost: dict[int, str] = {}
+
+    def replace_generator(self, index: int, actor: Any) -> None:
+        self.replaced.append(index)
+
+    def lost_generators(self) -> dict[int, str]:
+        return self.lost
+
+
+def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> FaultTolerantWeightSync:
+    local = LocalPush(Trainer(cluster), pool, bucket_bytes=1, timeout_seconds=60.0)  # type: ignore[arg-type]
+    return FaultTolerantWeightSync(local, pool, rollout, reconnect=lambda: None, patience_seconds=60.0)  # type: ignore[arg-type]
