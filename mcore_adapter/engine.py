@@ -38,14 +38,14 @@ from mcore_adapter.hf.weights import (
     run_export,
     save_hf,
 )
-from mcore_adapter.models.families import HF_VALUE_HEAD
 from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.out_of_memory import MemoryGuard, PassSizes
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
-from model_specs.hf_config import ModelConfig, read_config
+from model_specs.fits import check_head
+from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask" and "token_weights", sequences) -> (loss, metrics), all of them weighted
@@ -370,11 +370,10 @@ class MegatronEngine:
 
 def _require_value_head(path: str) -> None:
     with SafetensorsFolder(path) as folder:
-        if HF_VALUE_HEAD not in folder.names:
-            raise ValueError(
-                f"{path} holds no critic ({HF_VALUE_HEAD} is missing); to start one from a language model set "
-                "critic.init_critic_from_actor=true"
-            )
+        try:
+            check_head(folder.names, True)
+        except ModelConfigError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def _check_routed_experts(batch: PackedBatch, config: ModelConfig) -> None:

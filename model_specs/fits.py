@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from model_specs.config import ModelConfig
 from model_specs.values import ModelConfigError
 
+VALUE_HEAD = "score.weight"
+"""Name of the value head in a Hugging Face folder."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -72,3 +74,15 @@ def check_shapes(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> No
         raise ModelConfigError(
             f"num_hidden_layers={c.num_layers} in config.json, but the weight files have no layer {missing}"
         )
+
+
+def check_head(names: Collection[str], value_head: bool | None) -> None:
+    """Raise ModelConfigError where the weight files, whose tensors have these names, lack a value head that they must
+    have, or have one that they must not have; None: either is right."""
+    if value_head is True and VALUE_HEAD not in names:
+        raise ModelConfigError(
+            f"holds no critic ({VALUE_HEAD} is missing); set critic.init_critic_from_actor=true to start one from this "
+            "language model"
+        )
+    if value_head is False and VALUE_HEAD in names:
+        raise ModelConfigError(f"holds a critic ({VALUE_HEAD} is a value head); write the folder of a language model")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from model_specs.fits import check_shapes, check_tokenizer
+from model_specs.fits import check_head, check_shapes, check_tokenizer
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 
 _INDEX = "model.safetensors.index.json"
@@ -23,10 +23,11 @@ class ModelFolderError(ValueError):
     """A model folder that cannot be used."""
 
 
-def read_model_folder(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
-    """Return the model's shape, after checking what else must be in the folder. Raises ModelFolderError."""
+def read_model_folder(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None = None) -> ModelConfig:
+    """Return the model's shape, after checking what else must be in the folder. `value_head`: whether the weights must
+    end in one; None: either. Raises ModelFolderError."""
     try:
-        return _read(path, weights=weights, tokenizer=tokenizer)
+        return _read(path, weights=weights, tokenizer=tokenizer, value_head=value_head)
     except PermissionError as error:
         raise ModelFolderError(f"{error.filename}: {error.strerror}; change its permissions") from None
     except OSError as error:
@@ -35,7 +36,7 @@ def read_model_folder(path: str, *, weights: bool, tokenizer: bool) -> ModelConf
         ) from None
 
 
-def _read(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
+def _read(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None) -> ModelConfig:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelFolderError(
@@ -55,6 +56,8 @@ def _read(path: str, *, weights: bool, tokenizer: bool) -> ModelConfig:
         if tokenizer and (folder / _TOKENIZERS[0]).is_file():
             check_tokenizer(folder / _TOKENIZERS[0], config.vocab_size)
         check_shapes(config, shapes)
+        if weights:
+            check_head(shapes, value_head)
     except ModelConfigError as error:
         raise ModelFolderError(f"{path}: {str(error).removeprefix(f'{path}/')}") from None
     return config

@@ -44,9 +44,13 @@ def load_plugin(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
     return found
 
 
-def check_factory(spec: str, *, kind: str, settings: Iterable[str]) -> None:
-    """Find the class or factory at `spec`, which must take these keyword arguments. Raises PluginError."""
-    _check_call(_find(spec, kind=kind), spec, kind=kind, args=(), kwargs=dict.fromkeys(settings))
+def check_factory(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], settings: Iterable[str]) -> None:
+    """Find the class or factory at `spec`, which must take these keyword arguments, and check a class's methods, as
+    build_plugin checks those of what it returns. Raises PluginError."""
+    found = _find(spec, kind=kind)
+    _check_call(found, spec, kind=kind, args=(), kwargs=dict.fromkeys(settings))
+    if inspect.isclass(found):
+        check_methods(found, spec, kind=kind, methods=methods)
 
 
 def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], **settings: Any) -> Any:
@@ -60,12 +64,16 @@ def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], 
 
 
 def check_methods(plugin: Any, spec: str, *, kind: str, methods: Mapping[str, Sequence[str]]) -> Any:
-    """Return `plugin` itself if it has every coroutine method of `methods` with these positional arguments."""
+    """Return `plugin`, an instance or its class, if it has every coroutine method of `methods` with these positional
+    arguments. Raises PluginError."""
     for name, arguments in methods.items():
         method = getattr(plugin, name, None)
         if not inspect.iscoroutinefunction(method):
-            raise PluginError(f"{kind} {spec}: needs a method `async def {name}(self, {', '.join(arguments)})`")
-        _check_call(method, f"{spec}.{name}", kind=kind, args=arguments, kwargs={})
+            found = "" if method is None else f"; its {name} is not async"
+            raise PluginError(f"{kind} {spec}: needs a method `async def {name}(self, {', '.join(arguments)})`{found}")
+        # A method of a class is a function that takes the instance, too.
+        own = ("self",) if inspect.isclass(plugin) and inspect.isfunction(method) else ()
+        _check_call(method, f"{spec}.{name}", kind=kind, args=(*own, *arguments), kwargs={})
     return plugin
 
 

@@ -131,6 +131,13 @@ class ModelUse:
     roles: tuple[str, ...]
     tokenizer: bool = False
 
+    @property
+    def value_head(self) -> bool | None:
+        """Whether the weights at `path` must end in a value head; None: a critic starts from either."""
+        if self.key == "critic":
+            return None if self.section.init_critic_from_actor else True
+        return False
+
 
 class MicroBatchSpec(Section):
     """How a minibatch is cut into microbatches."""

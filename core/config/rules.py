@@ -154,10 +154,11 @@ def _ppo_models(config: PPOMATHConfig) -> Iterator[Violation]:
         yield Violation(("critic.optimizer.type",), "the critic is trained; write adam, or ppo.disable_value=true")
 
 
-def _server_arguments(config: PPOMATHConfig) -> Iterator[Violation]:
+def _server_arguments(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    backend = BACKENDS[allocation.generator.backend]
     for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
-        for key, why in (found for backend in BACKENDS.values() for found in backend.refused_flags(flags)):
-            yield Violation((section,), f"{key} cannot be set: {why}; leave it out")
+        for key, message in backend.refused_flags(flags):
+            yield Violation((f"{section}.{key}", section, "allocation_mode"), message)
 
 
 def _trained_model(name: str, model: ModelTrainEvalConfig) -> Iterator[Violation]:
@@ -301,12 +302,12 @@ _BATCH_KEYS = {
     "ppo_n_minibatches": "ppo.ppo_n_minibatches",
 }
 _RULES: Mapping[str, tuple[Callable[[Any], Iterator[Violation]], ...]] = {
-    "ppo-math": (_sampling, _ppo_models, _server_arguments),
+    "ppo-math": (_sampling, _ppo_models),
     "sft": (_sft_model,),
     "dpo": (_sft_model, _reference),
 }
 _ALLOCATION_RULES: Mapping[str, tuple[Callable[[Any, Allocation], Iterator[Violation]], ...]] = {
-    "ppo-math": (_transport, _shared_ranks, _backend, _interrupt, _routing_replay),
+    "ppo-math": (_server_arguments, _transport, _shared_ranks, _backend, _interrupt, _routing_replay),
     "sft": (),
     "dpo": (),
 }

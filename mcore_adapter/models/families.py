@@ -23,6 +23,7 @@ from mcore_adapter.models.qwen2 import QWEN2
 from mcore_adapter.models.qwen3 import QWEN3
 from mcore_adapter.models.qwen3_moe import QWEN3_MOE
 from model_specs.config import ModelConfig
+from model_specs.fits import VALUE_HEAD
 
 FAMILIES: Mapping[str, MegatronFamily] = {
     "qwen2": QWEN2,
@@ -54,7 +55,7 @@ EMBEDDING, FINAL_NORM, OUTPUT = (
     "decoder.final_layernorm.weight",
     "output_layer.weight",
 )
-HF_EMBEDDING, HF_VALUE_HEAD = "model.embed_tokens.weight", "score.weight"
+HF_EMBEDDING, HF_VALUE_HEAD = "model.embed_tokens.weight", VALUE_HEAD
 
 
 def canonical_name(name: str, first_expert: int = 0) -> str:

@@ -238,7 +238,7 @@ class Backend(Protocol):
         ...
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
-        """Yield (flag, reason) of flags that users must not set."""
+        """Yield (flag, message) of flags that users must not set, or not to this value."""
         ...
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:

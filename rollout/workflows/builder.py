@@ -10,12 +10,14 @@ from rollout.types import Workflow
 from rollout.workflows.single_turn import SingleTurnMathWorkflow
 
 WORKFLOWS: dict[str, type] = {"math": SingleTurnMathWorkflow}
+_METHODS = {"run": ("prompt", "generator")}
 
 
 def check_workflow(spec: str) -> None:
     """Check `spec` as far as possible before there are settings for make_workflow. Raises PluginError."""
     if ":" in spec:
-        check_factory(spec, kind="workflow", settings=inspect.signature(SingleTurnMathWorkflow).parameters)
+        settings = inspect.signature(SingleTurnMathWorkflow).parameters
+        check_factory(spec, kind="workflow", methods=_METHODS, settings=settings)
     elif spec not in WORKFLOWS:
         known = ", ".join(sorted(WORKFLOWS))
         raise PluginError(f"unknown workflow {spec!r}; use one of {known}, or package.module:Class")
@@ -30,5 +32,5 @@ def make_workflow(spec: str, **settings: Any) -> Workflow:
     if spec in WORKFLOWS:
         workflow: Workflow = WORKFLOWS[spec](**settings)
         return workflow
-    built: Workflow = build_plugin(spec, kind="workflow", methods={"run": ("prompt", "generator")}, **settings)
+    built: Workflow = build_plugin(spec, kind="workflow", methods=_METHODS, **settings)
     return built

@@ -35,7 +35,12 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
     vocabularies: dict[str, int] = {}
     for use in config.model_uses:
         try:
-            model = read_model_folder(use.path, weights=not use.section.init_from_scratch, tokenizer=use.tokenizer)
+            model = read_model_folder(
+                use.path,
+                weights=not use.section.init_from_scratch,
+                tokenizer=use.tokenizer,
+                value_head=use.value_head,
+            )
         except ModelFolderError as error:
             yield Problem(key=f"{use.key}.path", message=str(error))
             continue

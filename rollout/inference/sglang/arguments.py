@@ -1,6 +1,11 @@
-"""Which arguments of a SGLang server are its user's to set, as far as it is known without SGLang."""
+"""Which arguments of a SGLang server its user may set, and to what; SGLang itself is not needed."""
 
 from __future__ import annotations
+
+import difflib
+
+from rollout.inference.backend import FlagValue
+from rollout.inference.sglang.server_arguments import KINDS, VERSION
 
 FROM_ELSEWHERE = {
     "model_path": "set by actor.path",
@@ -26,6 +31,46 @@ FROM_ELSEWHERE = {
 """Server arguments that are not the user's to set, and what decides them."""
 
 
+_SYNONYMS = {
+    "model": "model_path",
+    "tensor_parallel_size": "tp_size",
+    "pipeline_parallel_size": "pp_size",
+    "data_parallel_size": "dp_size",
+}
+"""Second names of arguments in FROM_ELSEWHERE."""
+
+
 def decided_elsewhere(key: str) -> str | None:
     """Return the key or mechanism that determines the server argument `key`; None where users may set it."""
-    return FROM_ELSEWHERE.get(key.replace("-", "_"))
+    name = key.replace("-", "_")
+    return FROM_ELSEWHERE.get(_SYNONYMS.get(name, name))
+
+
+def refusal(key: str, value: FlagValue) -> str | None:
+    """Return why the server argument `key` cannot be set to `value`; None where it can."""
+    if why := decided_elsewhere(key):
+        return f"cannot be set: {why}; leave it out"
+    name = key.replace("-", "_")
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=1)
+        way_out = f"did you mean {near[0]!r}?" if near else "`python -m sglang.launch_server --help` lists all"
+        return f"SGLang {VERSION} has no such server argument; {way_out}"
+    return None if value is None else _wrong_value(name, value)
+
+
+def _wrong_value(name: str, value: FlagValue) -> str | None:
+    kind = KINDS[name]
+    if kind == "flag":
+        return None if isinstance(value, bool) else f"must be true or false, got {value!r}"
+    if kind == "list" or name == "context_length":  # one value is a list, too; 32k is a length
+        return None
+    if isinstance(value, (list, bool)):
+        return f"must be {_ONE.get(kind, 'one value')}, got {value!r}"
+    try:
+        {"integer": int, "number": float}.get(kind, str)(str(value))
+    except ValueError:
+        return f"must be {_ONE[kind]}, got {value!r}"
+    return None
+
+
+_ONE = {"integer": "an integer", "number": "a number"}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from model_specs.families import FAMILIES
 from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, MemoryFlag, Replica
-from rollout.inference.sglang.arguments import decided_elsewhere
+from rollout.inference.sglang.arguments import refusal
 
 if TYPE_CHECKING:
     from model_specs.config import ModelConfig
@@ -29,8 +29,8 @@ class SGLangBackend:
     shared_memory_names = ("sglang",)
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
-        for flag in flags:
-            if why := decided_elsewhere(flag):
+        for flag, value in flags.items():
+            if why := refusal(flag, value):
                 yield flag, why
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:

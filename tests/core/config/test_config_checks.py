@@ -94,6 +94,20 @@ def test_a_config_of_another_model_than_the_weights_is_named(
     assert said in message
 
 
+def test_a_critic_needs_a_value_head_and_no_other_model_has_one(tmp_path: Path) -> None:
+    path, model = write_run(tmp_path), tmp_path / "model"
+    critic = write_model(tmp_path / "critic")
+    with_critic = ("ppo.disable_value=false", f"critic.path={model}")
+    (message,) = problems(path, *with_critic)
+    assert "critic.path: model: holds no critic (score.weight is missing); set critic.init_critic_from_actor" in message
+    assert problems(path, *with_critic, "critic.init_critic_from_actor=true") == []
+    assert problems(path, *with_critic, "critic.init_from_scratch=true") == []
+    write_safetensors(critic / "model.safetensors", {"model.norm.weight": 32, "score.weight": 32})
+    assert problems(path, "ppo.disable_value=false", f"critic.path={critic}") == []
+    (message,) = problems(path, f"actor.path={critic}")
+    assert "actor.path: critic: holds a critic (score.weight is a value head)" in message
+
+
 def test_the_shapes_of_a_real_model_fit() -> None:
     config = parse_config(TINY_CONFIG)
     shapes = {
@@ -293,6 +307,19 @@ def test_sft_rows_are_checked_as_pairs(tmp_path: Path) -> None:
     assert "rows.jsonl:2: " in problem.message
 
 
+FLOWS = """
+class Base:
+    def __init__(self, **settings): ...
+class Right(Base):
+    async def run(self, prompt, generator): ...
+class Blocking(Base):
+    def run(self, prompt, generator): ...
+class Alone(Base):
+    async def run(self, prompt): ...
+def build(**settings): ...
+"""
+
+
 def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path)
     (tmp_path / "mine.py").write_text("def score(prompt, text):\n    return 0.0\n")
@@ -308,7 +335,17 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     assert "workflow.type: workflow no_such_package:Dialogue: there is no module 'no_such_package'" in message
     (message,) = problems(path, "workflow.type=mine:score")
     assert "workflow.type: workflow mine:score: is called as (tokenizer=, reward_pool=, sampling=" in message
-    sys.modules.pop("mine", None)
+    (tmp_path / "flows.py").write_text(FLOWS)
+    assert problems(path, "workflow.type=flows:Right") == [] == problems(path, "workflow.type=flows:build")
+    (message,) = problems(path, "workflow.type=flows:Blocking")
+    needed = "needs a method `async def run(self, prompt, generator)`"
+    assert message.endswith(f"workflow.type: workflow flows:Blocking: {needed}; its run is not async")
+    (message,) = problems(path, "workflow.type=flows:Base")
+    assert message.endswith(f"workflow.type: workflow flows:Base: {needed}")
+    (message,) = problems(path, "workflow.type=flows:Alone")
+    assert "workflow flows:Alone.run: is called as (self, prompt, generator)" in message
+    for module in ("mine", "flows"):
+        sys.modules.pop(module, None)
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
     found = problems(path, "reward.function=script:score", "workflow.type=script:Flow", "actor.path=/no/model")
     assert [message.split(": ")[1] for message in found] == ["actor.path", "reward.function", "workflow.type"]

@@ -14,12 +14,13 @@ import pytest
 
 from allocation import GENERATOR_BACKENDS
 from model_specs.hf_config import parse_config
-from rollout.inference.backend import BackendSettings, Interrupt, WeightFormat
+from rollout.inference.backend import BackendSettings, FlagValue, Interrupt, WeightFormat
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, server_flags
+from rollout.inference.sglang.server_arguments import VERSION
 from rollout.types import WeightBucket
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -158,4 +159,34 @@ def test_settings_of_any_backend_become_arguments_of_a_server(
 def test_flags_that_are_decided_elsewhere_are_refused_by_the_backend() -> None:
     refused = dict(BACKENDS["sglang"].refused_flags({"tp-size": 2, "device": "cpu", "context_length": 7}))
     assert refused.keys() == {"tp-size", "device"} and "generator.device" in refused["device"]
+    assert [flag for flag, _ in BACKENDS["sglang"].refused_flags({"model": "m", "tensor_parallel_size": 2})] == [
+        "model", "tensor_parallel_size",
+    ]  # fmt: skip
     assert list(BACKENDS["mock"].refused_flags({"tp-size": 2})) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("mem_fracton_static", 0.8, "SGLang 0.5.17 has no such server argument; did you mean 'mem_fraction_static'?"),
+        ("zzz", 1, "SGLang 0.5.17 has no such server argument; `python -m sglang.launch_server --help` lists all"),
+        ("mem-fraction-static", "a lot", "must be a number, got 'a lot'"),
+        ("stream_interval", 1.5, "must be an integer, got 1.5"),
+        ("stream_interval", True, "must be an integer, got True"),
+        ("disable_radix_cache", 1, "must be true or false, got 1"),
+        ("attention_backend", [1, 2], "must be one value, got [1, 2]"),
+        ("mem_fraction_static", 1, None),
+        ("schedule_conservativeness", "0.5", None),
+        ("context_length", "32k", None),
+        ("cuda_graph_bs", [1, 2, 4], None),
+        ("cuda_graph_bs", None, None),
+        ("torchao_config", "", None),
+        ("enable-metrics", True, None),
+    ],
+)
+def test_server_arguments_are_checked_without_sglang(flag: str, value: FlagValue, message: str | None) -> None:
+    assert dict(BACKENDS["sglang"].refused_flags({flag: value})).get(flag) == message
+
+
+def test_the_checked_arguments_are_those_of_the_pinned_sglang() -> None:
+    assert f'"sglang=={VERSION}"' in (Path(__file__).parents[3] / "setup.py").read_text()

@@ -1,0 +1,138 @@
+"""Server arguments of the SGLang that setup.py pins, for checks on machines without SGLang.
+
+Written from `ServerArgs.add_cli_args`; tests/rollout/inference/sglang/test_sglang_live_arguments.py compares the two.
+"""
+
+VERSION = "0.5.17"
+"""The SGLang that has these arguments."""
+
+_NAMES = {
+    "flag": """
+    abort_on_priority_when_disabled allow_auto_truncate checkpoint_engine_wait_weights_before_ready
+    collect_tokens_histogram constrained_json_disable_any_whitespace dcp_replicate_q_proj debug_cuda_graph
+    delete_ckpt_after_loading disable_attn_tp_gather disable_chunked_prefix_cache disable_cuda_graph
+    disable_cuda_graph_padding disable_custom_all_reduce disable_decode_cuda_graph disable_fast_image_processor
+    disable_flashinfer_autotune disable_flashinfer_cutlass_moe_fp4_allgather disable_hybrid_swa_memory
+    disable_outlines_disk_cache disable_overlap_schedule disable_piecewise_cuda_graph disable_prefill_cuda_graph
+    disable_priority_preemption disable_radix_cache disable_shared_experts_fusion disable_tokenizer_batch_decode
+    disaggregation_decode_enable_offload_kvcache disaggregation_decode_enable_radix_cache dllm_fdfo
+    elastic_ep_rejoin enable_adaptive_dispatch_to_encoder enable_aiter_allreduce_fusion
+    enable_attn_tp_input_scattered enable_breakable_cuda_graph enable_broadcast_mm_inputs_process
+    enable_cache_report enable_cp_decode_attn_tp enable_cudagraph_gc enable_custom_logit_processor
+    enable_deepseek_v4_fp4_indexer enable_deterministic_inference enable_dp_attention
+    enable_dp_attention_local_control_broadcast enable_dp_lm_head enable_draft_weights_cpu_backup
+    enable_dsa_cache_layer_split enable_dsa_prefill_context_parallel enable_dynamic_batch_tokenizer
+    enable_dynamic_chunking enable_elastic_expert_backup enable_eplb enable_expert_distribution_metrics
+    enable_flashinfer_allreduce_fusion enable_flexkv enable_forward_pass_metrics enable_fp32_lm_head
+    enable_fused_moe_sum_all_reduce enable_fused_qk_norm_rope enable_gdn_replayssm_spec enable_hierarchical_cache
+    enable_hisparse enable_http2 enable_int8_mamba_checkpoint enable_layerwise_nvtx_marker enable_linear_replayssm
+    enable_linear_replayssm_spec enable_lmcache enable_lora enable_lora_overlap_loading
+    enable_mamba_cache_stochastic_rounding enable_memory_saver enable_metrics enable_metrics_for_all_schedulers
+    enable_mfu_metrics enable_mis enable_mixed_chunk enable_mm_global_cache enable_mscclpp enable_multi_layer_eagle
+    enable_multimodal enable_nccl_nvls enable_nsa_prefill_context_parallel enable_p2p_check
+    enable_page_major_kv_layout enable_pdmux enable_precise_embedding_interpolation enable_prefill_context_parallel
+    enable_prefill_cp enable_prefill_delayer enable_prefix_mm_cache enable_priority_scheduling
+    enable_profile_cuda_graph enable_quant_communications enable_request_time_stats_logging
+    enable_return_hidden_states enable_return_indexer_topk enable_return_routed_experts enable_scattered_sconv
+    enable_session_radix_cache enable_single_batch_overlap enable_ssl_refresh enable_streaming_session
+    enable_strict_thinking enable_symm_mem enable_tf32_matmul enable_tokenizer_batch_encode enable_torch_compile
+    enable_torch_compile_debug_mode enable_torch_symm_mem enable_trace enable_two_batch_overlap
+    enable_unified_memory enable_waterfill enable_weights_cpu_backup encoder_only
+    enforce_disable_flashinfer_allreduce_fusion enforce_piecewise_cuda_graph enforce_shared_experts_fusion
+    experts_shared_outer_loras export_metrics_to_file flashinfer_mla_disable_ragged grpc_mode
+    incremental_streaming_output is_embedding keep_mm_feature_on_device language_only log_requests
+    lora_strict_loading lora_use_virtual_experts mm_enable_dp_encoder no_dcp_replicate_q_proj no_dllm_fdfo
+    no_experts_shared_outer_loras no_lora_strict_loading pre_warm_nccl prefill_only_disable_kv_cache
+    prefill_round_robin_balance quantize_and_serve remote_instance_weight_loader_start_seed_via_transfer_engine
+    schedule_low_priority_values_first show_time_cost skip_server_warmup skip_tokenizer_init sleep_on_idle
+    smg_grpc_mode speculative_adaptive speculative_dspark_align_verify_tokens_to_graph_tier
+    speculative_skip_dp_mlp_sync speculative_use_rejection_sampling stream_output
+    stream_response_default_include_usage strip_thinking_cache triton_attention_reduce_in_fp32 trust_remote_code
+    use_ray weight_loader_disable_mmap weight_loader_drop_cache_after_load weight_loader_prefetch_checkpoints
+    """,
+    "integer": """
+    asr_max_buffer_seconds asr_max_concurrent_sessions attention_context_parallel_size attn_cp_size base_gpu_id
+    batch_notify_size chunked_prefill_size cpu_offload_gb cuda_graph_max_bs cuda_graph_max_bs_decode
+    cuda_graph_max_bs_prefill data_parallel_size dcp_size decode_context_parallel_size decode_log_interval
+    decoupled_spec_rank default_priority_value detokenizer_worker_num disaggregation_bootstrap_port
+    disaggregation_decode_extra_slots disaggregation_decode_polling_interval dist_timeout dp_size dwdp_size
+    dynamic_batch_tokenizer_batch_size elastic_ep_initial_size elastic_ep_join_rank_offset encoder_bootstrap_port
+    engine_info_bootstrap_port ep ep_num_redundant_experts ep_size eplb_rebalance_layers_per_chunk
+    eplb_rebalance_num_iterations expert_distribution_recorder_buffer_size expert_parallel_size fuseep_mode
+    gpu_id_step grpc_http_sidecar_port grpc_port hicache_size int8_mamba_ckpt_size kt_cpuinfer
+    kt_max_deferred_experts_per_token kt_num_gpu_experts kt_threadpool_count kv_canary_sweep_interval
+    linear_replayssm_cache_len load_snapshot_publish_interval log_requests_level mamba_cache_philox_rounds
+    mamba_max_states_per_path mamba_track_interval max_ep_size max_loaded_loras max_lora_chunk_size max_lora_rank
+    max_loras_per_batch max_mamba_cache_size max_queued_requests max_running_requests min_free_slots_delay
+    mm_io_worker_num mm_processor_worker_num moe_data_parallel_size moe_dense_tp_size moe_dp_size nccl_port nnodes
+    node_rank num_continuous_decode_steps num_reserved_decode_tokens offload_group_size offload_num_in_group
+    offload_prefetch_step optimistic_prefill_attempts page_size piecewise_cuda_graph_max_tokens
+    pipeline_parallel_size port pp_async_batch_depth pp_max_micro_batch_size pp_size
+    prefill_delayer_max_delay_passes prefill_max_requests priority_scheduling_preemption_threshold random_seed
+    remote_instance_weight_loader_seed_instance_service_port scheduler_recv_interval sm_group_num
+    smg_http_sidecar_port speculative_dflash_block_size speculative_dflash_draft_window_size
+    speculative_draft_window_size speculative_dspark_block_size speculative_eagle_topk speculative_ngram_capacity
+    speculative_ngram_external_corpus_max_tokens speculative_ngram_external_sam_budget
+    speculative_ngram_max_bfs_breadth speculative_ngram_max_trie_depth speculative_ngram_min_bfs_breadth
+    speculative_num_draft_tokens speculative_num_steps stream_interval tensor_parallel_size tokenizer_worker_num
+    torch_compile_max_bs tp_size triton_attention_num_kv_splits triton_attention_split_tile_size
+    weight_cache_timeout weight_loader_prefetch_num_threads
+    """,
+    "number": """
+    dynamic_batch_tokenizer_batch_timeout elastic_ep_scale_timeout eplb_min_rebalancing_utilization_threshold
+    gc_warning_threshold_secs hicache_ratio lora_drain_wait_threshold mamba_full_memory_ratio mem_fraction_static
+    prefill_delayer_max_delay_ms prefill_delayer_queue_min_ratio prefill_delayer_token_usage_low_watermark
+    schedule_conservativeness soft_watchdog_timeout speculative_accept_threshold_acc
+    speculative_accept_threshold_single swa_full_tokens_ratio tbo_token_distribution_threshold watchdog_timeout
+    """,
+    "list": """
+    bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token cuda_graph_bs
+    cuda_graph_bs_decode cuda_graph_bs_prefill custom_weight_loader debug_tensor_dump_layers encoder_register_urls
+    encoder_urls flashinfer_autotune_skip_ops gc_threshold generation_tokens_buckets log_requests_target lora_paths
+    lora_target_modules numa_node piecewise_cuda_graph_tokens prefill_delayer_forward_passes_buckets
+    prefill_delayer_wait_seconds_buckets prompt_tokens_buckets tokenizer_metrics_allowed_custom_labels
+    uvicorn_access_log_exclude_prefixes
+    """,
+    "other": """
+    admin_api_key api_key attention_backend bf16_gemm_backend chat_template completion_template config
+    constrained_json_whitespace_pattern context_length cp_strategy crash_dump_folder cuda_graph_backend_decode
+    cuda_graph_backend_prefill cuda_graph_config cuda_graph_tc_compiler dcp_comm_backend
+    debug_tensor_dump_input_file debug_tensor_dump_output_folder decode_attention_backend
+    decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_role decrypted_config_file
+    decrypted_draft_config_file deepep_config deepep_dispatcher_output_dtype deepep_mode
+    default_chat_template_kwargs device disaggregation_ib_device disaggregation_mode disaggregation_transfer_backend
+    dist_init_addr dllm_algorithm dllm_algorithm_config download_dir dsa_decode_backend dsa_paged_mqa_logits_backend
+    dsa_prefill_backend dsa_prefill_cp_mode dsa_topk_backend dtype elastic_ep_backend elastic_ep_join_mode
+    encoder_transfer_backend ep_dispatch_algorithm eplb_algorithm expert_distribution_recorder_mode
+    export_metrics_to_file_dir extra_metric_labels fastapi_root_path file_storage_path
+    flashinfer_allreduce_fusion_backend flashinfer_mxfp4_moe_precision flexkv_config_file forward_hooks
+    forward_pass_metrics_ipc_name forward_pass_metrics_worker_id fp4_gemm_backend fp8_gemm_backend grammar_backend
+    hf_chat_template_name hicache_io_backend hicache_mem_layout hicache_storage_backend
+    hicache_storage_backend_extra_config hicache_storage_prefetch_policy hicache_write_policy
+    hierarchical_sparse_attention_extra_config hisparse_config host init_expert_location json_model_override_args
+    kt_method kt_weight_path kv_cache_dtype kv_canary kv_canary_real_data kv_events_config limit_mm_data_per_request
+    linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
+    lmcache_config_file load_balance_method load_format log_level log_level_http log_requests_format lora_backend
+    lora_eviction_policy mamba_backend mamba_radix_cache_strategy mamba_scheduler_strategy mamba_ssm_dtype
+    max_prefill_tokens max_total_tokens mm_attention_backend mm_feature_transport mm_process_config model
+    model_checksum model_config_parser model_impl model_loader_extra_config model_path modelexpress_config
+    modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path modelopt_quant
+    moe_a2a_backend moe_runner_backend mooncake_ib_device msprobe_dump_config nccl_init_addr nsa_decode_backend
+    nsa_prefill_backend nsa_prefill_cp_mode offload_mode otlp_traces_endpoint pdmux_config_path
+    piecewise_cuda_graph_compiler preferred_sampling_params prefill_attention_backend prefill_cp_mode quantization
+    quantization_param_path radix_cache_backend radix_eviction_policy reasoning_parser
+    remote_instance_weight_loader_backend remote_instance_weight_loader_seed_instance_ip
+    remote_instance_weight_loader_send_weights_group_ports retraction_policy return_hidden_states_mode revision
+    rl_on_policy_target rl_quant_profile sampling_backend sampling_defaults schedule_policy served_model_name
+    sidecar sidecar_args spec_trace_dir speculative_adaptive_config speculative_algorithm speculative_attention_mode
+    speculative_draft_attention_backend speculative_draft_load_format speculative_draft_model
+    speculative_draft_model_path speculative_draft_model_quantization speculative_draft_model_revision
+    speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path speculative_moe_a2a_backend
+    speculative_moe_runner_backend speculative_ngram_external_corpus_path speculative_ngram_match_type
+    speculative_token_map ssl_ca_certs ssl_certfile ssl_keyfile ssl_keyfile_password tokenizer_backend
+    tokenizer_metrics_custom_labels_header tokenizer_mode tokenizer_path tool_call_parser tool_server torchao_config
+    trace_modules warmups weight_cache_mode weight_cache_socket weight_version
+    """,
+}
+KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+"""Argument -> what it takes: flag (true or false), integer, number, list, or other."""
