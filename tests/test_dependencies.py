@@ -1,0 +1,156 @@
+"""Owners of heavy libraries, words of devices and backends, and declared dependencies, read from the source."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers.source import PACKAGES, ROOT, place, source_files, top_imports, tree
+
+OWNER = {
+    "megatron": "mcore_adapter/",
+    "transformer_engine": "mcore_adapter/",
+    "sglang": "rollout/inference/sglang/",
+    "ray": "core/launch/",
+}
+DEVICE_WORDS = re.compile(r"\b(cuda|nccl|gloo)\b")
+MAY_NAME_DEVICES = (
+    "allocation/device.py",
+    "mcore_adapter/device.py",
+    "mcore_adapter/cpu/",
+    "mcore_adapter/cuda/",
+    "core/weight_sync/",
+    "core/config/push.py",
+    "rollout/inference/backend.py",
+    "rollout/inference/sglang/",
+)
+
+DISTRIBUTION = {
+    "megatron": "megatron-core",
+    "transformer_engine": "transformer-engine",
+    "yaml": "PyYAML",
+    "math_verify": "math-verify",
+    "mlflow": "mlflow-skinny",
+}
+"""Where the name to import and the name to install differ."""
+
+YARDSTICKS = {"trl", "verl", "trinity", "openrlhf"}
+"""Libraries that a benchmark compares with, in an environment of their own."""
+
+# In the repository they are sources too, but nothing imports them.
+NOT_SHIPPED = {"tests", "setup"}
+
+
+def docstrings(module: ast.Module) -> set[int]:
+    """ids of the constants that are bare string statements: docstrings of modules, classes, functions, fields."""
+    return {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+
+
+@pytest.mark.parametrize("library", sorted(OWNER))
+def test_a_heavy_library_has_one_owner(library: str) -> None:
+    wrong = [
+        place(path, line)
+        for package in sorted(PACKAGES)
+        for path in source_files(package)
+        for name, line in top_imports(path)
+        if name == library and not path.relative_to(ROOT).as_posix().startswith(OWNER[library])
+    ]
+    assert not wrong, f"{library} may be imported only in {OWNER[library]}*: {wrong}"
+
+
+def test_device_words_stay_in_the_device_and_transport_files() -> None:
+    wrong = []
+    for package in sorted(PACKAGES):
+        for path in source_files(package):
+            if path.relative_to(ROOT).as_posix().startswith(MAY_NAME_DEVICES):
+                continue
+            skipped = docstrings(tree(path))
+            for node in ast.walk(tree(path)):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+                    found = DEVICE_WORDS.search(node.value)
+                elif isinstance(node, ast.Attribute):
+                    found = DEVICE_WORDS.fullmatch(node.attr)
+                else:
+                    continue
+                if found:
+                    wrong.append(f"{place(path, node.lineno)} says {found.group()}")
+    assert not wrong, wrong
+
+
+def test_nobody_prints_outside_of_tools() -> None:
+    wrong = [
+        place(path, node.lineno)
+        for package in sorted(PACKAGES - {"tools", "slipstream"})
+        for path in source_files(package)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not wrong, wrong
+
+
+def declared(requirements: ast.expr) -> set[str]:
+    return {re.split(r"[\[<>=~! ]", ast.literal_eval(item))[0] for item in requirements.elts}  # type: ignore[attr-defined]
+
+
+def setup_requirements() -> tuple[set[str], dict[str, set[str]]]:
+    """(names that every installation gets, names of each extra), read from setup.py."""
+    values = {
+        node.targets[0].id: node.value
+        for node in tree(ROOT / "setup.py").body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    extras = values["EXTRAS"]
+    assert isinstance(extras, ast.Dict)
+    return declared(values["DEPENDENCIES"]), {
+        ast.literal_eval(key): declared(value) for key, value in zip(extras.keys, extras.values, strict=True) if key
+    }
+
+
+def third_party_imports(files: list[Path]) -> dict[str, str]:
+    """distribution -> one place that imports it"""
+    import sys
+
+    return {
+        DISTRIBUTION.get(name, name): place(path, line)
+        for path in files
+        for name, line in top_imports(path)
+        if name not in sys.stdlib_module_names | PACKAGES | NOT_SHIPPED | YARDSTICKS | {"__main__", "conftest"}
+    }
+
+
+def test_every_import_of_the_packages_is_a_declared_dependency() -> None:
+    always, extras = setup_requirements()
+    optional = set().union(*(names for extra, names in extras.items() if extra != "dev"))
+    used = third_party_imports([path for package in PACKAGES for path in source_files(package)])
+    missing = {name: where for name, where in used.items() if name not in always | optional}
+    assert not missing, f"imported but not in setup.py: {missing}"
+
+
+def test_every_dependency_has_its_reason_in_the_docs() -> None:
+    always, extras = setup_requirements()
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^\| ([A-Za-z][\w-]+) \|", page, flags=re.MULTILINE)) - {"package"}
+    assert explained == always.union(*extras.values())
+
+
+ALIASES = {
+    "core/config/experiments.py": ("actor.sglang.", "generator.sglang_python"),
+    "core/config/models.py": ("actor.sglang.*", "sglang: dict[str, FlagValue]"),
+    "core/config/runtime.py": ("added to actor.sglang",),
+    "core/config/rules.py": ("config.actor.sglang",),
+    "core/config/unused.py": ("actor.sglang", "critic.sglang", "{name}.sglang"),
+    "core/experiments/workers.py": ("config.actor.sglang",),
+}
+"""Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""
+
+
+def test_core_knows_a_backend_by_its_capabilities_and_not_by_its_name() -> None:
+    wrong = [
+        place(path, number)
+        for path in source_files("core")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if "sglang" in line.lower()
+        and not any(alias in line for alias in ALIASES.get(path.relative_to(ROOT).as_posix(), ()))
+    ]
+    assert not wrong, wrong
