@@ -17,6 +17,7 @@ from core.config.allocation import resolve_allocation
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
 from core.config.push import choose_transport
+from core.config.runtime import NOT_IN_A_RUN
 from core.config.unused import unused_keys
 from rollout.inference.registry import BACKENDS
 
@@ -78,11 +79,7 @@ def _inexact_sampling(config: PPOMATHConfig) -> Iterator[str]:
 
 
 def _tracing(config: ExperimentConfig) -> Iterator[Violation]:
-    reasons = {
-        "RAY_PROFILING": "Ray keeps no events of tasks in a run; metrics.jsonl has the time of every phase",
-        "RAY_DEBUG": "a process that waits in a debugger exceeds its deadline; debug workflow and reward by themselves",
-    }
-    for name, why in reasons.items():
+    for name, why in NOT_IN_A_RUN.items():
         if name in config.external_configs.envs:
             yield Violation(("external_configs.envs",), f"{name} cannot be set: {why}; leave it out")
 

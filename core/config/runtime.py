@@ -14,6 +14,15 @@ from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
 _EVALUATION_DATA = "evaluation.path (sft, dpo: dataset.valid_path)"
 
 
+_DEBUGGED = "a process that waits in a debugger exceeds its deadline; debug workflow and reward by themselves"
+NOT_IN_A_RUN = {
+    "RAY_PROFILING": "Ray keeps no events of tasks in a run; metrics.jsonl has the time of every phase",
+    "RAY_DEBUG": _DEBUGGED,
+    "RAY_DEBUG_POST_MORTEM": _DEBUGGED,
+}
+"""Variables of Ray that a run refuses, and why."""
+
+
 class ExperimentSaveEvalControl(Section):
     """Length of the run, and how often it saves, checkpoints and evaluates: at the first frequency that is due, and
     after the last step if any frequency is set."""

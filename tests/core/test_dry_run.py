@@ -76,6 +76,20 @@ def test_a_start_still_refuses_all_of_it(tmp_path: Path) -> None:
     assert problem.of_host and problem.key == "allocation_mode"
 
 
+@pytest.mark.parametrize("name", ["RAY_PROFILING", "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"])
+def test_variables_for_tracing_in_the_shell_are_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = write_run(tmp_path)
+    monkeypatch.setenv(name, "0")
+    loaded = load_config("ppo-math", path)
+    assert run_checks(loaded.config, loaded.where) == []
+    monkeypatch.setenv(name, "legacy")
+    (problem,) = run_checks(loaded.config, loaded.where)
+    assert problem.key == name and problem.of_host
+    assert re.search(rf"'legacy' in the environment .*; run `unset {name}`", str(problem))
+
+
 def test_a_changed_group_size_is_seen_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path)
     words = ["recover_mode=auto", "group_size=4"]

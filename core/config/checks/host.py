@@ -19,6 +19,7 @@ from core.config.allocation import resolve_allocation
 from core.config.base import Problem
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.ray_address import connection_error, joined_cluster
+from core.config.runtime import NOT_IN_A_RUN
 from core.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
@@ -128,6 +129,15 @@ def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
     return sorted({slot.gpu for slot in allocation.gpu_slots})
 
 
+def _tracing(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield variables of this shell that processes of the run would inherit, as `_tracing` of the rules those of
+    external_configs.envs."""
+    for name, why in NOT_IN_A_RUN.items():
+        if (value := os.environ.get(name, "")) not in ("", "0"):
+            message = f"{value!r} in the environment of this command has no use in a run: {why}; run `unset {name}`"
+            yield Problem(key=name, message=message)
+
+
 def _port(config: ExperimentConfig) -> Iterator[Problem]:
     port = config.launch.master_port
     if port == 0:
@@ -172,7 +182,7 @@ def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Callabl
     """Return the checks of this host. `connections`: of --dry-run and --preflight; a start connects anyway, with the
     same message."""
     own = _CHECKS.get(config.NAME, ())
-    return (*own, _monitors, _fileroot, _ray, _port, _gpus, *((_connection,) if connections else ()))
+    return (*own, _monitors, _fileroot, _ray, _tracing, _port, _gpus, *((_connection,) if connections else ()))
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:

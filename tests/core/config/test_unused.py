@@ -244,7 +244,7 @@ def test_the_evaluation_before_the_first_step_can_be_left_out(
     assert len(made) == evaluations
 
 
-@pytest.mark.parametrize("name", ["RAY_PROFILING", "RAY_DEBUG"])
+@pytest.mark.parametrize("name", ["RAY_PROFILING", "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"])
 def test_variables_for_tracing_that_cannot_work_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"external_configs.envs: {name} cannot be set: .*; leave it out"):
         load(tmp_path, f"external_configs.envs.{name}=1")
