@@ -56,14 +56,15 @@ def known_formats() -> str:
 
 
 def format_of(path: Path) -> str:
-    """Return the format of a file by its suffix, or by its first bytes where the suffix is no known one."""
+    """Return the format of a file by its suffix, or by its first bytes where the suffix is no known one, or one of json
+    on a file of another format."""
     suffix = suffix_of(path)
-    if suffix is not None:
+    if suffix not in (None, "jsonl", "json"):
         return suffix
     with path.open("rb") as file:
         start = file.read(6)
     magic = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
-    return next((name for bytes_, name in magic.items() if start.startswith(bytes_)), "jsonl")
+    return next((name for bytes_, name in magic.items() if start.startswith(bytes_)), suffix or "jsonl")
 
 
 def suffix_of(path: Path) -> str | None:

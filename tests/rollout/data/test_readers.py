@@ -70,10 +70,11 @@ def test_a_json_file_may_hold_lines_a_list_under_a_key_or_one_row(tmp_path: Path
     assert [record.values for record in read_records(DataSource(path=str(path)))] == ROWS[:1]
 
 
+@pytest.mark.parametrize("other", ["rows.bin", "rows.jsonl", "rows.json"])
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
-def test_a_binary_file_under_another_name_is_recognised(tmp_path: Path, name: str) -> None:
-    write(tmp_path / name).rename(tmp_path / "rows.bin")
-    assert len(scan_rows(tmp_path / "rows.bin")) == 2
+def test_a_binary_file_under_another_name_is_recognised(tmp_path: Path, name: str, other: str) -> None:
+    write(tmp_path / name).rename(tmp_path / other)
+    assert len(scan_rows(tmp_path / other)) == 2
 
 
 @pytest.mark.parametrize(
