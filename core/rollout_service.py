@@ -14,6 +14,7 @@ import numpy as np
 from core.data.answers import AnswerDataset
 from core.data.demonstrations import Demonstrations
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.monitoring.memory import ROLLOUT, peak_gib
 from core.monitoring.sample_writer import SampleWriter
 from core.monitoring.samples import Sample
 from core.rollout_settings import RolloutSettings
@@ -167,7 +168,7 @@ class RolloutService:
         if self._demonstrations is not None:
             batch = replace(batch, demonstrations=self._demonstrations.of_step(version))
         await self._samples.write(groups, batch.positions, step=version + 1)
-        return batch, self._producer.stats() | batch.workflow_figures()
+        return batch, self._producer.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
 
     def set_version(self, version: int) -> None:
         self._producer.set_version(version)

@@ -18,6 +18,8 @@ import numpy as np
 from core.algorithms.base import FIELDS, Algorithm, Objective, Pass
 from core.data.passes import InferencePass, UpdatePass
 from core.data.stored_batch import Ref, Use
+from core.monitoring.histogram import Histogram
+from core.monitoring.memory import DRIVER, largest, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
@@ -238,12 +240,19 @@ class PPOTrainer:
         self._monitor.consumed(step + 1, facts.positions)
         seconds, phases = self._timer.finish()
         epoch, epoch_step = self._schedule.position(step + 1)
-        ages_metrics = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+        ages_metrics = {
+            "staleness/mean": float(ages.mean()),
+            "staleness/max": float(ages.max()),
+            "staleness/ages": Histogram(ages),
+        }
         self._monitor.step(
             step=step + 1, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
             steps_per_epoch=self._schedule.steps_per_epoch, mean_batch_tokens=self._mean_batch_tokens,
             seconds=seconds, phases=phases,
-            metrics={**ordered, **figures, **ages_metrics, "tokens_per_second": metrics["n_tokens"] / seconds},
+            metrics={
+                **ordered, **figures, **ages_metrics, "tokens_per_second": metrics["n_tokens"] / seconds,
+                **largest(group.memory for group in self._groups), DRIVER: peak_gib(),
+            },
             headline=f"task_reward {metrics['task_reward']:.3f}",
         )  # fmt: skip
         self._monitor.samples(step + 1, self._rollout.samples)

@@ -31,6 +31,7 @@ from core.experiments.common import (
 )
 from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine, threads_per_process
 from core.launch.cluster import Cluster
+from core.monitoring.memory import DRIVER, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.periodic import Actions, PeriodicActions
@@ -115,7 +116,10 @@ class SFTTrainer:
             step=step, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
             steps_per_epoch=self._schedule.steps_per_epoch,
             mean_batch_tokens=self._train.mean_tokens * self._batch_size, seconds=seconds, phases=phases,
-            metrics={**metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences)},
+            metrics={
+                **metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences),
+                **self._engine.group.memory, DRIVER: peak_gib(),
+            },
             headline=f"{self.HEADLINE} {metrics[self.HEADLINE]:.3f}",
         )  # fmt: skip
         periodic.after_report(step, timer)

@@ -15,6 +15,7 @@ from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.trainer_rank import TrainerRank
 from core.launch.trainer_stub import TrainerStub
+from core.monitoring.memory import split_memory
 from rollout.inference.gpus import device_names
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class TrainerGroup:
         self._pings: list[Any] = []
         self._announced: list[Any] = []
         self._planners: dict[str, Planner] = {}
+        self.memory: dict[str, float] = {}
+        """Peak of the ranks' processes and GPUs, the largest of each: metrics after the last train_step."""
 
     def wait_started(self, timeout_seconds: float) -> None:
         """Return when every rank has joined the process group."""
@@ -133,8 +136,10 @@ class TrainerGroup:
         self._announced += [rank.close_batch() for rank in self._ranks]
 
     def train_step(self, update: UpdatePass) -> dict[str, float]:
-        """Run one optimizer update; metrics as every rank sees them."""
-        return self._gather([rank.train_step(update) for rank in self._ranks], f"train_step of {update.engine}")[0]
+        """Run one optimizer update; metrics as every rank sees them. Keeps the ranks' memory in `memory`."""
+        calls = [rank.train_step(update) for rank in self._ranks]
+        metrics, self.memory = split_memory(self._gather(calls, f"train_step of {update.engine}"))
+        return metrics
 
     def logprobs(self, inference: InferencePass) -> list[Ref]:
         """Return references to the log-probabilities of the batch, one of each rank that has some: see TrainerRank."""

@@ -21,6 +21,7 @@ from core.data.wire import bucket_to_wire
 from core.errors import first_line
 from core.meeting import Meeting, MeetingPoint, join_store
 from core.monitoring.logs import log_to_file
+from core.monitoring.memory import TRAINER, TRAINER_GPU, peak_gib
 from core.processes.stacks import forget_modules
 from core.weight_sync.servers import make_sender
 from mcore_adapter.device import get_device
@@ -114,8 +115,8 @@ class TrainerRank:
         del self._batch
 
     def train_step(self, update: UpdatePass) -> dict[str, float]:
-        """Run one optimizer update; metrics as every rank sees them."""
-        return self._engines[update.engine].train_step(
+        """Run one optimizer update; metrics as every rank sees them, and the memory of this one."""
+        metrics = self._engines[update.engine].train_step(
             self._batch.minibatch(update.minibatch, update.engine, replay_routing=update.replay_routing),
             update.loss,
             max_tokens_per_mb=update.max_tokens_per_mb,
@@ -123,6 +124,13 @@ class TrainerRank:
             temperature=update.temperature,
             with_entropy=update.with_entropy,
         )
+        return metrics | self._memory()
+
+    def _memory(self) -> dict[str, float]:
+        """Return the peak of this process and, where it has one, of its GPU, in GiB."""
+        if self._device.torch_device.type == "cpu":
+            return {TRAINER: peak_gib()}
+        return {TRAINER: peak_gib(), TRAINER_GPU: self._device.memory_stats()["peak_gib"]}
 
     def logprobs(self, inference: InferencePass) -> Ref | None:
         """Return a reference to (sequences, their log-probabilities end to end) on ranks that have results."""

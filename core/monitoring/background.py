@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from core.errors import first_line
+from core.monitoring.histogram import Row
 from core.monitoring.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class Tracker(Protocol):
     name: str
     """As users call it."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Row) -> None: ...
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
 
@@ -46,7 +47,7 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._send, name=f"tracker {tracker.name}", daemon=True)
         self._thread.start()
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Row) -> None:
         """Hand over a row."""
         self._put(partial(self._tracker.write, step, dict(metrics)))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import could_not_write
+from core.monitoring.histogram import Histogram
 
 
 class Journal:
@@ -28,7 +29,7 @@ class Journal:
 
     def write(self, step: int, row: Mapping[str, object]) -> None:
         """Append a row. Raises OSError, with the free disk space, if it cannot be written."""
-        left = json.dumps({"step": step, **row}).encode() + b"\n"
+        left = json.dumps({"step": step, **row}, default=_as_json).encode() + b"\n"
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -37,6 +38,13 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _as_json(value: object) -> object:
+    """Return what json.dumps writes for a histogram."""
+    if isinstance(value, Histogram):
+        return value.as_json()
+    raise TypeError(f"a row holds numbers, lists and histograms, got {type(value).__name__}")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from core.errors import could_not_write
+from core.monitoring.histogram import Histogram, Row
 from core.monitoring.journal import Journal
 from core.monitoring.samples import Sample, headline, log_text
 
@@ -51,9 +52,9 @@ class StepTimer:
 
 
 class MetricSink(Protocol):
-    """Somewhere scalars go."""
+    """Somewhere metrics go."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Row) -> None: ...
 
     def close(self) -> None: ...
 
@@ -74,10 +75,13 @@ class TensorBoardSink:
         self._folder = folder
         self._writer = SummaryWriter(str(folder), max_queue=50, purge_step=continue_after + 1)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Row) -> None:
         try:
             for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+                if isinstance(value, Histogram):
+                    self._writer.add_histogram(name, value.values, step, bins=value.bins()[1])
+                else:
+                    self._writer.add_scalar(name, value, step)
         except OSError as error:  # of an earlier step: its thread writes later
             raise could_not_write(f"TensorBoard metrics of step {step}", self._folder, error) from error
 
@@ -166,9 +170,8 @@ class Monitor:
 
     def staleness(self, ages: np.ndarray) -> None:
         """Log the age of the batch: trajectories by age in steps."""
-        values, counts = np.unique(ages, return_counts=True)
-        histogram = ", ".join(f"{v}: {c}" for v, c in zip(values, counts, strict=True))
-        logger.info("Staleness of the batch (age in steps: trajectories): {%s}", histogram)
+        counts = ", ".join(f"{age}: {count}" for age, count in Histogram(ages).as_json().items())
+        logger.info("Staleness of the batch (age in steps: trajectories): {%s}", counts)
 
     def step(
         self,
@@ -181,7 +184,7 @@ class Monitor:
         mean_batch_tokens: float,
         seconds: float,
         phases: Mapping[str, float],
-        metrics: Mapping[str, float],
+        metrics: Row,
         headline: str,
     ) -> None:
         """Report everything at the end of step `step` (counting from 1)."""
@@ -205,7 +208,7 @@ class Monitor:
         self.write(step, {**metrics, **times, "time/step": seconds})
         self._progress.update(self._task, completed=step, description=headline)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write scalars to every sink, without a log line."""
+    def write(self, step: int, metrics: Row) -> None:
+        """Write metrics to every sink, without a log line."""
         for sink in self._sinks:
             sink.write(step, metrics)

@@ -13,12 +13,13 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from core.errors import first_line
+from core.monitoring.histogram import Histogram, Row
 from core.monitoring.samples import Sample
 
 SAMPLE_COLUMNS = (
@@ -77,8 +78,12 @@ class WandbSink:
             ) from error
         runs.put("wandb", run_id)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+    def write(self, step: int, metrics: Row) -> None:
+        """Log the metrics of a step; histograms as charts."""
+        import wandb
+
+        shown = {k: wandb.Histogram(np_histogram=v.bins()) for k, v in metrics.items() if isinstance(v, Histogram)}
+        self._run.log({**metrics, **shown}, step=step)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Log a table of the samples, one row each."""
@@ -140,11 +145,13 @@ class MLflowSink:
             return False
         return bool(info.lifecycle_stage == "active" and info.experiment_id == experiment_id)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Row) -> None:
+        """Log the metrics of a step without histograms, which MLflow does not have."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        rows = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()]
+        scalars = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
+        rows = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in scalars.items()]
         for begin in range(0, len(rows), _MLFLOW_BATCH):
             self._client.log_batch(self._run_id, metrics=rows[begin : begin + _MLFLOW_BATCH])
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rollout.experience.base import Group, StalenessInvariantError
 from rollout.types import PROMPT_VERSION, Trajectory
-
-MAX_REPORTED_AGE = 16
-"""Ages above share one metric: with max_staleness=1000 a row would have 1,001 of them."""
 
 
 def mask_over_age(trajectory: Trajectory, oldest_allowed: int) -> tuple[Trajectory, int]:
@@ -23,8 +19,9 @@ def mask_over_age(trajectory: Trajectory, oldest_allowed: int) -> tuple[Trajecto
 
 
 def age_metrics(groups: Sequence[Group], step: int, max_staleness: int) -> dict[str, float]:
-    """Count the trajectories of a batch by age. Raises StalenessInvariantError for one above `max_staleness`."""
-    ages: Counter[int] = Counter()
+    """Return the mean and the largest age of the trajectories of a batch. Raises StalenessInvariantError for one above
+    `max_staleness`."""
+    ages: list[int] = []
     for group in groups:
         for trajectory in group:
             oldest = trajectory.oldest_version
@@ -35,14 +32,8 @@ def age_metrics(groups: Sequence[Group], step: int, max_staleness: int) -> dict[
                     f"step {step} got a trajectory of {trajectory.query_id} sampled from version {oldest}: "
                     f"its age is {step - oldest}, max_staleness is {max_staleness}"
                 )
-            ages[step - oldest] += 1
-    metrics = {
-        "staleness/mean": sum(age * count for age, count in ages.items()) / max(ages.total(), 1),
+            ages.append(step - oldest)
+    return {
+        "staleness/mean": sum(ages) / max(len(ages), 1),
         "staleness/max": float(max(ages, default=0)),
     }
-    for age in range(min(max_staleness, MAX_REPORTED_AGE) + 1):
-        metrics[f"staleness/age_{age}"] = float(ages[age])
-    if max_staleness > MAX_REPORTED_AGE:
-        above = sum(count for age, count in ages.items() if age > MAX_REPORTED_AGE)
-        metrics[f"staleness/age_above_{MAX_REPORTED_AGE}"] = float(above)
-    return metrics

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -343,6 +343,7 @@ class _Ranks:
         return sum(event.startswith("take") for event in self._run.events) - 1
 
     name = "trainer"
+    memory: ClassVar = {"memory/trainer_gib": 1.5}
 
     def planner(self, engine: str) -> Planner:
         return Planner(dp=1)

@@ -22,7 +22,7 @@ TRAIN_SECONDS, PUSH_SECONDS = 0.9, 0.1
 
 @dataclass
 class Run:
-    ages: Counter[int] = field(default_factory=Counter)  # of trajectories, as the store counts them
+    ages: Counter[int] = field(default_factory=Counter)  # of trajectories, by age in steps
     oldest_token: int = 0  # largest age of a trained token, as the tokens tell
     consumed: Counter[str] = field(default_factory=Counter)
     batch_sizes: list[int] = field(default_factory=list)
@@ -69,8 +69,10 @@ async def _train(
             versions = np.concatenate([t.versions for group in groups for t in group])
             run.trained_tokens += int(masks.sum())
             run.oldest_token = max(run.oldest_token, step - int(versions[masks].min()))
-            for age in range(max_staleness + 1):
-                run.ages[age] += int(producer.stats()[f"staleness/age_{age}"])
+            ages = [step - t.oldest_version for group in groups for t in group]
+            run.ages.update(ages)
+            reported = producer.stats()
+            assert (reported["staleness/max"], reported["staleness/mean"]) == (max(ages), np.mean(ages))
             if step == num_steps // 2:
                 run.halfway = (np.array(run.trained_lengths), np.concatenate(list(workflow.asked.values())))
             await asyncio.sleep(TRAIN_SECONDS)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from core.monitoring import monitor as monitoring
-from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.histogram import Histogram
+from core.monitoring.journal import Journal, read_rows
+from core.monitoring.memory import split_memory
+from core.monitoring.monitor import Monitor, StepTimer, TensorBoardSink
 
 
 @pytest.fixture
@@ -51,3 +56,35 @@ def test_the_remaining_time_is_that_of_the_steps_that_are_left(caplog: pytest.Lo
     assert finished[0].endswith("Total time consumption: 52.000s. Estimated remaining time: 10.000s.")
     assert finished[1].endswith("Total time consumption: 56.000s. Estimated remaining time: 12.000s.")
     assert monitor.elapsed_seconds == 56.0
+
+
+AGES = Histogram(np.array([0, 0, 1, 16, 17, 32, 33, 1000]))
+
+
+def test_a_histogram_is_one_short_field_of_a_row(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "metrics.jsonl", continue_after=None)
+    journal.write(1, {"loss": 0.5, "staleness/ages": AGES})
+    journal.close()
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    counts = {"0": 2, "1": 1, "16": 1, "17-32": 2, "33-64": 1, "513-1024": 1}
+    assert row == {"step": 1, "loss": 0.5, "staleness/ages": counts}
+    assert len(Histogram(np.arange(10**6)).as_json()) < 40
+
+
+def test_tensorboard_has_a_bin_for_every_age(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path, continue_after=-1)
+    sink.write(3, {"loss": 0.5, "staleness/ages": Histogram(np.array([0, 0, 2]))})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.value for e in events.Scalars("loss")] == [0.5]
+    (event,) = events.Histograms("staleness/ages")
+    bars = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
+    assert event.step == 3 and {limit: count for limit, count in bars.items() if count} == {0.5: 2, 2.5: 1}
+
+
+def test_the_memory_of_ranks_is_that_of_the_largest(tmp_path: Path) -> None:
+    ranks = [{"loss": 1.0, "memory/trainer_gib": 2.0}, {"loss": 1.0, "memory/trainer_gib": 3.0}]
+    assert split_memory(ranks) == ({"loss": 1.0}, {"memory/trainer_gib": 3.0})

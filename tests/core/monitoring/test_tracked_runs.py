@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.config.experiments import ExperimentConfig
 from core.config.load import load_config
 from core.experiments import common
 from core.experiments.common import open_trackers
+from core.monitoring.histogram import Histogram
 from core.monitoring.samples import Sample
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink, without_password
 from core.paths import RunPaths
@@ -57,7 +59,7 @@ class MLflow:
     def attempt(self, steps: list[int]) -> None:
         sink = MLflowSink(runs=runs_of(self.folder), uri=self.uri, experiment="e", name="trial")
         for step in steps:
-            sink.write(step, {"loss": step / 10, "pass@1": 0.5})
+            sink.write(step, {"loss": step / 10, "pass@1": 0.5, "staleness/ages": Histogram(np.array([0, 1]))})
         sink.close()
 
     def histories(self) -> list[list[int]]:
@@ -139,10 +141,18 @@ def test_samples_are_an_artifact_of_the_mlflow_run(mlflow: MLflow) -> None:
     assert stored["answer"] == "2 <end>" and stored["notable"] == ["best", "longest"]
 
 
-def test_samples_are_a_table_of_the_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_a_table_of_the_wandb_run_and_ages_a_histogram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
     monkeypatch.setenv("WANDB_SILENT", "true")
     sink = WandbSink(runs=runs_of(tmp_path), folder=tmp_path, mode="offline", project="p", name="trial", config={})
+    logged: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        sink._run, "log", lambda row, step, log=sink._run.log: (logged.append(row), log(row, step=step))
+    )
+    sink.write(2, {"loss": 0.5, "staleness/ages": Histogram(np.array([0, 0, 2]))})
+    assert logged[0]["loss"] == 0.5 and logged[0]["staleness/ages"].histogram == [2, 0, 1]
     sink.write_samples(3, [SAMPLE])
     sink.close()
     (table,) = (tmp_path / "wandb").rglob("samples_*.table.json")
