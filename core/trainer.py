@@ -240,7 +240,7 @@ class PPOTrainer:
         self._monitor.consumed(step + 1, facts.positions)
         seconds, phases = self._timer.finish()
         epoch, epoch_step = self._schedule.position(step + 1)
-        ages_metrics = {
+        ages_metrics: dict[str, float | Histogram] = {
             "staleness/mean": float(ages.mean()),
             "staleness/max": float(ages.max()),
             "staleness/ages": Histogram(ages),
