@@ -135,7 +135,7 @@ def test_every_dependency_has_its_reason_in_the_docs() -> None:
 
 
 ALIASES = {
-    "core/config/experiments.py": ("actor.sglang.", "generator.sglang_python"),
+    "core/config/ppo_experiment.py": ("actor.sglang.", "generator.sglang_python"),
     "core/config/models.py": ("actor.sglang.*", "sglang: dict[str, FlagValue]"),
     "core/config/runtime.py": ("added to actor.sglang",),
     "core/config/rules.py": ("config.actor.sglang",),

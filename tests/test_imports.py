@@ -54,7 +54,7 @@ ORDER = {
         "tools",
     ),
     "core": (
-        "errors paths masking",
+        "errors paths masking run_identity",
         "earlier_runs",
         "processes",
         "monitoring data",

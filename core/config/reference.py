@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 from core.algorithms import PRESETS
 from core.algorithms.effects import readers
 from core.config.base import Section, default_of, fields_by_key, needs_of, sub_section
-from core.config.experiments import EXPERIMENTS, CommonExperimentConfig
+from core.config.common import CommonExperimentConfig
+from core.config.experiments import EXPERIMENTS
 from core.config.show import choices_of, python_type, shown_default
 
 _COMMAND = "python -m core.config.reference > docs/configuration.md"

@@ -16,7 +16,8 @@ from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink
 from core.recovery.manifest import DamagedError, verify
-from core.recovery.recover import RecoverStore, RunIdentity, RunState
+from core.recovery.recover import RecoverStore, RunState
+from core.run_identity import RunIdentity
 from core.run_record import saved_models
 
 if TYPE_CHECKING:

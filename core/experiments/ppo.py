@@ -34,7 +34,7 @@ from core.monitoring.skipped_updates import SkippedUpdates
 from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RecoverStore, RunIdentity
+from core.recovery.recover import RecoverStore
 from core.schedule import schedule_from_control
 from core.trainer import PPOTrainer
 from rollout.experience import Schedule
@@ -57,9 +57,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
     allocation = resolve_allocation(config)
     recover = RecoverStore(
         paths.recover,
-        RunIdentity(
-            train_bs_n_seqs=config.dataset.train_bs_n_seqs, group_size=config.group_size, n_nodes=config.n_nodes
-        ),
+        config.run_identity,
         keep=config.recover_keep,
         timeout_seconds=config.deadlines.call_seconds,
     )

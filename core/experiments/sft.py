@@ -37,7 +37,7 @@ from core.monitoring.skipped_updates import SkippedUpdates
 from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
 from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RecoverStore, RunIdentity, RunState
+from core.recovery.recover import RecoverStore, RunState
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import PAIR
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from allocation import Allocation
-    from core.config.experiments import DPOConfig, ModelTrainEvalConfig, SFTConfig
+    from core.config.experiments import DPOConfig, SFTConfig
+    from core.config.models import ModelTrainEvalConfig
     from core.paths import RunPaths
     from core.processes.supervise import Attempt
     from mcore_adapter.data.batch import PackedBatch
@@ -201,7 +202,7 @@ def run_offline(
     data, patience = config.dataset, config.launch.startup_timeout_seconds
     recover = RecoverStore(
         paths.recover,
-        RunIdentity(train_bs_n_seqs=data.train_bs_n_seqs, group_size=1, n_nodes=config.n_nodes),
+        config.run_identity,
         keep=config.recover_keep,
         timeout_seconds=config.deadlines.call_seconds,
     )

@@ -33,7 +33,8 @@ from rollout.inference.router import requests_at_once
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
-    from core.config.experiments import ModelTrainEvalConfig, PPOMATHConfig
+    from core.config.experiments import PPOMATHConfig
+    from core.config.models import ModelTrainEvalConfig
     from core.recovery.recover import WaitWritten
 
 logger = logging.getLogger(__name__)

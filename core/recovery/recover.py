@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import threading
 import time
@@ -31,10 +30,10 @@ from core.errors import LaunchError, could_not_write, first_line, is_of_disk
 from core.processes.signals import raise_if_interrupted
 from core.recovery.manifest import DamagedError, move_into_place, seal, verify
 from core.recovery.plain_state import StateError, read_state, write_state
+from core.run_identity import RunIdentity, cannot_continue, read_run, recover_checkpoints
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"globalstep(\d+)")
 _ROLLOUT, _PICKLED_ROLLOUT = "rollout", "rollout.pkl"
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
@@ -50,15 +49,6 @@ LaunchError when its writer has exited, another RuntimeError when something else
 
 class RecoverError(ValueError):
     """A checkpoint cannot be used with this configuration."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """What must be the same for a run to continue (the rules of the tutorial: batch size, group size, nodes)."""
-
-    train_bs_n_seqs: int
-    group_size: int
-    n_nodes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +91,7 @@ class RecoverStore:
     def newest(self) -> Path | None:
         """Return the newest valid checkpoint; those that are not are skipped with a log line that contains the
         reason."""
-        for path in reversed(self._checkpoints()):
+        for path in reversed(recover_checkpoints(self._folder)):
             try:
                 verify(path)
                 return path
@@ -109,12 +99,6 @@ class RecoverStore:
                 self._invalid.add(path)
                 logger.warning("Recover checkpoint %s is not used: %s. Trying the previous one.", path.name, error)
         return None
-
-    def _checkpoints(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        named = [(int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))]
-        return [p for _, p in sorted(named)]
 
     def begin(
         self,
@@ -229,7 +213,7 @@ class RecoverStore:
         self._remove(target)  # one of the same step, which could not be used
         move_into_place(temporary, target)
         self._invalid.discard(target)
-        valid = [path for path in self._checkpoints() if path not in self._invalid]
+        valid = [path for path in recover_checkpoints(self._folder) if path not in self._invalid]
         # Beyond this step they are of a run that counted its steps in batches of another size.
         last = valid.index(target) + 1
         for old in [*self._invalid, *valid[last:], *valid[:last][: -self._keep]]:
@@ -259,18 +243,10 @@ class RecoverStore:
         recover_ignore_changes is set, and where an earlier release wrote it."""
         if (checkpoint / _PICKLED_ROLLOUT).exists():
             raise RecoverError(_earlier_format(checkpoint))
-        identity, state = _read_run(checkpoint / "run.json")
-        changes = [
-            f"{key}={now} (the checkpoint has {before})"
-            for key, now in asdict(self._identity).items()
-            if (before := getattr(identity, key)) != now
-        ]
+        identity, state = _read_run(checkpoint)
+        changes = self._identity.changes_since(identity).values()
         if changes and not ignore_changes:
-            raise RecoverError(
-                f"{', '.join(changes)}: {checkpoint} cannot be continued exactly with other values. Restore them; or "
-                "set recover_ignore_changes=true to keep model and optimizer and drop the rest; or start a new run "
-                "with another trial_name or recover_mode=disabled"
-            )
+            raise RecoverError(f"{', '.join(changes)}: {cannot_continue(checkpoint)}")
         try:
             rollout_state = read_state(checkpoint, _ROLLOUT)
         except StateError as error:
@@ -278,13 +254,14 @@ class RecoverStore:
         return Recovered(state=state, rollout_state=rollout_state, identity=identity, changes=tuple(changes))
 
 
-def _read_run(path: Path) -> tuple[RunIdentity, RunState]:
+def _read_run(checkpoint: Path) -> tuple[RunIdentity, RunState]:
     try:
-        saved = json.loads(path.read_bytes())
-        return RunIdentity(**saved["identity"]), RunState(**saved["state"])
+        identity, state = read_run(checkpoint)
+        return identity, RunState(**state)  # type: ignore[arg-type]
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise RecoverError(
-            f"{path}: not what a run writes ({error!r}); remove its folder to continue from the checkpoint before it"
+            f"{checkpoint / 'run.json'}: not what a run writes ({error!r}); remove its folder to continue from the "
+            "checkpoint before it"
         ) from error
 
 

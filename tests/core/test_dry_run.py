@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -90,16 +92,34 @@ def test_variables_for_tracing_in_the_shell_are_refused_at_the_start(
     assert re.search(rf"'legacy' in the environment .*; run `unset {name}`", str(problem))
 
 
-def test_a_changed_group_size_is_seen_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("key", "field"), [("group_size", "group_size"), ("dataset.train_bs_n_seqs", "train_bs_n_seqs")]
+)
+def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, field: str
+) -> None:
     path = write_run(tmp_path)
-    words = ["recover_mode=auto", "group_size=4"]
+    words = ["recover_mode=auto", "group_size=4", "dataset.train_bs_n_seqs=8"]
     config = load_config("ppo-math", path, words).config
     fileroot = config.external_configs.cluster_config.fileroot
-    recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep2"
+    recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     recover.mkdir(parents=True)
-    (recover / "run.json").write_text(json.dumps({"identity": {"group_size": 8, "n_nodes": 1}}))
+    same = asdict(config.run_identity)
+    other = {"identity": {**same, field: 6}, "state": {}}
+    (recover / "run.json").write_text(json.dumps(other))
+    earlier = recover.with_name("globalstep9")
+    earlier.mkdir()
+    (earlier / "run.json").write_text(json.dumps({"identity": same, "state": {}}))  # newer by its time, not its step
     assert dry_run(path, *words) == 2
-    assert f"group_size: 4, but {recover} has 8; restore it" in capsys.readouterr().err
+    assert f"{key}: {field}={same[field]} (the checkpoint has 6): {recover} cannot be" in capsys.readouterr().err
     assert dry_run(path, *words, "recover_ignore_changes=true") == 0
     (recover / "run.json").write_text("damaged")
     assert dry_run(path, *words) == 0
+    shutil.rmtree(recover)
+    shutil.rmtree(earlier)
+    elsewhere = tmp_path / "globalstep3"
+    elsewhere.mkdir()
+    (elsewhere / "run.json").write_text(json.dumps(other))
+    capsys.readouterr()
+    assert dry_run(path, *words, f"resume_from={elsewhere}") == 2
+    assert f"{elsewhere} cannot be continued exactly" in capsys.readouterr().err

@@ -12,7 +12,8 @@ import pytest
 from core.earlier_runs import begins_anew, near_trials, set_aside
 from core.experiments.common import Start, find_start
 from core.paths import RunningError, RunPaths, sole_run
-from core.recovery.recover import RecoverStore, RunIdentity
+from core.recovery.recover import RecoverStore
+from core.run_identity import RunIdentity
 from helpers.fake_training import Answer, Step, recover_store, train
 
 WHEN = 1_700_000_000.0

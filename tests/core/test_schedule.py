@@ -10,7 +10,8 @@ from core.config.runtime import ExperimentSaveEvalControl
 from core.experiments.common import Start, fit_to_schedule, rows_that_stay
 from core.monitoring.monitor import StepTimer
 from core.periodic import Actions, PeriodicActions
-from core.recovery.recover import RunIdentity, RunState
+from core.recovery.recover import RunState
+from core.run_identity import RunIdentity
 from core.schedule import DueTimer, Frequency, schedule_from_control
 from rollout.experience import Schedule
 

@@ -34,7 +34,8 @@ from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.samples import Sample
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RecoverStore, RunIdentity, RunState
+from core.recovery.recover import RecoverStore, RunState
+from core.run_identity import RunIdentity
 from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport

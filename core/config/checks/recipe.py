@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from allocation import AllocationError, model_errors
@@ -14,6 +14,7 @@ from core.config.base import Problem
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.paths import RunPaths
+from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, recover_checkpoints
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
@@ -168,21 +169,18 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
 
 
 def _recover(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield settings that the newest recover checkpoint of the trial cannot follow."""
+    """Yield settings that the newest recover checkpoint of the trial, or that of resume_from, cannot follow."""
     if not config.recovers or config.recover_ignore_changes:
         return
     cluster = config.external_configs.cluster_config
     try:
-        recover = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name).recover
-        newest = max(recover.glob("globalstep*/run.json"), key=lambda path: path.stat().st_mtime)
-        saved = json.loads(newest.read_bytes())["identity"]
+        paths = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name)
+        found = recover_checkpoints(paths.recover)
+        if not found and config.resume_from is None:
+            return
+        newest = found[-1] if found else Path(str(config.resume_from)).expanduser()
+        identity, _ = read_run(newest)
     except (OSError, RuntimeError, ValueError, LookupError, TypeError):
         return  # the start verifies checkpoints, and takes the one before
-    now = {"group_size": getattr(config, "group_size", 1), "n_nodes": config.n_nodes}
-    for key, value in now.items():
-        if saved.get(key, value) != value:
-            message = (
-                f"{value}, but {newest.parent} has {saved[key]}; restore it, or set recover_ignore_changes=true to "
-                "keep model and optimizer and drop the rest, or take another trial_name"
-            )
-            yield Problem(key=key, message=message)
+    for field, change in config.run_identity.changes_since(identity).items():
+        yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(newest)}")

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from core.recovery.plain_state import StateError, read_state, write_state
-from core.recovery.recover import RecoverError, RecoverStore, RunIdentity, RunState
+from core.recovery.recover import RecoverError, RecoverStore, RunState
+from core.run_identity import RunIdentity
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 

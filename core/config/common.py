@@ -1,0 +1,117 @@
+"""Keys that all experiments have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
+
+from core.config.base import Section, key, section
+from core.config.ppo import PromptConfig
+from core.config.runtime import (
+    DeadlineConfig,
+    ExperimentSaveEvalControl,
+    ExternalConfigs,
+    LaunchConfig,
+    MonitorConfig,
+    WandBConfig,
+)
+from core.masking import masked_urls
+
+DEFAULT_TOKENS_PER_MB = 16384
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
+
+N_GPUS = "GPUs per node; without GPUs: processes per node, one per rank"
+_NO_SLURM = "there is no SLURM mode; Ray places the processes"
+NO_LIMITS = "Ray places the processes without resource limits"
+NO_SERVICES = "generators and rollout service are Ray actors of the run"
+
+
+class CommonExperimentConfig(Section):
+    """Keys that every experiment has."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "cluster.fileroot": "external_configs.cluster_config.fileroot",
+        "workflow.prompt_template": "prompt.template",
+    }
+    """Other spellings of our keys, with the same meaning."""
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "debug": "assertions are always on",
+        "metric_discovery_port": "metrics go to the log folder and to monitor.*",
+        "tensorboard": "TensorBoard files go to the log folder: see monitor.tensorboard",
+        "swanlab": "see monitor.* and wandb.*",
+        "recover_after": "a restart begins when all processes of the previous attempt have exited",
+        "cache_clear_freq": "Ray deletes batches that are no longer referenced",
+        "torch_cache_mysophobia": "device memory is managed by the engine",
+        "allocation_use_cache": "there is no allocation search",
+        "partition": _NO_SLURM,
+        "schedule_strategy": _NO_SLURM,
+        "image_name": _NO_SLURM,
+        "nodelist": _NO_SLURM,
+        "exclude": _NO_SLURM,
+        "cpus_per_master_worker": NO_LIMITS,
+        "mem_per_master_worker": NO_LIMITS,
+        "cpus_per_model_worker": NO_LIMITS,
+        "mem_per_model_worker": NO_LIMITS,
+        "ray_temp_path": "Ray uses its default folder",
+        "cluster": "determined by the Ray cluster",
+        "auto_eval_config": "see evaluation.*",
+    }
+    FIXED: ClassVar[Mapping[str, tuple[tuple[str, ...], str]]] = {
+        "auto_eval": (("false",), "set exp_ctrl.eval_freq_* and evaluation.path"),
+        "ignore_worker_error": (("false",), "a failed worker ends the attempt; recover_mode=auto starts another one"),
+    }
+
+    experiment_name: str = key(description="Name of the experiment; part of every output path", pattern=_NAME)
+    trial_name: str = key(description="Name of the trial; part of every output path", pattern=_NAME)
+    mode: Literal["ray", "local"] = key("ray", "How processes are started. local: Ray on this machine only")
+    n_nodes: int = key(1, "Number of nodes", ge=1)
+    n_gpus_per_node: int = key(2, N_GPUS, ge=1)
+    allocation_mode: str = key(
+        "embedded.d1m1p1+d1m1p1", "Layouts of generators and trainer. d, m, p: data, tensor, pipeline parallel size"
+    )
+    recover_mode: Literal["auto", "resume", "disabled"] = key(
+        "auto",
+        "auto: continue from the newest recover checkpoint, if any. resume: fail without one. disabled: begin at step "
+        "0 and write none",
+    )
+    recover_retries: int = key(
+        1,
+        "Maximum of consecutive restarts without progress, after a process failure, out-of-memory or a timeout",
+        ge=0,
+        needs="recover_mode=auto",
+    )
+    recover_keep: int = key(2, "Number of recover checkpoints to keep; older ones are deleted", ge=1)
+    recover_ignore_changes: bool = key(
+        False,
+        "Recover even if batch size, group size or data changed: keep model and optimizer, sample incompatible "
+        "completions again",
+        needs="recover_mode=auto or resume",
+    )
+    resume_from: str | None = key(
+        None,
+        "Recover checkpoint of another trial (.../recover/<user>/<experiment>/<trial>/globalstepN) to continue from if "
+        "this trial has none",
+        needs="recover_mode=auto or resume",
+    )
+    seed: int = key(1, "Random seed of the run", ge=0, le=2**32 - 1)
+    shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")
+    exp_ctrl: ExperimentSaveEvalControl = section(
+        ExperimentSaveEvalControl, "Length of the run; frequency of saving, recover checkpoints and evaluation"
+    )
+    prompt: PromptConfig = section(PromptConfig, "Templates of prompts and conversations")
+    wandb: WandBConfig = section(WandBConfig, "Weights & Biases")
+    monitor: MonitorConfig = section(MonitorConfig, "Metrics and logs of the run")
+    launch: LaunchConfig = section(LaunchConfig, "Ray cluster, devices and start of the processes")
+    deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts of operations; an exceeded one ends the attempt")
+    external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
+
+    @property
+    def recovers(self) -> bool:
+        """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
+        return self.recover_mode != "disabled" and self.exp_ctrl.benchmark_steps is None
+
+    def masked(self) -> Self:
+        """Return the same, to be printed or uploaded: without secrets."""
+        uri = self.monitor.mlflow_uri
+        monitor = self.monitor.model_copy(update={"mlflow_uri": uri and masked_urls(uri)})
+        return self.model_copy(update={"external_configs": self.external_configs.masked(), "monitor": monitor})

@@ -1,0 +1,149 @@
+"""The configuration trees of the experiments that train on files: `sft` and `dpo`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from allocation import TRAINER_ROLE
+from core.config.base import Section, key, section
+from core.config.common import DEFAULT_TOKENS_PER_MB, N_GPUS, CommonExperimentConfig
+from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.ppo import (
+    DPOHyperparameters,
+    PreferenceDatasetConfig,
+    PromptAnswerDatasetConfig,
+)
+from core.run_identity import RunIdentity
+from rollout.data.source import DataSource
+
+
+class SFTOptions(Section):
+    """Keys of `sft` alone."""
+
+    model: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The model of sft")
+    dataset: PromptAnswerDatasetConfig = key(description="Prompts with answers")
+    allocation: MFCConfig = section(MFCConfig, "Training of the model of sft")
+
+
+class SFTConfig(CommonExperimentConfig, SFTOptions):
+    """`sft`: supervised fine-tuning."""
+
+    NAME: ClassVar[str] = "sft"
+    """The experiment's key in EXPERIMENTS."""
+    RUN: ClassVar[str] = "core.experiments.sft:run_sft"
+    """module:function that runs an attempt; imported after all checks have passed."""
+    TRAINER_ONLY: ClassVar[bool] = True
+    """No generators: allocation_mode is the layout of the trainer alone."""
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_seqlen",)
+    """Keys whose sum is max_seqlen."""
+    EVALUATION_KEY: ClassVar[str] = "dataset.valid_path"
+
+    n_gpus_per_node: int = key(1, N_GPUS, ge=1)
+    allocation_mode: str = key("d1m1p1", "Layout of the trainer. d, m, p: data, tensor, pipeline parallel size")
+
+    @property
+    def roles(self) -> dict[str, MFCConfig]:
+        """The trainer's uses of models that this run has, by the section of their microbatches."""
+        return {"allocation": self.allocation}
+
+    @property
+    def batch_roles(self) -> tuple[str, ...]:
+        """Roles of the allocation that a batch is dealt out to."""
+        return (TRAINER_ROLE,)
+
+    @property
+    def placed_roles(self) -> dict[str, GenerationRoleConfig]:
+        """Sections of the roles of the allocation that this run has, each of which may have a device_mapping."""
+        return {TRAINER_ROLE: self.allocation}
+
+    @property
+    def role_sections(self) -> dict[str, GenerationRoleConfig]:
+        """Sections of all roles, by their key, whether this run has them or not."""
+        return {"allocation": self.allocation}
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        """Sections of all models, by their key, whether this run loads them or not."""
+        return {"model": self.model}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        """The models that this run loads."""
+        roles = (TRAINER_ROLE,)
+        return (ModelUse(key="model", section=self.model, path=self.model.path, roles=roles, tokenizer=True),)
+
+    @property
+    def batch_shape(self) -> dict[str, int]:
+        """Arguments of allocation.batch_errors: what a batch is dealt out as."""
+        return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs}
+
+    @property
+    def longest_sequences(self) -> dict[str, tuple[int, int]]:
+        """Key of the longest answer -> tokens of the longest (prompt, answer) that generators sample."""
+        return {}
+
+    @property
+    def run_identity(self) -> RunIdentity:
+        """What must be the same for a recover checkpoint to continue."""
+        return RunIdentity(train_bs_n_seqs=self.dataset.train_bs_n_seqs, group_size=1, n_nodes=self.n_nodes)
+
+    @property
+    def generator_device(self) -> str:
+        """generator.device of runs with generators."""
+        return "auto"
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Defaults that decide how this run trains and that the schema of the tutorials does not have."""
+        return ()
+
+    @property
+    def evaluates(self) -> bool:
+        """True if there is data to evaluate on."""
+        return bool(self.dataset.valid_path)
+
+    @property
+    def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
+        """(key, data set) of every data set of the run."""
+        data = self.dataset
+        train, valid = ("dataset.train_path", data.source(data.train_path)), data.valid_source
+        return (train,) if valid is None else (train, ("dataset.valid_path", valid))
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest possible sequence in tokens."""
+        return self.dataset.max_seqlen
+
+    def max_tokens_per_mb(self, role: str = "allocation") -> int:
+        """Return the maximum of tokens of one forward pass."""
+        return self.roles[role].mb_spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, self.max_seqlen)
+
+
+class DPOConfig(SFTConfig):
+    """`dpo`: direct preference optimization on pairs of answers."""
+
+    NAME: ClassVar[str] = "dpo"
+    RUN: ClassVar[str] = "core.experiments.dpo:run_dpo"
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_seqlen", "dataset.max_seqlen")
+
+    dataset: PreferenceDatasetConfig = key(description="Preference pairs")  # type: ignore[assignment]
+    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy; without a path, model.path")
+    dpo: DPOHyperparameters = section(DPOHyperparameters, "Direct preference optimization")
+
+    @property
+    def ref_path(self) -> str:
+        return self.ref.path or self.model.path
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        return {"model": self.model, "ref": self.ref}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        reference = ModelUse(key="ref", section=self.ref, path=self.ref_path, roles=(TRAINER_ROLE,))
+        return (*super().model_uses, reference)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest possible pair in tokens: its two sequences run in one microbatch."""
+        return 2 * self.dataset.max_seqlen

@@ -1,0 +1,271 @@
+"""The configuration tree of `ppo-math`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import model_validator
+
+from allocation import GENERATOR_ROLE, TRAINER_ROLE
+from core.algorithms import PRESETS
+from core.algorithms.presets import with_preset
+from core.algorithms.settings import Correction
+from core.config.algorithm_section import AlgorithmConfig
+from core.config.base import Section, key, section
+from core.config.common import DEFAULT_TOKENS_PER_MB, NO_LIMITS, NO_SERVICES, CommonExperimentConfig
+from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.ppo import (
+    DemonstrationConfig,
+    PPOHyperparameters,
+    PromptOnlyDatasetConfig,
+    StalenessConfig,
+)
+from core.config.push import PushConfig
+from core.config.runtime import (
+    EvaluationConfig,
+    GeneratorConfig,
+    RewardConfig,
+    SamplesConfig,
+    WorkflowConfig,
+)
+from core.run_identity import RunIdentity
+from rollout.data.source import DataSource
+
+
+class PPOMATHOptions(Section):
+    """Keys of `ppo-math` alone."""
+
+    actor: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The policy")
+    critic: ModelTrainEvalConfig = section(
+        ModelTrainEvalConfig, "The value model", needs="ppo.disable_value=false", type={"is_critic": True}
+    )
+    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy", needs="ppo.kl_ctl > 0")
+    actor_train: MFCConfig = section(MFCConfig, "Training of the actor")
+    critic_train: MFCConfig = section(MFCConfig, "Training of the critic", needs="ppo.disable_value=false")
+    actor_gen: GenerationRoleConfig = section(GenerationRoleConfig, "Slots of the generators")
+    actor_inf: MFCConfig = section(MFCConfig, "Log-probabilities at the start of a batch (old_logprobs)")
+    critic_inf: MFCConfig = section(MFCConfig, "The critic's values", needs="ppo.disable_value=false")
+    ref_inf: MFCConfig = section(MFCConfig, "Log-probabilities of the reference policy", needs="ppo.kl_ctl > 0")
+    dataset: PromptOnlyDatasetConfig = key(description="Prompts to train on")
+    ppo: PPOHyperparameters = section(PPOHyperparameters, "Advantages and loss of PPO and the other algorithms")
+    group_size: int = key(1, "Completions sampled per prompt", ge=1)
+    group_adv_norm: bool = key(
+        False, "Normalize advantages within each group of completions (GRPO)", needs="group_size > 1"
+    )
+    staleness: StalenessConfig = section(StalenessConfig, "Bound on the age of the weights that sampled a batch")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Algorithm, off-policy correction, KL divergence, entropy")
+    demonstrations: DemonstrationConfig = section(
+        DemonstrationConfig, "Expert data beside rollouts", needs="algorithm.demonstration_weight > 0"
+    )
+    generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
+    workflow: WorkflowConfig = section(WorkflowConfig, "Workflow")
+    reward: RewardConfig = section(RewardConfig, "Scoring of completions")
+    samples: SamplesConfig = section(SamplesConfig, "Answers of training as text")
+    push: PushConfig = section(PushConfig, "Weight updates, sent by the trainer to the generators")
+    evaluation: EvaluationConfig = section(EvaluationConfig, "Evaluation during training", needs="exp_ctrl.eval_freq_*")
+
+
+class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
+    """`ppo-math`: asynchronous PPO on problems with verifiable answers."""
+
+    NAME: ClassVar[str] = "ppo-math"
+    RUN: ClassVar[str] = "core.experiments.ppo:run_ppo"
+    TRAINER_ONLY: ClassVar[bool] = False
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_prompt_len", "ppo.gen.max_new_tokens")
+    EVALUATION_KEY: ClassVar[str] = "evaluation.path"
+    RENAMED = {
+        **CommonExperimentConfig.RENAMED,
+        "actor_infer": "actor_gen",
+        "reference": "ref_inf",
+        "critic.device_mapping": "critic_train.device_mapping",
+        "critic.layout": "critic_train.layout",
+        "mask_no_eos_with_zero": "ppo.mask_no_eos_with_zero",
+        "max_head_offpolicyness": "staleness.max_staleness",
+        "ppo.use_decoupled_loss": "algorithm.decoupled",
+        "ppo.behav_imp_weight_cap": "algorithm.behave_imp_weight_cap",
+        "actor.sglang.device": "generator.device",
+        "actor.sglang.max_running_requests": "generator.max_running",
+        "generator.sglang_python": "generator.python",
+    }
+    IGNORED = {
+        **CommonExperimentConfig.IGNORED,
+        "rew": "reward models are not supported; see reward.function",
+        "rew_inf": "reward models are not supported; see reward.function",
+        "use_dense_reward": "each completion has one reward",
+        "reward_delta": "each completion has one reward",
+        "n_rollout_workers": NO_SERVICES,
+        "max_concurrent_rollouts": "see staleness.max_staleness and generator.max_running",
+        "flush_request_timeout": "see push.timeout_seconds",
+        "new_tokens_per_chunk": "generation can be interrupted after every token",
+        "schedule_policy": "the router sends requests to the least loaded generator",
+        "cpus_per_generation_server": NO_LIMITS,
+        "mem_per_generation_server": NO_LIMITS,
+        "cpus_per_gserver_manager": NO_LIMITS,
+        "mem_per_gserver_manager": NO_LIMITS,
+        "cpus_per_rollout_worker": NO_LIMITS,
+        "mem_per_rollout_worker": NO_LIMITS,
+    }
+    FIXED = {
+        **CommonExperimentConfig.FIXED,
+        "generation_size": (("null",), "all sampled completions are trained on; set group_size"),
+        "mask_too_long": (("false",), "see ppo.mask_no_eos_with_zero"),
+        "check_verifier_status": (("false",), "failures of the reward are counted in the metrics"),
+        "check_xml_format": (("false",), "use a custom reward.function"),
+        "ref_ema_eta": (("null",), "the reference model is not updated"),
+        "rw_type": (("sparse",), "each completion has one reward"),
+        "dataset_filter_threshold": (("100", "100.0"), "prompts are not filtered"),
+        "dataset_max_filter_percentage": (("0", "0.0"), "prompts are not filtered"),
+        "success_rate_ub": (("1", "1.0"), "prompts are not filtered"),
+        "success_rate_lb": (("0", "0.0"), "prompts are not filtered"),
+        "no_training": (("false",), "use exp_ctrl.benchmark_steps"),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, tree: Any) -> Any:
+        """Fill in what algorithm.name stands for; keys that are given win."""
+        return with_preset(tree) if isinstance(tree, Mapping) else tree
+
+    @property
+    def algorithm_name(self) -> str:
+        """A key of PRESETS, or package.module:Class."""
+        return self.algorithm.name or "ppo"
+
+    @property
+    def uses_critic(self) -> bool:
+        has_critic = self.algorithm.name not in PRESETS or self.algorithm.advantage == "gae"
+        return not self.ppo.disable_value and has_critic
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.ppo.kl_ctl > 0
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Defaults that decide how this run trains and that the schema of the tutorials does not have: what they are
+        here, and there."""
+        if self.staleness.max_staleness == 0 or "max_staleness" in self.staleness.model_fields_set:
+            return ()
+        bound = f"staleness.max_staleness={self.staleness.max_staleness} (there: synchronous, 0)"
+        if self.correction != "decoupled" or self.algorithm.name is not None:
+            return (bound,)
+        cap = self.algorithm.behave_imp_weight_cap
+        return bound, f"algorithm.correction=decoupled with behave_imp_weight_cap={cap} (there: none)"
+
+    @property
+    def critic_path(self) -> str:
+        return self.critic.path or self.actor.path
+
+    @property
+    def ref_path(self) -> str:
+        return self.ref.path or self.actor.path
+
+    @property
+    def correction(self) -> Correction:
+        """Off-policy correction; algorithm.decoupled and the staleness bound decide where it is not given."""
+        if self.algorithm.correction is not None:
+            return self.algorithm.correction
+        given = self.algorithm.decoupled
+        return "decoupled" if (self.staleness.max_staleness > 0 if given is None else given) else "bypass"
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest possible sequence, prompt and answer, in tokens."""
+        return self.dataset.max_prompt_len + self.ppo.gen.max_new_tokens
+
+    @property
+    def roles(self) -> dict[str, MFCConfig]:
+        """The trainer's uses of models that this run has, by role."""
+        roles = {"actor_train": self.actor_train, "actor_inf": self.actor_inf}
+        if self.uses_critic:
+            roles |= {"critic_train": self.critic_train, "critic_inf": self.critic_inf}
+        if self.uses_reference:
+            roles |= {"ref_inf": self.ref_inf}
+        return roles
+
+    @property
+    def batch_roles(self) -> tuple[str, ...]:
+        return tuple(self.roles)
+
+    @property
+    def placed_roles(self) -> dict[str, GenerationRoleConfig]:
+        return {GENERATOR_ROLE: self.actor_gen, **self.roles}
+
+    @property
+    def role_sections(self) -> dict[str, GenerationRoleConfig]:
+        optional = {"critic_train": self.critic_train, "critic_inf": self.critic_inf, "ref_inf": self.ref_inf}
+        return {**optional, **self.placed_roles}
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        return {"actor": self.actor, "critic": self.critic, "ref": self.ref}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        policy = (GENERATOR_ROLE, TRAINER_ROLE, "actor_inf")
+        uses = [ModelUse(key="actor", section=self.actor, path=self.actor.path, roles=policy, tokenizer=True)]
+        if self.uses_critic:
+            value = ("critic_train", "critic_inf")
+            uses.append(ModelUse(key="critic", section=self.critic, path=self.critic_path, roles=value))
+        if self.uses_reference:
+            uses.append(ModelUse(key="ref", section=self.ref, path=self.ref_path, roles=("ref_inf",)))
+        return tuple(uses)
+
+    @property
+    def batch_shape(self) -> dict[str, int]:
+        return {
+            "train_bs_n_seqs": self.dataset.train_bs_n_seqs,
+            "group_size": self.group_size,
+            "ppo_n_minibatches": self.ppo.ppo_n_minibatches,
+        }
+
+    @property
+    def longest_sequences(self) -> dict[str, tuple[int, int]]:
+        answers = {"ppo.gen": self.ppo.gen.max_new_tokens, "evaluation": self.evaluation.max_new_tokens}
+        prompt = self.dataset.max_prompt_len
+        return {f"{key}.max_new_tokens": (prompt, longest) for key, longest in answers.items() if longest is not None}
+
+    @property
+    def run_identity(self) -> RunIdentity:
+        return RunIdentity(
+            train_bs_n_seqs=self.dataset.train_bs_n_seqs, group_size=self.group_size, n_nodes=self.n_nodes
+        )
+
+    @property
+    def generator_device(self) -> str:
+        return self.generator.device
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.evaluation.paths)
+
+    @property
+    def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
+        return (
+            ("dataset.path", self.dataset.source(self.dataset.path)),
+            *(("evaluation.path", source) for source in self.evaluation_sources),
+        )
+
+    @property
+    def evaluation_sources(self) -> tuple[DataSource, ...]:
+        """The held-out data sets."""
+        given = self.evaluation
+        return tuple(replace(given.source(path), hints=self.dataset.columns, prefer="test") for path in given.paths)
+
+    @property
+    def demonstrations_per_step(self) -> int:
+        """Demonstrations of a step, beside its completions."""
+        if not self.algorithm.demonstration_weight or not self.demonstrations.path:
+            return 0
+        share = self.demonstrations.share
+        return max(1, round(share / (1.0 - share) * self.dataset.train_bs_n_seqs * self.group_size))
+
+    def max_tokens_per_mb(self, role: str) -> int:
+        """Return the maximum of tokens of one forward pass of `role` (a key of `roles`)."""
+        for name in (role, "actor_train"):
+            given = self.roles[name].mb_spec.max_tokens_per_mb
+            if given is not None:
+                return given
+        return max(DEFAULT_TOKENS_PER_MB, self.max_seqlen)

@@ -1,0 +1,56 @@
+"""What must be the same for a run to continue from a recover checkpoint, and where checkpoints are found.
+
+{fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/run.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+CONFIG_KEYS = {"train_bs_n_seqs": "dataset.train_bs_n_seqs", "group_size": "group_size", "n_nodes": "n_nodes"}
+"""Field of RunIdentity -> the key that sets it."""
+
+_NAME = re.compile(r"globalstep(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """The rules of the tutorial: batch size, group size and nodes."""
+
+    train_bs_n_seqs: int
+    group_size: int
+    n_nodes: int
+
+    def changes_since(self, before: RunIdentity) -> dict[str, str]:
+        """Return {field: what it is now and was before} of the fields that differ."""
+        now, then = asdict(self), asdict(before)
+        return {key: f"{key}={now[key]} (the checkpoint has {then[key]})" for key in now if now[key] != then[key]}
+
+
+def recover_checkpoints(folder: Path) -> list[Path]:
+    """Return the recover checkpoints in a folder, the newest last. None has been verified."""
+    if not folder.is_dir():
+        return []
+    named = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named)]
+
+
+def read_run(checkpoint: Path) -> tuple[RunIdentity, Mapping[str, object]]:
+    """Return the identity of the run that wrote a checkpoint, and its driver's state.
+
+    Raises OSError, and ValueError, TypeError, LookupError or RecursionError for a file that no run wrote."""
+    saved = json.loads((checkpoint / "run.json").read_bytes())
+    return RunIdentity(**saved["identity"]), saved["state"]
+
+
+def cannot_continue(checkpoint: Path) -> str:
+    """Return why changes of the identity are refused, and the ways out."""
+    return (
+        f"{checkpoint} cannot be continued exactly with other values. Restore them; or set recover_ignore_changes=true "
+        "to keep model and optimizer and drop the rest; or start a new run with another trial_name or "
+        "recover_mode=disabled"
+    )
