@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +26,9 @@ PLAN = EvaluationPlan(
 class Waiting:
     """A generator that answers nobody before `needed` requests are there at once."""
 
-    def __init__(self, needed: int) -> None:
+    def __init__(self, needed: int, token_ids: Sequence[int] = (2,)) -> None:
         self.requests: list[GenerateRequest] = []
-        self._needed, self._enough = needed, asyncio.Event()
+        self._needed, self._enough, self._token_ids = needed, asyncio.Event(), token_ids
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
@@ -36,8 +36,8 @@ class Waiting:
             self._enough.set()
         await self._enough.wait()
         return Completion(
-            token_ids=np.asarray([2], np.int32), logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32),
-            finish_reason="stop",
+            token_ids=np.asarray(self._token_ids, np.int32), logprobs=np.zeros(len(self._token_ids), np.float32),
+            versions=np.zeros(len(self._token_ids), np.int32), finish_reason="stop",
         )  # fmt: skip
 
 
@@ -144,6 +144,14 @@ def test_a_question_is_answered_and_judged_by_the_workflow() -> None:
     assert [(a.completion, a.tokens, a.reward, a.score, a.unjudged) for a in found["a"]] == [
         (decoded, 2, 0.5, 1.0, None)
     ] * 2
+
+
+def test_an_answer_is_judged_and_written_without_the_special_tokens_that_end_it() -> None:
+    tokenizer = make_tokenizer()
+    zero = tokenizer.convert_tokens_to_ids("0")
+    ended = [zero, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    found = asyncio.run(answers_of([questions("a", 1)], Waiting(needed=1, token_ids=ended)))
+    assert [(a.completion, a.answer, a.score, a.tokens) for a in found["a"]] == [("0", "0", 1.0, 3)] * 2
 
 
 class Failing(SingleTurnMathWorkflow):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout.answer_file import Answer
+from rollout.evaluation import EvaluationPlan
+from rollout.types import Prompt, SamplingParams
 from tools.eval.__main__ import BAD_INPUT, main
 from tools.eval.compare import _resampled_means, compare
 from tools.eval.report import pass_at_k, summarise, text_table, unjudged_line
+from tools.eval.run import _answer_all
 
 
 def answer(query_id: str, score: float, *, number: int | None = None, tokens: int = 10) -> Answer:
@@ -145,3 +151,39 @@ def test_sets_that_one_side_did_not_answer_are_left_out_and_named(tmp_path: Path
     assert main(["compare", str(a), str(b)]) == BAD_INPUT
     said = capsys.readouterr().err
     assert "no dataset in common" in said and "; begun: no answers in B; more: no answers in A; other: no q" in said
+
+
+@pytest.mark.parametrize(
+    ("samples_a", "samples_b", "measures"),
+    [
+        ((8, 8), (8, 8), {"sample_pass@1", "pass@8"}),
+        ((8, 8), (8, 7), {"sample_pass@1"}),
+        ((7, 16), (16, 16), {"sample_pass@1"}),
+        ((16, 16), (16, 8), {"sample_pass@1", "pass@8"}),
+    ],
+)
+def test_pass_at_k_is_compared_where_every_question_of_both_has_k_samples(
+    samples_a: tuple[int, ...], samples_b: tuple[int, ...], measures: set[str], tmp_path: Path
+) -> None:
+    folders = []
+    for name, samples in (("a", samples_a), ("b", samples_b)):
+        answers = [answer(f"q{i}", 1.0) for i in range(len(samples))]
+        answers += [answer(f"q{i}", 1.0, number=j) for i, n in enumerate(samples) for j in range(n)]
+        folders.append(write(tmp_path / name, answers))
+    differences, _, _ = compare(*folders)
+    assert {d.measure for d in differences} == {"greedy_acc", "greedy_length"} | measures
+
+
+def test_a_report_is_made_of_the_answers_that_are_requested_not_of_all_that_are_there(tmp_path: Path) -> None:
+    there = [answer(f"q{i}", 1.0, number=number) for i in range(3) for number in (None, 0, 1, 2)]
+    write(tmp_path, there)
+    prompts = [
+        Prompt(query_id=f"q{i}", index=i, task="math", text="?", token_ids=np.array([3], np.int32), solutions=("0",))
+        for i in range(2)
+    ]
+    sampling = SamplingParams(max_new_tokens=4, temperature=1.0)
+    plan = EvaluationPlan(num_samples=2, sampling=sampling, context_tokens=64, seed=0)
+    settings: Any = SimpleNamespace(output_path=tmp_path)  # nothing is missing: no generator, no reward
+    found = asyncio.run(_answer_all(settings, {"d": prompts}, tmp_path, None, plan))
+    assert {a.name for a in found["d"]} == {name for prompt in prompts for name in plan.names(prompt)}
+    assert summarise("d", found["d"]).num_questions == 2

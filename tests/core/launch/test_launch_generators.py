@@ -163,3 +163,18 @@ def test_who_is_gone_while_the_pool_is_closed_is_not_started_again(clock: Simple
     cluster.before_gather["close of the generators"] = closed
     pool.close()
     assert pool.failures() == ""
+
+
+def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    cluster = Cluster(tmp_path, [Actor(), Actor(start=PENDING)])
+    cluster.startup_seconds = 300.0
+    pool = make_pool(cluster, 1)
+    push = make_push(cluster, pool, Rollout())
+    push.push(1)
+    pool.lose(0, "killed")
+    began = clock.seconds
+    with pytest.raises(LaunchError, match=r"within generator.patience_seconds=60: generator-0: killed"):
+        push.push(2)
+    assert clock.seconds - began == pytest.approx(60.0, abs=1.0)

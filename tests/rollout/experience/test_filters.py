@@ -6,13 +6,14 @@ import asyncio
 import inspect
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from helpers.simulated_sampling import make_dataset, trajectory
 from helpers.virtual_clock import run_virtual
-from rollout.experience import make_experience
+from rollout.experience import Schedule, SpreadFilter, make_experience
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, Generator, Prompt, Trajectory
 
@@ -175,3 +176,17 @@ def test_dynamic_sampling_cannot_be_switched_off_by_a_restart() -> None:
             make_producer(workflow, dynamic_sampling_limit=None).load_state_dict(state)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("positions", [[2, 3], [3, 2]])
+def test_the_limit_counts_from_behind_the_last_prompt_that_was_trained_whatever_their_order(
+    positions: list[int],
+) -> None:
+    spread = SpreadFilter(Schedule(num_prompts=NUM_PROMPTS, batch_size=2), max_staleness=0, limit=1)
+    prompts, hopeless = make_dataset(NUM_PROMPTS), [0.0, 0.0]
+    groups = [
+        [replace(trajectory(prompts.at(k), np.array([0])), reward=reward) for reward in rewards]
+        for k, rewards in ((2, [0.0, 1.0]), (3, [0.0, 1.0]), (5, hopeless), (6, hopeless))
+    ]
+    spread.select(positions, groups[:2])
+    assert [spread.drops(5, groups[2]), spread.drops(6, groups[3])] == [True, False], "one batch of two behind prompt 3"

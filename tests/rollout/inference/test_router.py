@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
@@ -392,3 +393,35 @@ def test_so_many_requests_are_kept_under_way_that_every_generator_is_full_or_has
     at_once = requests_at_once(max_running=max_running, num_generators=num_generators, group_size=group_size)
     assert at_once > max_running * num_generators
     assert -(-at_once // group_size) >= num_generators, "groups that begin while fewer requests are under way"
+
+
+class Scripted(Silent):
+    """A generator whose attempts end as `ends` says: "token" and an interruption, "failure", or "stop"."""
+
+    def __init__(self, *ends: str) -> None:
+        self._ends = iter(ends)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        end, given = next(self._ends), request.output
+        if end == "failure":
+            raise ConnectionResetError
+        n = 1 + (0 if given is None else len(given.token_ids))
+        reason = "stop" if end == "stop" else "abort"
+        return Completion(
+            token_ids=np.arange(n, dtype=np.int32), logprobs=np.zeros(n, np.float32), versions=np.zeros(n, np.int32),
+            finish_reason=reason,
+        )  # fmt: skip
+
+    async def health(self) -> Health:
+        return Health(version=0, num_running=1, num_waiting=0)
+
+
+def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() -> None:
+    async def scene() -> None:
+        ends = [*["failure"] * 3, "token", *["failure"] * 3, *["token"] * 5, "failure", "stop"]
+        completion = await Router([Scripted(*ends)]).generate(request(0, prompt(5)))
+        assert completion.finish_reason == "stop" and len(completion.token_ids) == 7
+        with pytest.raises(ConnectionResetError):
+            await Router([Scripted("token", *["failure"] * 4, "stop")]).generate(request(0, prompt(5)))
+
+    play(scene())

@@ -1,0 +1,74 @@
+"""What the engines of a run get of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from core.config.experiments import PPOMATHConfig
+from core.config.load import load_config
+from core.experiments.workers import build_ppo_engines
+from helpers.config_inputs import SMALLEST_PPO, write_run
+from mcore_adapter.settings import EngineSettings, OptimizerSettings
+
+OPTIMIZERS = {
+    "actor": {"lr": 1e-4, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.85, "eps": 1e-7, "min_lr_ratio": 0.3,
+              "lr_scheduler_type": "linear", "warmup_steps_proportion": 0.2, "gradient_clipping": 0.5},
+    "critic": {"lr": 2e-4, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.75, "eps": 2e-7, "min_lr_ratio": 0.6,
+               "lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.4, "gradient_clipping": 0.25},
+}  # fmt: skip
+
+
+class Group:
+    """Ranks that record the engines that they build."""
+
+    def __init__(self) -> None:
+        self.built: dict[str, tuple[EngineSettings, OptimizerSettings | None]] = {}
+
+    def build(self, name: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> None:
+        self.built[name] = settings, optimizer
+
+
+def built(folder: Path, *overrides: str) -> dict[str, Any]:
+    """The engines of a run of 10 updates with a critic and a reference."""
+    given = [f"{model}.optimizer.{key}={value}" for model, of in OPTIMIZERS.items() for key, value in of.items()]
+    models = ["ppo.disable_value=false", "critic.init_critic_from_actor=true", "ppo.kl_ctl=0.1", "seed=5"]
+    config = load_config("ppo-math", write_run(folder, SMALLEST_PPO), [*models, *given, *overrides]).config
+    assert isinstance(config, PPOMATHConfig)
+    group = Group()
+    workers: Any = SimpleNamespace(
+        on_gpu=False, **{attribute: SimpleNamespace(group=group, name=name) for attribute, name in
+                         (("actor", "actor"), ("critic", "critic"), ("reference", "ref"))},
+    )  # fmt: skip
+    build_ppo_engines(config, workers, total_updates=10)
+    return group.built
+
+
+def test_schedules_end_with_the_last_update_of_their_own_model(tmp_path: Path) -> None:
+    engines = built(tmp_path, "ppo.actor_sample_reuse=2", "ppo.critic_sample_reuse=3")
+    assert engines["actor"][1].total_steps == 20 and engines["critic"][1].total_steps == 30
+    assert engines["ref"][1] is None, "nothing of the reference is trained"
+
+
+def test_every_key_of_an_optimizer_reaches_its_own_engine(tmp_path: Path) -> None:
+    engines = built(tmp_path)
+    names = {field.name for field in fields(OptimizerSettings)} - {"total_steps", "offload"}  # offload needs GPUs
+    for model, given in OPTIMIZERS.items():
+        assert {name: getattr(engines[model][1], name) for name in names} == given
+
+
+def test_engines_differ_in_what_they_are_initialised_from(tmp_path: Path) -> None:
+    balance = ["moe_aux_loss_coeff=0.01", "moe_bias_update_rate=0.02"]
+    engines = built(tmp_path, *(f"actor.{key}" for key in balance), "ref.path=" + str(tmp_path / "other"),
+                    "critic.init_from_scratch=true")  # fmt: skip
+    actor, critic, reference = (engines[name][0] for name in ("actor", "critic", "ref"))
+    assert [engine.is_critic for engine in (actor, critic, reference)] == [False, True, False]
+    assert [engine.init_critic_from_actor for engine in (actor, critic, reference)] == [False, True, False]
+    assert [engine.init_from_scratch for engine in (actor, critic, reference)] == [False, True, False]
+    model = str(tmp_path / "model")
+    assert [engine.hf_path for engine in (actor, critic, reference)] == [model, model, str(tmp_path / "other")]
+    assert [engine.seed for engine in (actor, critic, reference)] == [5, 6, 5], "a new value head has a seed of its own"
+    assert (actor.moe_aux_loss_coeff, actor.moe_bias_update_rate) == (0.01, 0.02)
+    assert (critic.moe_aux_loss_coeff, critic.moe_bias_update_rate) == (0.0, 0.0)
