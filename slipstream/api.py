@@ -7,6 +7,7 @@ runs the code of this installation, whatever packages the working folder holds.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrid
     """Read and check a configuration without starting anything.
 
     `overrides` are keys with their values; dotted keys are passed as `**{"ppo.kl_ctl": 0.0}`. A function or class as a
-    value becomes its import path ("module:name"). Raises ConfigError (a ValueError) that lists every problem.
+    value becomes its import path ("module:name"), a text stays the same text. Raises ConfigError (a ValueError) that
+    lists every problem.
     """
     with _arguments(config, overrides) as (file, words):
         loaded = _load(experiment, file, words)
@@ -142,9 +144,23 @@ def _arguments(config: ConfigSource, overrides: Mapping[str, object]) -> Iterato
 
 
 def _word(value: object) -> str:
+    """Convert a value to YAML. A text stays the same text, also where YAML would read a section or a comment in it;
+    null, numbers and ${references} have their meaning."""
     if callable(value):
         return import_path(value)
-    return value if isinstance(value, str) else json.dumps(value)
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        return json.dumps(value, ensure_ascii=False)
+    return text if _is_plain(text) else yaml.safe_dump(text, default_style='"', width=math.inf).removesuffix("\n")
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether YAML reads a text without quotes as it is."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return False
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value == text
 
 
 def _flags(options: Mapping[str, object], *, dash: bool = False) -> list[str]:

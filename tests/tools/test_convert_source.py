@@ -17,3 +17,16 @@ def test_a_checkpoint_of_megatron_lm_is_named_as_one(tmp_path: Path, layout: str
 def test_a_folder_of_something_else_is_met_with_the_flag_for_hugging_face_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no metadata.json.*add --to-megatron"):
         _source(tmp_path, "actor", to_megatron=False)
+
+
+@pytest.mark.parametrize("steps", [(8, 9, 10), (99, 100), (2, 1)])
+def test_of_several_recover_checkpoints_the_one_of_the_last_step_is_taken(
+    tmp_path: Path, steps: tuple[int, ...]
+) -> None:
+    for step in steps:
+        for engine in ("actor", "critic"):
+            folder = tmp_path / f"globalstep{step}" / engine
+            folder.mkdir(parents=True)
+            (folder / "metadata.json").write_text("{}")
+    for engine in ("actor", "critic"):
+        assert _source(tmp_path, engine, to_megatron=False) == tmp_path / f"globalstep{max(steps)}" / engine

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ObjectStoreFullError, RayTaskError
@@ -10,8 +12,9 @@ from ray.exceptions import ObjectStoreFullError, RayTaskError
 from allocation import parse
 from core.errors import LaunchError
 from core.experiments.workers import threads_per_process
+from core.launch import wait as launch_wait
 from core.launch.cluster import Cluster
-from core.launch.wait import as_driver_sees
+from core.launch.wait import Waiter, as_driver_sees
 from core.processes.signals import Interrupts
 from core.weight_sync.buckets import PushError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
@@ -69,3 +72,33 @@ def test_leaving_the_cluster_turns_an_error_of_rays_own_into_a_lost_attempt(monk
     monkeypatch.setattr(cluster, "_end", lambda: None)
     with pytest.raises(LaunchError, match="Ray: ObjectStoreFullError: no room"):
         cluster.__exit__(ObjectStoreFullError, ObjectStoreFullError("no room"), None)
+
+
+def test_results_are_in_the_order_of_the_calls_whichever_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return pending[-1:], pending[:-1]  # the last one first
+
+    monkeypatch.setattr(launch_wait, "ray", SimpleNamespace(wait=wait, get=str.upper))
+    results = Waiter(tmp_path).gather(
+        ["a", "b", "c"], names=["rank0", "rank1", "rank2"], phase="train_step", timeout_seconds=60.0, key="deadlines.x"
+    )
+    assert results == ["A", "B", "C"]
+
+
+def test_an_error_names_the_worker_whose_call_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(ref: str) -> str:
+        if ref == "b":
+            raise RayTaskError("train_step", "", ValueError("bad row"))
+        return ref
+
+    def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return pending[-1:], pending[:-1]
+
+    monkeypatch.setattr(launch_wait, "ray", SimpleNamespace(wait=wait, get=get))
+    with pytest.raises(ValueError, match="bad row") as raised:
+        Waiter(tmp_path).gather(
+            ["a", "b", "c"], names=["rank0", "rank1", "rank2"], phase="train_step", timeout_seconds=60.0, key="x"
+        )
+    assert any("in rank1" in note for note in raised.value.__notes__)

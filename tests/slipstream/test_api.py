@@ -1,0 +1,94 @@
+"""Configurations from Python: what is given arrives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import slipstream
+from core.config.base import ConfigError
+from helpers.config_inputs import SMALLEST_PPO, write_run
+
+CHANGES: dict[str, Any] = {
+    "seed": 0, "ppo.adv_norm": False, "ppo.kl_ctl": 0.0, "shuffle_dataset": False, "actor.optimizer.weight_decay": 0.0,
+    "actor.optimizer.lr": 1e-6, "exp_ctrl.total_train_steps": None, "wandb.tags": [], "ppo.gen.top_k": -1,
+    "prompt.system": "", "recover_mode": "disabled",
+}  # fmt: skip
+"""Values that are easily taken for no value at all, and some others."""
+BEFORE = {
+    "seed": 7, "ppo.adv_norm": True, "ppo.kl_ctl": 0.5, "shuffle_dataset": True, "actor.optimizer.weight_decay": 0.3,
+    "actor.optimizer.lr": 1.0, "exp_ctrl.total_train_steps": 3, "wandb.tags": ["a"], "ppo.gen.top_k": 4,
+    "prompt.system": "Be brief.", "recover_mode": "auto",
+}  # fmt: skip
+"""What the file has under the same keys."""
+
+
+def value_of(config: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = getattr(config, name)
+    return list(config) if isinstance(config, tuple) else config
+
+
+def with_values(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A configuration as a file and as a mapping of dotted and nested keys."""
+    path = write_run(folder, SMALLEST_PPO)
+    tree = yaml.safe_load(path.read_text())
+    for dotted, value in BEFORE.items():
+        *above, key = dotted.split(".")
+        section = tree
+        for name in above:
+            section = section.setdefault(name, {})
+        section[key] = value
+    path.write_text(yaml.safe_dump(tree))
+    return path, tree
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_an_override_of_any_value_wins_over_the_file(key: str, tmp_path: Path) -> None:
+    path, tree = with_values(tmp_path)
+    for config in (path, tree):
+        changed = slipstream.load_config(config, **{key: CHANGES[key]})
+        assert value_of(changed, key) == CHANGES[key] != BEFORE[key]
+        others = {other: value_of(changed, other) for other in BEFORE if other != key}
+        assert others == {other: value for other, value in BEFORE.items() if other != key}
+
+
+@pytest.mark.parametrize("text", [
+    "{prompt}", " {prompt} ", "Q: {prompt}\nA:", "{prompt} # think", "- {prompt}", '"{prompt}"', "# {prompt}",
+    "*{prompt}", "{prompt}: é 😀", "{prompt}\\n", "!{prompt}", "%d {prompt}", "@{prompt}", "{prompt},\ttab",
+    "word " * 40 + "{prompt}",
+])  # fmt: skip
+def test_a_text_arrives_as_it_is(text: str, tmp_path: Path) -> None:
+    path, tree = with_values(tmp_path)
+    for config in (slipstream.load_config(path, **{"prompt.template": text}),
+                   slipstream.load_config({**tree, "prompt.template": text})):  # fmt: skip
+        assert value_of(config, "prompt.template") == text
+
+
+def test_texts_in_lists_paths_and_words_for_other_values_arrive(tmp_path: Path) -> None:
+    path, _ = with_values(tmp_path)
+    given = {
+        "wandb.tags": ["é 😀", "a, b"],
+        "actor.path": tmp_path / "model",
+        "ppo.kl_ctl": "1e-3",
+        "seed": "${group_size}",
+    }
+    config = slipstream.load_config(path, **given, **{"exp_ctrl.total_train_steps": "null"})
+    assert value_of(config, "wandb.tags") == ["é 😀", "a, b"] and config.actor.path == str(tmp_path / "model")
+    assert (value_of(config, "ppo.kl_ctl"), config.seed) == (1e-3, config.group_size)
+    assert value_of(config, "exp_ctrl.total_train_steps") is None
+
+
+def test_dotted_keys_of_a_mapping_are_overrides_too_and_arguments_win(tmp_path: Path) -> None:
+    _, tree = with_values(tmp_path)
+    config = slipstream.load_config({**tree, "ppo.kl_ctl": 0.0, "ppo.adv_norm": False}, **{"ppo.kl_ctl": 0.25})
+    assert (value_of(config, "ppo.kl_ctl"), value_of(config, "ppo.adv_norm")) == (0.25, False)
+
+
+def test_problems_of_checks_are_raised_as_those_of_the_file_are(tmp_path: Path) -> None:
+    path, _ = with_values(tmp_path)
+    with pytest.raises(ConfigError, match="actor.path"):
+        slipstream.load_config(path, **{"actor.path": str(tmp_path / "missing")})
