@@ -15,6 +15,7 @@ from torch import Tensor
 
 from core.algorithms.base import Algorithm, Objective
 from core.algorithms.mix import DEMONSTRATION
+from core.algorithms.returned import check_fields, plain_state
 from core.data.batch_writer import BatchWriter, assemble
 from core.data.minibatches import Unit, deal_minibatches, units_of
 from core.data.rollout_batch import RolloutBatch
@@ -124,13 +125,14 @@ class StepBatch:
         known |= {name: value[: len(rollout.token_ids)] for name, value in passes.items()}
         known["ages"] = rollout.token_ages(self._version)
         trained_on, metrics = algorithm.advantages(rollout, known)
+        check_fields(trained_on, len(rollout.token_ids))
         fields = {name: self._padded(value.numpy(), 0) for name, value in {**sampled, **trained_on}.items()}
         fields = {**{name: value.numpy() for name, value in passes.items()}, **fields}
         if rollout.demonstrations is not None:
             fields[DEMONSTRATION] = np.arange(self._cu_seqlens[-1]) >= len(rollout.token_ids)
         weights = {engine: _token_weights(objective) for engine, objective in scoring.objectives.items()}
         stored = self._writer.put_fields(fields, weights)
-        return stored, Scored(metrics=metrics, algorithm_state=algorithm.state_dict())
+        return stored, Scored(metrics=metrics, algorithm_state=plain_state(algorithm))
 
     def _padded(self, values: np.ndarray, fill: int) -> np.ndarray:
         """Extend values of the rollouts' tokens by `fill` for those of demonstrations."""

@@ -158,7 +158,8 @@ class PPOTrainer:
 
     def run(self, start: RunState, periodic: PeriodicActions) -> None:
         """Train from `start` to the end of the schedule; periodic saves and evaluates when due."""
-        self._algorithm.load_state_dict(start.extra)
+        if "algorithm" in start.extra:
+            self._algorithm.load_state_dict(start.extra["algorithm"])  # type: ignore[arg-type]
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
                 batch, facts, figures = self._rollout.take(self._request(step), meanwhile=self._weights.sync_rejoined)
@@ -184,7 +185,7 @@ class PPOTrainer:
     @property
     def state(self) -> dict[str, object]:
         """State of this object for a recover checkpoint."""
-        return {**self._algorithm.state_dict(), "memory": self._memory.state_dict()}
+        return {"algorithm": self._algorithm.state_dict(), "memory": self._memory.state_dict()}
 
     def _request(self, step: int) -> BatchRequest:
         """Return how the next batch will be used."""

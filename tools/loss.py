@@ -63,7 +63,8 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     sampled = tokens.sampled
     config = _config(case, sampled)
     algorithm = build_algorithm(config)
-    algorithm.load_state_dict(case.get("state", {}))
+    if "state" in case:
+        algorithm.load_state_dict(case["state"])
     batch = sampled.batch()
     packed = batch.to_packed()
     needed = {FIELDS[name]: sampled.required(name) for name in sorted(algorithm.passes)}

@@ -87,8 +87,8 @@ class Algorithm(Objective, Protocol):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state for a recover checkpoint."""
+        """Return the state for a recover checkpoint, in the types of JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from a state_dict(); other keys are not looked at."""
+        """Continue from a state_dict() of this class. A run without a checkpoint does not call it at its start."""

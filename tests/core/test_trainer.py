@@ -6,12 +6,14 @@ three tokens of `pair()`; "/ 5" is the division by their trained tokens.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.algorithms.policy_gradient import PolicyGradient
+from core.algorithms.settings import AlgorithmSettings
 from helpers.fake_training import Answer, PerAnswer, Run, Step, newest_state, recover_store, train
 
 LN2, LN8 = math.log(2.0), math.log(8.0)
@@ -244,6 +246,32 @@ def test_a_run_without_saved_statistics_starts_with_none() -> None:
     run = train(SECOND, **WITH_VALUE_NORM)
     # Values as they are: 7 - 0, 7 - 1/3; B: return 1 + 1, minus -1, 1
     assert_close(run.trained_on("advantages"), [[7.0, 20 / 3], [3.0, 1.0]])
+
+
+class Counting(PolicyGradient):
+    """An algorithm with a state of its own, which reads exactly what it saved."""
+
+    def __init__(self, settings: AlgorithmSettings, options: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.memory = 0
+
+    def advantages(self, batch: Any, fields: Any) -> Any:
+        self.memory += 1
+        return super().advantages(batch, fields)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.memory = state["memory"]
+
+
+def test_the_state_of_a_users_algorithm_is_loaded_from_a_checkpoint_and_not_at_the_first_start(tmp_path: Path) -> None:
+    store, own = recover_store(tmp_path), {"name": f"{__name__}:Counting", "disable_value": True}
+    run = train(FIRST, SECOND, checkpoints=store, **own)
+    assert run.state["algorithm"] == {"memory": 2}
+    run = train(THIRD, start=newest_state(store), **own)
+    assert run.state["algorithm"] == {"memory": 3}
 
 
 # ---- KL divergence from the reference

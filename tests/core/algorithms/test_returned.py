@@ -1,0 +1,44 @@
+"""What an algorithm returns is checked, so that a mistake of a user's class is reported where it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from core.algorithms.base import Algorithm
+from core.algorithms.returned import check_fields, plain_state
+
+
+class WithState(Algorithm):
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "must return the field 'advantages', got nothing"),
+        ({"advantage": torch.zeros(6)}, "must return the field 'advantages', got 'advantage'"),
+        ({"advantages": torch.zeros(2)}, r"\[T\] = \[6\], got shape \[2\] for 'advantages'; .* repeat_interleave"),
+        ({"advantages": torch.tensor(1.0)}, r"got shape \[\] for 'advantages'"),
+        ({"advantages": torch.zeros(6), "returns": [0.0] * 6}, "got list for 'returns'"),
+    ],
+)
+def test_fields_that_are_not_one_value_per_token_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_fields(fields, 6)
+    check_fields({"advantages": torch.zeros(6), "returns": torch.zeros(6)}, 6)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), {"mean": torch.zeros(2)}, {1, 2}])
+def test_a_state_that_no_checkpoint_can_store_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"state_dict\(\)\['average'\] must consist of the types of JSON, got .*tolist"
+    ):
+        plain_state(WithState({"kept": 1, "average": value}))
+    assert plain_state(WithState({"average": None, "means": [1.0]})) == {"average": None, "means": [1.0]}
