@@ -105,7 +105,11 @@ def _read(source: DataSource, parse: Callable[[Record, Columns], T], *, in_full:
     unused = dict.fromkeys(name for names, columns in known.items() for name in names if name not in columns.used)
     found = dict.fromkeys(str(columns) for columns in known.values())
     logger.info(
-        "%s: %d rows; %s; not used: %s", source.path, len(parsed), " | ".join(found), ", ".join(unused) or "no column"
+        "%s: %d rows; %s; not used: %s",
+        source.path,
+        len(parsed),
+        " | ".join(found),
+        ", ".join(unused) or "none",
     )
     return parsed
 

@@ -128,7 +128,8 @@ def main() -> None:
     parser.add_argument("--output", type=cli.new_folder, required=True, help="folder to write to")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the model's weights")
     arguments = parser.parse_args()
-    print(make_ingredients(arguments.output, seed=arguments.seed))
+    files = make_ingredients(arguments.output, seed=arguments.seed)
+    print(f"actor.path={files.model} dataset.path={files.train} evaluation.path={files.held_out}")
 
 
 if __name__ == "__main__":
