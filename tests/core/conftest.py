@@ -67,8 +67,8 @@ def run_command(tmp_path: Path) -> Iterator:
     """start(experiment, config) -> Command; several share one fileroot, as restarts of one trial do."""
     started: list[Command] = []
 
-    def start(experiment: str, config: dict) -> Command:
-        started.append(Command(experiment, config, tmp_path))
+    def start(experiment: str, config: dict, *, fresh: bool = False) -> Command:
+        started.append(Command(experiment, config, tmp_path, fresh=fresh))
         return started[-1]
 
     yield start

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import yaml
+
+from helpers.forks import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 600.0
@@ -19,7 +19,8 @@ PATIENCE_SECONDS = 600.0
 class Command:
     """`python -m core.quickstart` in a process of its own; everything it started is known by its process group tree."""
 
-    def __init__(self, experiment: str, config: dict, folder: Path) -> None:
+    def __init__(self, experiment: str, config: dict, folder: Path, *, fresh: bool = False) -> None:
+        """`fresh`: in new interpreters, instead of forks of one that has imported the libraries."""
         self.root = folder / "root"
         config = {
             "experiment_name": "test",
@@ -33,10 +34,8 @@ class Command:
         path.write_text(yaml.safe_dump(config))
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         self._output = open(folder / "output.log", "a+")  # noqa: SIM115 (closed in stop())
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "core.quickstart", experiment, "--config", str(path)],
-            cwd=ROOT, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        words = ["-m", "core.quickstart", experiment, "--config", str(path)]
+        self.process = programs.start(words, env=environment, output=self._output, fresh=fresh)
         self._family: dict[int, psutil.Process] = {}
 
     @property

@@ -32,7 +32,7 @@ def trained_steps(command) -> list[int]:
 def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_command) -> None:
     evaluation = {"path": str(assets.prompts), "num_prompts": 5}
     config = ppo(assets, evaluation=evaluation, monitor={"tensorboard": True}, exp_ctrl={"eval_freq_epochs": 1})
-    command = run_command("ppo-math", config)
+    command = run_command("ppo-math", config, fresh=True)
     command.wait_for("global step 1")
     family = command.remember_family()
     assert [name for name in command.scripts() if "monitor" in name] == [], "parts of Ray that no run needs"

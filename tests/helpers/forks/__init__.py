@@ -1,0 +1,1 @@
+"""Start programs as forks of a process that has imported their libraries."""

@@ -1,0 +1,60 @@
+"""Start Python programs as forks of one process that has imported their libraries; see server.py."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from helpers.forks.server import ForkedProgram, start_program
+
+ROOT = Path(__file__).resolve().parents[3]
+FRESH = "SLIPSTREAM_TEST_FRESH"
+LIBRARIES = ("torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers")
+"""What the server imports. Not Ray: it reads its environment when it is imported."""
+
+
+def start(
+    words: Sequence[str],
+    *,
+    output: IO[Any],
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
+) -> ForkedProgram | subprocess.Popen[bytes]:
+    """Start `python WORDS` in a session of its own, with what it writes in the file `output`. `fresh`: in a new
+    interpreter."""
+    env = dict(os.environ if env is None else env)
+    if fresh or env.get(FRESH) or sys.platform != "linux":
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=cwd, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+    with open(os.devnull, "rb") as nothing:
+        streams = (nothing.fileno(), output.fileno(), output.fileno())
+        return start_program(_server(), words, env=env, cwd=str(cwd), streams=streams, session=True)
+
+
+@functools.cache
+def _server() -> str:
+    """Start the server of this process, once; return its address."""
+    address = f"slipstream-tests-{os.getpid()}"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    process = subprocess.Popen([sys.executable, "-m", "helpers.forks.server", address, *LIBRARIES], cwd=ROOT, env=env)
+    atexit.register(process.kill)
+    with open(os.devnull, "r+b") as nothing:
+        while True:
+            try:
+                probe = start_program(address, ["-m", "this"], env=env, cwd="/", streams=(nothing.fileno(),) * 3)
+            except ConnectionRefusedError:  # it does not listen yet
+                assert process.poll() is None, "the fork server did not start"
+                time.sleep(0.05)
+            else:
+                assert probe.wait() == 0
+                return address
