@@ -5,7 +5,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PACKAGES = ("allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools", "slipstream")
+PACKAGES = ("allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core", "tools", "slipstream")
 VERSION = re.search(r'^__version__ = "(.+)"', Path("slipstream/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 
 DEPENDENCIES = [

@@ -46,6 +46,7 @@ from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.fits import check_head
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
+from tracing import span
 
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask" and "token_weights", sequences) -> (loss, metrics), all of them weighted
@@ -173,8 +174,10 @@ class MegatronEngine:
         self._optimizer.zero_grad()
         if self.model_config.moe is not None:
             forget_counts(self._model)  # of a pass that ran out of memory
-        sums, num_microbatches = self._memory.gradients(gradients, sizes)
-        update = self._memory.update(self._optimizer.step, sizes)
+        with span("forward and backward"):
+            sums, num_microbatches = self._memory.gradients(gradients, sizes)
+        with span("optimizer"):
+            update = self._memory.update(self._optimizer.step, sizes)
         return {
             **self._reduce_metrics(sums, divisors),
             **self._finish_routers(applied=update.applied),

@@ -1,4 +1,4 @@
-"""The console script: `slipstream {train,sft,dpo,dry-run,eval,compare,samples,convert,demo,chaos,bench} ...`.
+"""The console script: `slipstream {train,sft,dpo,dry-run,eval,compare,samples,timeline,convert,demo,chaos,bench} ...`.
 
 Every command is one of the module commands under a shorter name, with the same arguments. Invariant: the code that runs
 is that of this installation, also where the working folder has packages named core or tools.
@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "eval": ("tools.eval", (), "evaluate a model on benchmarks"),
     "compare": ("tools.eval", ("compare",), "compare two evaluations"),
     "samples": ("tools.samples", (), "show what a run sampled in training"),
+    "timeline": ("tools.timeline", (), "write a trace and a picture of what each process did when"),
     "convert": ("tools.convert", (), "convert between Megatron checkpoints and Hugging Face folders"),
     "demo": ("tools.demo", (), "train a small model on CPU"),
     "chaos": ("tools.chaos", (), "kill a run again and again, and compare it with an undisturbed one"),

@@ -10,7 +10,7 @@ from core.config.base import Section, fields_by_key, sub_section
 from core.config.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
-READERS = ("allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools")
+READERS = ("allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core", "tools")
 
 
 def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.source import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools", "slipstream", "examples")
+FOLDERS = (*sorted(PACKAGES), "examples")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 FRAGMENTS = frozenset(

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-FOLDERS = "allocation|benchmarks|core|docs|examples|mcore_adapter|model_specs|rollout|slipstream|tests|tools"
+FOLDERS = "allocation|benchmarks|core|docs|examples|mcore_adapter|model_specs|rollout|slipstream|tests|tools|tracing"
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))

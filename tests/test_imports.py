@@ -13,12 +13,13 @@ from helpers.source import PACKAGES, ROOT, imported_names, module_of, place, sou
 
 MAY_IMPORT = {
     "allocation": set(),
+    "tracing": set(),
     "model_specs": set(),
-    "rollout": {"allocation", "model_specs"},
-    "mcore_adapter": {"allocation", "model_specs"},
-    "core": {"allocation", "model_specs", "rollout", "mcore_adapter"},
-    "tools": {"allocation", "model_specs", "rollout", "mcore_adapter", "core"},
-    "slipstream": {"allocation", "model_specs", "rollout", "mcore_adapter", "core", "tools"},
+    "rollout": {"allocation", "model_specs", "tracing"},
+    "mcore_adapter": {"allocation", "model_specs", "tracing"},
+    "core": {"allocation", "model_specs", "tracing", "rollout", "mcore_adapter"},
+    "tools": {"allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core"},
+    "slipstream": {"allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core", "tools"},
 }
 ORDER = {
     "model_specs": (
@@ -72,7 +73,7 @@ ORDER = {
         "arguments",
         "scratch_model demo_plot setup_cluster loss_case",
         "demo loss_pairs",
-        "curves eval loss samples sweep",
+        "curves eval loss samples sweep timeline",
         "convert chaos_run mutants conformance learning atlas",
         "chaos bench nightly",
     ),
@@ -153,7 +154,7 @@ def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("package", ["allocation", "model_specs"])
+@pytest.mark.parametrize("package", ["allocation", "model_specs", "tracing"])
 def test_what_every_package_shares_needs_nothing_but_the_standard_library(package: str) -> None:
     import sys
 

@@ -28,6 +28,16 @@ def integer(*, least: int, most: int | None = None) -> Callable[[str], int]:
     return integer
 
 
+def step_range(text: str) -> range:
+    """Return the steps of `10` or `10..20`, both ends included."""
+    first, dots, last = text.partition("..")
+    if not first.isdigit() or (dots and not last.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step and no range of steps; write 10 or 10..20")
+    if int(last or first) < int(first):
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; write the smaller step first")
+    return range(int(first), int(last or first) + 1)
+
+
 seed = integer(least=0, most=2**32 - 1)
 """A seed of the run, and of torch and numpy."""
 

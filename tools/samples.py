@@ -19,7 +19,6 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -29,6 +28,7 @@ from rich.text import Text
 
 from core.monitoring.sample_file import read_samples
 from core.monitoring.samples import Sample, headline, printable, shortened
+from tools.arguments import step_range
 
 Keep = Callable[[Sample], bool]
 
@@ -41,17 +41,6 @@ _SHORT, _FULL = 800, sys.maxsize
 
 class BadRequest(ValueError):
     """What was asked for does not exist, or cannot be read."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A range of steps, both ends included."""
-
-    first: int
-    last: int
-
-    def __contains__(self, step: int) -> bool:
-        return self.first <= step <= self.last
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tools.samples", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run")
-    parser.add_argument("--step", type=_steps, metavar="N[..M]", help="steps to show; default: the last one")
+    parser.add_argument("--step", type=step_range, metavar="N[..M]", help="steps to show; default: the last one")
     parser.add_argument("--against", metavar="N[..M] | RUN", help="show these steps, or another run, beside the first")
     parser.add_argument("--reward", type=_reward, metavar="'>0.5'", help="keep answers with such a reward")
     parser.add_argument("--finish", choices=("stop", "length"), help="keep answers that ended in this way")
@@ -87,13 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--full", action="store_true", help="show whole texts instead of their start and end")
     parser.add_argument("--json", action="store_true", help="write rows instead of panels")
     return parser
-
-
-def _steps(text: str) -> Steps:
-    first, dots, last = text.partition("..")
-    if not first.isdigit() or (dots and not last.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no step and no range of steps; write 10 or 10..20")
-    return Steps(int(first), int(last or first))
 
 
 def _reward(text: str) -> Callable[[float], bool]:
@@ -126,7 +108,7 @@ def _folder(path: Path) -> Path:
     )
 
 
-def _chosen(folder: Path, steps: Steps | None, arguments: argparse.Namespace) -> list[Sample]:
+def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) -> list[Sample]:
     """Return the samples of a run that the conditions keep; of its last step where no step is given."""
     keep = _conditions(arguments)
     samples: list[Sample] = []
@@ -139,7 +121,7 @@ def _chosen(folder: Path, steps: Steps | None, arguments: argparse.Namespace) ->
     except (OSError, ValueError) as error:
         raise BadRequest(str(error)) from error
     if not samples:
-        where = f" of steps {steps.first} to {steps.last}" if steps else ""
+        where = f" of steps {steps[0]} to {steps[-1]}" if steps else ""
         raise BadRequest(f"{folder}: there are no samples{where}")
     kept = [s for s in samples if all(k(s) for k in keep)]
     order: dict[str, Callable[[Sample], float]] = {
@@ -209,7 +191,7 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
     if re.fullmatch(r"\d+(\.\.\d+)?", arguments.against):
         if arguments.step is None:
             raise BadRequest(f"--against {arguments.against}: which steps beside these? Add --step N")
-        sides = (run, arguments.step), (run, _steps(arguments.against))
+        sides = (run, arguments.step), (run, step_range(arguments.against))
     else:
         sides = (run, arguments.step), (_folder(Path(arguments.against)), arguments.step)
     left, right = (_chosen(folder, steps, arguments) for folder, steps in sides)

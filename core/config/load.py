@@ -189,7 +189,7 @@ EQUIVALENTS = {
     "buffer": "write dataset.* and staleness.*",
     "checkpoint_root_dir": "write external_configs.cluster_config.fileroot",
     "continue_from_checkpoint": "write recover_mode: auto continues, disabled begins anew",
-    "enable_ray_timeline": "there is no timeline; metrics.jsonl has the time of every phase",
+    "enable_ray_timeline": "write monitor.timeline_mib, and see python -m tools.timeline",
     "evaluation": "write dataset.valid_path and exp_ctrl.eval_freq_*",
     "explorer": "write generator.*",
     "gradient_accumulation_steps": "write ppo.ppo_n_minibatches, the optimizer updates of a batch",

@@ -221,6 +221,10 @@ class MonitorConfig(Section):
     save_batches: int = key(
         0, "Save the batch of every this many steps for python -m tools.loss --from-run. 0: none", ge=0
     )
+    timeline_mib: float = key(
+        8.0, "Spans that each process keeps for python -m tools.timeline, in MiB; the oldest are dropped. 0: none",
+        ge=0,
+    )  # fmt: skip
     log_level: Literal["debug", "info", "warning", "error"] = key(
         "info",
         "Minimum log level on the terminal. Log files contain info and above; with debug also requests, admissions, "

@@ -38,6 +38,7 @@ from core.recovery.recover import RecoverStore
 from core.schedule import schedule_from_control
 from core.trainer import PPOTrainer
 from rollout.experience import Schedule
+from tracing import record_spans
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +55,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
     """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
     # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
     torch.set_num_threads(1)
+    record_spans("driver", paths.logs, limit_mib=config.monitor.timeline_mib)
     allocation = resolve_allocation(config)
     recover = RecoverStore(
         paths.recover,

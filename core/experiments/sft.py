@@ -45,6 +45,7 @@ from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import Schedule
+from tracing import record_spans
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -198,6 +199,7 @@ def run_offline(
 ) -> None:
     """Train on files. `open_data`: called with a data set, an encoder, max_seqlen, seed and shuffle. `reference`:
     section and folder of a model that stays as it is."""
+    record_spans("driver", paths.logs, limit_mib=config.monitor.timeline_mib)
     allocation = resolve_allocation(config)
     data, patience = config.dataset, config.launch.startup_timeout_seconds
     recover = RecoverStore(

@@ -20,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+import tracing
 from allocation import Allocation
 from core.config.push import SHARED_MEMORY_NAMES
 from core.errors import LaunchError, first_line
@@ -174,7 +175,15 @@ class Cluster(AbstractContextManager["Cluster"]):
         actor = actor_class.options(
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node),
-            runtime_env={"env_vars": {ALLOWED: self.gpus_allowed, **worker_environment(), **self._interfaces(), **env}},
+            runtime_env={
+                "env_vars": {
+                    ALLOWED: self.gpus_allowed,
+                    **worker_environment(),
+                    **tracing.worker_environment(),
+                    **self._interfaces(),
+                    **env,
+                }
+            },
         ).remote(name, str(self.log_folder / f"{name}.log"), *args)
         self._actors.append(actor)
         return actor

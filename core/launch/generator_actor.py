@@ -18,11 +18,13 @@ from core.processes.stacks import forget_modules
 from rollout.inference.backend import BackendSettings, ColocatedReplica, Replica, ServedReplica, WeightEndpoint
 from rollout.inference.registry import BACKENDS
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+from tracing import spanned
 
 logger = logging.getLogger(__name__)
 
 
 @ray.remote
+@spanned(leave_out=("submit", "drain", "endpoint", "health", "partial"))
 class GeneratorActor:
     """One generator replica."""
 

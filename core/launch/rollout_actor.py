@@ -15,6 +15,7 @@ from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 from core.rollout_settings import RolloutSettings
 from core.step_batch import StepBatch
+from tracing import spanned
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 Figures = dict[str, float]
 
 
+@spanned(leave_out=("lost_generators", "samples"))
 class RolloutActor:
     """The rollout side: data set, producer, experience and rewards, in one event loop.
 

@@ -26,6 +26,7 @@ from core.processes.stacks import forget_modules
 from core.weight_sync.servers import make_sender
 from mcore_adapter.device import get_device
 from mcore_adapter.out_of_memory import is_out_of_memory
+from tracing import spanned
 
 if TYPE_CHECKING:
     from allocation import Device, ParallelLayout
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@spanned(leave_out=("ping", "close_batch", "add_fields"))
 class TrainerRank:
     """One process of the trainer's world. Every method is called on all ranks at once, in the same order.
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from core.paths import PRIVATE
 from core.processes.stacks import register_process
+from tracing import record_worker
 
 LEVEL = "SLIPSTREAM_LOG_LEVEL"
 """Environment variable of worker processes: monitor.log_level."""
@@ -52,10 +53,11 @@ class _TerminalHandler(logging.Handler):
 
 def log_to_file(name: str, path: str) -> None:
     """Send all output of this process to `path`: log records, and what libraries write to stdout and stderr. From then
-    on the process writes its stacks on request."""
+    on the process writes its stacks on request, and records its spans."""
     os.umask(PRIVATE)  # a joined Ray cluster started this process with another
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     register_process(name, Path(path).parent)
+    record_worker(name, Path(path).parent)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

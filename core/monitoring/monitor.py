@@ -22,6 +22,7 @@ from core.errors import could_not_write
 from core.monitoring.histogram import Histogram, Row
 from core.monitoring.journal import Journal
 from core.monitoring.samples import Sample, headline, log_text
+from tracing import add_span, span
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class StepTimer:
         self._tell_phase(phase)
         start = time.perf_counter()
         try:
-            yield
+            with span(phase):
+                yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
@@ -189,6 +191,7 @@ class Monitor:
     ) -> None:
         """Report everything at the end of step `step` (counting from 1)."""
         self._elapsed += seconds
+        add_span("step", seconds, lane="steps", step=step)
         self._finished_here += 1
         self._spent_here += seconds
         eta = ""

@@ -31,6 +31,7 @@ from core.processes.signals import raise_if_interrupted
 from core.recovery.manifest import DamagedError, move_into_place, seal, verify
 from core.recovery.plain_state import StateError, read_state, write_state
 from core.run_identity import RunIdentity, cannot_continue, read_run, recover_checkpoints
+from tracing import add_span
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ class RecoverStore:
             shutil.rmtree(temporary, ignore_errors=True)
         logger.info("Dumped recover info to file.")
         seconds = time.perf_counter() - began
+        add_span("write recover checkpoint", seconds, lane="checkpoint", step=state.step)
         logger.info("Recover checkpoint of step %d: %.1f MiB written in %.3f s in the background.",
                     state.step, num_bytes / 2**20, seconds)  # fmt: skip
 

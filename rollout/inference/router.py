@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+from tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +277,9 @@ class Router:
         member.attempts.add(attempt)
         member.outstanding_tokens += tokens
         try:
-            completion = await attempt
+            with span("request", lane=f"generator-{member.index}") as sampling:
+                completion = await attempt
+                sampling.note(tokens=len(completion.token_ids) - _num_given(request), end=completion.finish_reason)
             member.sampled_tokens += len(completion.token_ids) - _num_given(request)
             logger.debug(
                 "request %s: %s after %d tokens", request.request_id, completion.finish_reason,

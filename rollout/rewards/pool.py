@@ -26,6 +26,7 @@ from rollout.rewards.math import WRONG
 from rollout.rewards.registry import QUICK_REWARDS, REWARDS
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
 from rollout.types import Prompt
+from tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ class RewardPool:
         while True:
             batch = await self._next_batch()
             try:
-                lost = await self._score_batch(worker, batch)
+                with span("judge", lane="rewards", answers=len(batch)):
+                    lost = await self._score_batch(worker, batch)
             except BaseException as error:
                 _give_up(batch, error)
                 raise

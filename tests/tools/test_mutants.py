@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from helpers.source import PACKAGES
 from tools.mutants import __main__ as command
 from tools.mutants.catalogue import CatalogueError, Mutant, check, load, sample, select
 from tools.mutants.copies import copy_tree
@@ -34,7 +35,7 @@ def test_every_entry_of_the_catalogue_applies_and_names_tests_that_exist() -> No
     assert check(CATALOGUE, ROOT) == []
     assert len(CATALOGUE) >= 200 and len(SAMPLE) == 20
     packages = {entry.file.partition("/")[0] for entry in CATALOGUE}
-    assert packages == {"allocation", "core", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools"}
+    assert packages == PACKAGES
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ from tools.bench import (
     gpu_ranks,
     gpu_runs,
     gpu_servers,
+    spans,
 )
 from tools.bench.figure import Figure
 
@@ -71,6 +72,7 @@ CPU: dict[str, Callable[[cpu.Scene], Iterator[Figure]]] = {
     "time_to_accuracy": accuracy.time_to_accuracy,
     "datapath": datapath.datapath,
     "convert": convert.both_ways,
+    "spans": spans.spans,
 }
 GPU: dict[str, Callable[[gpu.Scene], Iterator[Figure]]] = {
     "update": gpu.update,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.runs import WITHOUT_GOODBYE, metrics_of, ppo
+from tools.timeline import read_spans
 
 TUTORIAL_METRICS = [
     "ppo_approx_kl", "actor_loss", "actor_clip_ratio", "importance_weight", "task_reward", "kl_reward", "final_reward",
@@ -59,6 +60,11 @@ def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_comman
     for name in ("master_worker", "trainer-rank0", "generator-0", "rollout"):
         assert (command.logs / f"{name}.log").is_file()
     assert list((command.logs / "tensorboard").glob("events.*"))
+    recorded = {(span.process, span.name) for span in read_spans(command.logs)}
+    assert recorded > {
+        ("driver", "step"), ("driver", "push"), ("rollout", "take"), ("rollout", "request"), ("rollout", "judge"),
+        ("generator-0", "receive"), ("trainer-rank0", "train step"), ("trainer-rank0", "optimizer"),
+    }  # fmt: skip
     saved = command.checkpoints / "actor" / "epoch1epochstep5globalstep5"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
