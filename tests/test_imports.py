@@ -125,6 +125,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "an optional extra": {
         "core.monitoring.tracked_runs": "mlflow wandb",
         "tools.demo_plot": "matplotlib",
+        "tools.timeline": "matplotlib",
         "tools.eval.report": "matplotlib",
         "tools.sweep.figures": "matplotlib",
     },
