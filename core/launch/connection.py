@@ -17,7 +17,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from core.config.ray_address import AUTO, STARTED, JoinedCluster, connection_error
 from core.errors import LaunchError, first_line
-from core.launch.ray_parts import without_autoscaler_and_log_monitor
+from core.launch.ray_parts import without_unused_processes
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def start_own(*, num_cpus: int, num_gpus: int | None, **options: Any) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[_LOOPBACK_ONLY] = "0"
     try:
-        with without_autoscaler_and_log_monitor():
+        with without_unused_processes():
             ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **options)
     except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
         raise LaunchError(f"Ray could not be started on this machine: {type(e).__name__}: {e}") from e

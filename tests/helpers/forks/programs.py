@@ -16,7 +16,12 @@ from helpers.forks.server import ForkedProgram, start_program
 
 ROOT = Path(__file__).resolve().parents[3]
 FRESH = "SLIPSTREAM_TEST_FRESH"
-LIBRARIES = ("torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers")
+LIBRARIES = (
+    "torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers",
+    "requests", "jsonschema", "pyarrow", "pydantic", "attr", "google.protobuf", "msgpack", "charset_normalizer",
+    "core.algorithms", "core.trainer", "core.data.rollout_batch", "core.rollout_service", "rollout.workflows.builder",
+    "rollout.inference.embedded.generator", "transformers.models.qwen2.modeling_qwen2", "tokenizers", "safetensors.torch",
+)  # fmt: skip
 """What the server imports. Not Ray: it reads its environment when it is imported."""
 
 
