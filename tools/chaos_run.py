@@ -72,17 +72,28 @@ class Trial:
     def recover(self) -> Path:
         return _only(self.folder / "runs" / "recover", self.name)
 
+    @property
+    def log(self) -> Path:
+        """What the command writes to its terminal."""
+        return self.folder / f"{self.name}.log"
+
     def start(self) -> subprocess.Popen[bytes]:
         """Start the command of a user, also again after it has ended."""
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *self.words()], cwd=ROOT, env=self.environment(), stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def words(self) -> list[str]:
+        """Write the configuration; return what follows `python` on the command line."""
         path = self.folder / f"{self.name}.yaml"
         path.write_text(yaml.safe_dump(_config(self)))
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        environment |= {"OMP_NUM_THREADS": "1", _MARK: str(self.folder)}
-        with open(self.folder / f"{self.name}.log", "ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "core.quickstart", self.experiment, "--config", str(path)],
-                cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+        return ["-m", "core.quickstart", self.experiment, "--config", str(path)]
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        return kept | {"OMP_NUM_THREADS": "1", _MARK: str(self.folder)}
 
     def rows(self, name: str) -> list[dict]:
         """Return what the run has written to a .jsonl file of its logs."""
@@ -105,7 +116,7 @@ class Trial:
             return False
 
     def log_tail(self) -> str:
-        return (self.folder / f"{self.name}.log").read_text(errors="replace")[-3000:]
+        return self.log.read_text(errors="replace")[-3000:]
 
 
 def make_assets(folder: Path) -> None:

@@ -3,30 +3,58 @@
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from core.algorithms import PRESETS
 from core.config.algorithm import check_algorithm
 from core.config.load import load_config
-from tools.chaos import plan
+from helpers.forks import programs
+from tools.chaos import main, plan
 from tools.chaos_run import TARGETS, Leftovers, Trial, _config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_kill_of_every_process_loses_nothing_and_changes_nothing() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tools.chaos", "--kills", "6", "--seed", "35"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output[-6000:]
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of tools.chaos are forks of a process that has imported the libraries, whose environment they show in
+    /proc: what they leave is found by their process ids."""
+    started: set[psutil.Process] = set()
+    programs.server()  # it ends with the thread that started it
+    look = Leftovers.look
+
+    def start(trial: Trial) -> programs.Program:
+        with open(trial.log, "ab") as log:
+            process = programs.start(trial.words(), output=log, env=trial.environment())
+        started.add(psutil.Process(process.pid))
+        return process
+
+    def look_at_forks(leftovers: Leftovers) -> None:
+        leftovers._family |= {process for process in started if process.is_running()}
+        look(leftovers)
+
+    monkeypatch.setattr(Trial, "start", start)
+    monkeypatch.setattr(Leftovers, "look", look_at_forks)
+
+
+def test_a_kill_of_every_process_loses_nothing_and_changes_nothing(
+    forked: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chaos", "--kills", "6", "--seed", "35"])
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        code = main()
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+    output = capsys.readouterr().out
+    assert code == 0, output[-6000:]
     assert output.splitlines()[-1] == "6 kills: 0 lost, 0 duplicated, losses bit-equal: yes"
     assert len(re.findall(r" killed\d+: killed ", output)) == 6
 

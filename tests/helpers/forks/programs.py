@@ -14,13 +14,15 @@ from typing import IO, Any
 
 from helpers.forks.server import ForkedProgram, start_program
 
+Program = ForkedProgram | subprocess.Popen[bytes]
 ROOT = Path(__file__).resolve().parents[3]
 FRESH = "SLIPSTREAM_TEST_FRESH"
 LIBRARIES = (
     "torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers",
     "requests", "jsonschema", "pyarrow", "pydantic", "attr", "google.protobuf", "msgpack", "charset_normalizer",
     "core.algorithms", "core.trainer", "core.data.rollout_batch", "core.rollout_service", "rollout.workflows.builder",
-    "rollout.inference.embedded.generator", "transformers.models.qwen2.modeling_qwen2", "tokenizers", "safetensors.torch",
+    "rollout.inference.embedded.generator", "transformers.models.qwen2.modeling_qwen2", "tokenizers",
+    "safetensors.torch",
 )  # fmt: skip
 """What the server imports. Not Ray: it reads its environment when it is imported."""
 
@@ -32,7 +34,7 @@ def start(
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
-) -> ForkedProgram | subprocess.Popen[bytes]:
+) -> Program:
     """Start `python WORDS` in a session of its own, with what it writes in the file `output`. `fresh`: in a new
     interpreter."""
     env = dict(os.environ if env is None else env)
@@ -43,12 +45,12 @@ def start(
         )  # fmt: skip
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), output.fileno(), output.fileno())
-        return start_program(_server(), words, env=env, cwd=str(cwd), streams=streams, session=True)
+        return start_program(server(), words, env=env, cwd=str(cwd), streams=streams, session=True)
 
 
 @functools.cache
-def _server() -> str:
-    """Start the server of this process, once; return its address."""
+def server() -> str:
+    """Start the server of this process, once; return its address. It ends with the calling thread."""
     address = f"slipstream-tests-{os.getpid()}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
     process = subprocess.Popen([sys.executable, "-m", "helpers.forks.server", address, *LIBRARIES], cwd=ROOT, env=env)
