@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
 from core.launch import rollout_actor, trainer_group, trainer_rank
 from core.launch.rollout_actor import RolloutActor
@@ -29,6 +30,7 @@ from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.trainer import EngineRef, PPOTrainer
 from mcore_adapter.data.planner import Planner
+from mcore_adapter.device import get_device
 from rollout.experience import Schedule
 from tools.bench.datapath import Clock, MockService, NullEngine, NullPush, Size, settings
 
@@ -87,6 +89,7 @@ class Rank(TrainerRank):
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._parallel = SimpleNamespace(dp_rank=rank)  # type: ignore[assignment]
+        self._device = get_device(CPU)
         self._engines = {"actor": NullEngine(Planner(dp=RANKS), rank)}  # type: ignore[dict-item]
 
     def open_batch(self, batch: Any, group: str) -> None:
