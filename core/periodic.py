@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Actions:
     """What can be due, as calls into the run."""
 
-    tell_step: Callable[[int], None]
+    report_step: Callable[[int], None]
     """(finished steps); always due: reports the progress to the process that supervises the run"""
     evaluate: Callable[[int], None] | None
     """(finished steps); None: there is nothing to evaluate on."""
@@ -103,7 +103,7 @@ class PeriodicActions:
 
     def after_step(self, step: int, timer: StepTimer) -> None:
         """Evaluate and save the model when due; `step` steps are finished and the generators have its weights."""
-        self.actions.tell_step(step)
+        self.actions.report_step(step)
         if self.control.benchmark_steps is not None:
             return
         if self.actions.evaluate is not None and self._is_due("eval", step):

@@ -191,15 +191,15 @@ def _attempt(
         return DONE
     except KeyboardInterrupt:
         logger.error("Interrupted. %s", how_to_continue(config, paths, command))
-        attempt.tell(final=True, cause="interrupted")
+        attempt.report(final=True, cause="interrupted")
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # What a user can act on: the message says it all. The log file has the traceback, of a worker's too.
         logger.error("%s", str(error) or type(error).__name__, exc_info=error)
-        attempt.tell(final=isinstance(error, ValueError) or is_of_disk(error), cause=first_line(error))
+        attempt.report(final=isinstance(error, ValueError) or is_of_disk(error), cause=first_line(error))
         return FAILED
     except BaseException as error:
-        attempt.tell(final=True, cause=f"{type(error).__name__}: {first_line(error)}")
+        attempt.report(final=True, cause=f"{type(error).__name__}: {first_line(error)}")
         raise
 
 

@@ -17,7 +17,7 @@ from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.monitoring.memory import ROLLOUT, peak_gib
 from core.monitoring.sample_writer import SampleWriter
 from core.monitoring.samples import Sample
-from core.rollout_settings import RolloutSettings
+from core.rollout_settings import DataFacts, RolloutSettings
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset, first_prompt
 from rollout.data.source import DatasetError, DataSource
@@ -120,15 +120,15 @@ class RolloutService:
         """Start the reward workers."""
         await self._rewards.start()
 
-    def describe(self) -> dict[str, Any]:
-        """Return num_prompts, mean_prompt_tokens, the first prompt in words and the number of evaluation prompts."""
+    def describe(self) -> DataFacts:
+        """Return facts about the prompts."""
         prompts = self._dataset.prompts
-        return {
-            "num_prompts": len(prompts),
-            "mean_prompt_tokens": float(np.mean([len(p.token_ids) for p in prompts])),
-            "first_prompt": first_prompt(prompts[0], self._reward),
-            "num_eval_prompts": sum(len(prompts) for prompts in self._eval_prompts.values()),
-        }
+        return DataFacts(
+            num_prompts=len(prompts),
+            mean_prompt_tokens=float(np.mean([len(p.token_ids) for p in prompts])),
+            first_prompt=first_prompt(prompts[0], self._reward),
+            num_eval_prompts=sum(len(prompts) for prompts in self._eval_prompts.values()),
+        )
 
     async def begin(self, version: int, state: Any, *, ignore_changes: bool) -> None:
         """Start sampling at this version, from the beginning or from a recover checkpoint's state. Raises ValueError

@@ -1,4 +1,5 @@
-"""Settings of the rollout side of a run. Loads no heavy library: the driver makes these settings."""
+"""Settings of the rollout side of a run, and the facts about its data. Loads no heavy library: the driver makes these
+settings."""
 
 from __future__ import annotations
 
@@ -88,3 +89,14 @@ class RolloutSettings:
     """A generator without an answer for this long is given up."""
     generator_patience_seconds: float
     """Requests wait this long for a generator when there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What the driver needs of the data sets."""
+
+    num_prompts: int
+    mean_prompt_tokens: float
+    first_prompt: str
+    """The first prompt to train on, in words, and how its answers are scored."""
+    num_eval_prompts: int

@@ -140,7 +140,7 @@ ALIASES = {
     "core/config/runtime.py": ("added to actor.sglang",),
     "core/config/rules.py": ("config.actor.sglang",),
     "core/config/unused.py": ("actor.sglang", "critic.sglang", "{name}.sglang"),
-    "core/experiments/workers.py": ("config.actor.sglang",),
+    "core/experiments/process_settings.py": ("config.actor.sglang",),
 }
 """Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""
 

@@ -132,7 +132,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "a benchmark loads what its row measures": {
         "tools.bench.convert": "mcore_adapter.hf.weights",
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
-        "tools.bench.gpu": "core.experiments.workers core.launch.trainer_group mcore_adapter.bare_loop "
+        "tools.bench.gpu": "core.experiments.process_settings core.launch.trainer_group mcore_adapter.bare_loop "
         "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu_mismatch": "transformers",
         "tools.bench.gpu_models": "transformers",

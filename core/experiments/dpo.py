@@ -12,7 +12,8 @@ from torch import Tensor
 
 from core.algorithms.dpo import DPO
 from core.data.preferences import PreferenceDataset
-from core.experiments.sft import SFTTrainer, run_offline
+from core.experiments.sft import run_offline
+from core.experiments.sft_trainer import SFTTrainer
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens

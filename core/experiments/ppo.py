@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import build_algorithm, case_settings
 from core.config.allocation import resolve_allocation
-from core.config.ray_address import joined_cluster
-from core.experiments.common import (
-    Start,
-    find_start,
-    fit_to_schedule,
-    metric_sinks,
-    open_trackers,
-    rows_that_stay,
-    save_model,
-)
+from core.experiments.context import RunContext
 from core.experiments.workers import (
     PPOWorkers,
     build_ppo_engines,
@@ -27,26 +18,23 @@ from core.experiments.workers import (
     make_push,
     start_ppo_workers,
 )
-from core.launch.cluster import Cluster
-from core.monitoring.journal import Journal
-from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.skipped_updates import SkippedUpdates
-from core.periodic import Actions, PeriodicActions
 from core.processes.stacks import forget_modules
-from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RecoverStore
 from core.schedule import schedule_from_control
 from core.trainer import PPOTrainer
-from rollout.experience import Schedule
-from tracing import record_spans
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from allocation import Allocation
+    from core.algorithms.base import Algorithm
     from core.config.experiments import PPOMATHConfig
+    from core.monitoring.monitor import Monitor
     from core.paths import RunPaths
     from core.processes.supervise import Attempt
+    from core.rollout_settings import DataFacts
     from core.weight_sync.base import RunPush
+    from rollout.experience import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -55,98 +43,71 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
     """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
     # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
     torch.set_num_threads(1)
-    record_spans("driver", paths.logs, limit_mib=config.monitor.timeline_mib)
     allocation = resolve_allocation(config)
-    recover = RecoverStore(
-        paths.recover,
-        config.run_identity,
-        keep=config.recover_keep,
-        timeout_seconds=config.deadlines.call_seconds,
-    )
-    start = find_start(recover, config, paths.recover)
-    attempt.tell(began=start.state.step, step=start.state.step)
-    trackers = open_trackers(config, paths)
+    context = RunContext.open(config, paths, console, attempt)
     patience = config.launch.startup_timeout_seconds
-    with Cluster(
-        joined=joined_cluster(config),
-        envs=config.external_configs.envs,
-        num_actors=sum(len(role.slots) for role in allocation.roles.values()) + 1,
-        startup_timeout_seconds=patience,
-        deadlines=config.deadlines,
-        log_folder=paths.logs,
-    ) as cluster:
+    num_actors = sum(len(role.slots) for role in allocation.roles.values()) + 1
+    with context.cluster(num_actors=num_actors) as cluster:
         cluster.reserve(allocation)
-        memory = MemoryLimits(attempt.memory, tell=lambda learnt: attempt.tell(memory=learnt))
-        memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
-        workers = start_ppo_workers(config, allocation, cluster, memory)
+        workers = start_ppo_workers(config, allocation, cluster, context.memory)
         workers.groups.wait_started(patience)
         facts = workers.rollout.wait_started(patience)
-        logger.info("%s", facts["first_prompt"])
+        logger.info("%s", facts.first_prompt)
         schedule = schedule_from_control(
-            config.exp_ctrl, num_prompts=facts["num_prompts"], batch_size=config.dataset.train_bs_n_seqs
+            config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.dataset.train_bs_n_seqs
         )
-        start = fit_to_schedule(start, schedule)
-        attempt.tell(began=start.state.step, step=start.state.step)
-        push_folder = paths.checkpoints / "push"
-        weights = make_push(config, allocation, workers, push_folder)
-        if workers.colocated:  # the servers size their cache first, then the engines find room
-            workers.generators.wait_started(patience)
-            weights.offload_generators()
-        build_ppo_engines(config, workers, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
-        saves = config.recovers
-        if saves and start.checkpoint is None:
-            workers.trained.prepare_saves()
-        workers.generators.wait_started(patience)
-        connect_senders(config, allocation, workers, push_folder)
-        if start.checkpoint is not None:
-            workers.trained.load(start.checkpoint)
-            if saves:  # not before: loading takes as much
-                workers.trained.prepare_saves()
-            logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
+        context = context.fitted_to(schedule)
+        weights = _load(config, allocation, workers, context, total_steps=schedule.total_steps)
         forget_modules()
-        with Monitor(
-            console=console,
-            sinks=[*metric_sinks(config, paths, continue_after=rows_that_stay(start)), *trackers],
-            consumed=Journal(paths.logs / "consumed.jsonl", continue_after=rows_that_stay(start)),
-            total_steps=schedule.total_steps,
-            done_steps=start.state.step,
-            elapsed=start.state.elapsed_seconds,
-            sample_steps=config.samples.log_freq_steps if config.samples.share else None,
-        ) as monitor:
-            _train(config, paths, workers, weights, memory, schedule, monitor, recover, start, facts, attempt)
+        sample_steps = config.samples.log_freq_steps if config.samples.share else None
+        with context.monitor(schedule, consumed=True, sample_steps=sample_steps) as monitor:
+            _train(config, context, workers, weights, schedule, monitor, facts)
         workers.rollout.close()
         workers.close_senders()
         workers.generators.close()
 
 
+def _load(
+    config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, context: RunContext, *, total_steps: int
+) -> RunPush:
+    """Load the models, connect trainer and generators, and load the checkpoint if there is one."""
+    checkpoint, patience = context.start.checkpoint, config.launch.startup_timeout_seconds
+    push_folder = context.paths.checkpoints / "push"
+    weights = make_push(config, allocation, workers, push_folder)
+    if workers.colocated:  # the servers size their cache first, then the engines find room
+        workers.generators.wait_started(patience)
+        weights.offload_generators()
+    build_ppo_engines(config, workers, total_updates=total_steps * config.ppo.ppo_n_minibatches)
+    if config.recovers and checkpoint is None:
+        workers.trained.prepare_saves()
+    workers.generators.wait_started(patience)
+    connect_senders(config, allocation, workers, push_folder)
+    if checkpoint is not None:
+        workers.trained.load(checkpoint)
+        if config.recovers:  # not before: loading takes as much
+            workers.trained.prepare_saves()
+        logger.info("Recovered from %s: %d steps are done.", checkpoint, context.start.state.step)
+    return weights
+
+
 def _train(
     config: PPOMATHConfig,
-    paths: RunPaths,
+    context: RunContext,
     workers: PPOWorkers,
     weights: RunPush,
-    memory: MemoryLimits,
     schedule: Schedule,
     monitor: Monitor,
-    recover: RecoverStore,
-    start: Start,
-    facts: dict[str, Any],
-    attempt: Attempt,
+    facts: DataFacts,
 ) -> None:
     """Connect loop and periodic actions, give the generators their first weights, and run."""
-    algorithm = build_algorithm(config)
-    if config.monitor.save_batches:
-        algorithm = SavedSteps(
-            algorithm, folder=paths.logs / "batches", every=config.monitor.save_batches, step=start.state.step,
-            name=config.algorithm.name, settings=case_settings(config),
-        )  # fmt: skip
-    logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
+    algorithm, start = _algorithm(config, context), context.start
     trainer = PPOTrainer(
         actor=workers.actor,
         critic=workers.critic,
         reference=workers.reference,
         rollout=workers.rollout,
         weights=weights,
-        memory=memory,
+        memory=context.memory,
         algorithm=algorithm,
         actor_sample_reuse=config.ppo.actor_sample_reuse,
         critic_sample_reuse=config.ppo.critic_sample_reuse,
@@ -154,9 +115,9 @@ def _train(
         temperature=config.ppo.gen.temperature,
         schedule=schedule,
         monitor=monitor,
-        timer=StepTimer(lambda phase: attempt.tell(phase=phase)),
+        timer=context.timer(),
         skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps),
-        mean_batch_tokens=facts["mean_prompt_tokens"] * config.dataset.train_bs_n_seqs,
+        mean_batch_tokens=facts.mean_prompt_tokens * config.dataset.train_bs_n_seqs,
     )
 
     def evaluate(step: int) -> None:
@@ -165,26 +126,29 @@ def _train(
         monitor.write(step, result)
 
     evaluates = bool(config.evaluation.paths)
-    periodic = PeriodicActions(
-        schedule=schedule,
-        control=config.exp_ctrl,
-        actions=Actions(
-            tell_step=lambda step: attempt.tell(step=step),
-            evaluate=evaluate if evaluates else None,
-            save_model=lambda name: save_model(
-                workers.trained, paths.checkpoints, name, config.actor.path, keep=config.exp_ctrl.save_keep
-            ),
-            begin_save=workers.trained.begin_save,
-            rollout_state=workers.rollout.state_dict,
-            driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
-        ),
-        recover=recover if config.recovers else None,
-        start=start.state,
-        interrupt_seconds=config.deadlines.interrupt_seconds,
+    periodic = context.periodic(
+        schedule,
+        engines=workers.trained,
+        tokenizer_from=config.actor.path,
+        evaluate=evaluate if evaluates else None,
+        rollout_state=workers.rollout.state_dict,
+        driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
     )
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None and config.exp_ctrl.eval_at_start:
         evaluate(0)
     workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
-    with recover, periodic.saved_at_interrupt():
+    with context.recover, periodic.saved_at_interrupt():
         trainer.run(start.state, periodic)
+
+
+def _algorithm(config: PPOMATHConfig, context: RunContext) -> Algorithm:
+    """Return the algorithm of the run, which saves batches if monitor.save_batches is set."""
+    algorithm = build_algorithm(config)
+    logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
+    if not config.monitor.save_batches:
+        return algorithm
+    return SavedSteps(
+        algorithm, folder=context.paths.logs / "batches", every=config.monitor.save_batches,
+        step=context.start.state.step, name=config.algorithm.name, settings=case_settings(config),
+    )  # fmt: skip

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,25 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
 from core.config.push import choose_transport
+from core.experiments.process_settings import (
+    backend_settings,
+    engine_settings,
+    generator_dtype,
+    optimizer_settings,
+    rollout_settings,
+    threads_per_process,
+)
 from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool, HealthSettings
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
-from core.monitoring.samples import SampleSettings
 from core.recovery.memory import MemoryLimits
-from core.rollout_settings import RolloutSettings
 from core.trainer import EngineRef
 from core.weight_sync.base import LocalPush, RunPush, WeightPush
 from core.weight_sync.colocated import ColocatedPush
 from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import SenderPlan, ServerPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
-from model_specs.hf_config import read_config
-from rollout.inference.backend import BackendSettings, Transport, WeightFormat
+from rollout.inference.backend import Transport
 from rollout.inference.registry import BACKENDS
-from rollout.inference.router import requests_at_once
-from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -44,29 +44,6 @@ _ENGINE_ROLES = {
     "critic": ("critic_train", "critic_inf"),
     "ref": ("ref_inf",) * 2,
 }
-GPU_THREADS = 8
-"""CPU threads of a process that computes on a GPU, at most. They pack batches, and wait for each other after every
-operation: with one for each core, some of which others use, an update took 8.45 s instead of 6.55."""
-
-
-def threads_per_process(allocation: Allocation, *, asked: int, max_staleness: int, gpus: bool) -> int:
-    """Return the CPU threads of a trainer rank or a generator: `asked`, or the cores divided among those that work at
-    once, with GPUs GPU_THREADS at most.
-
-    Without staleness trainer and generators take turns, so each side may use all cores."""
-    if asked:
-        return asked
-    num_generators = allocation.generator.layout.dp
-    num_ranks = len({slot for name, role in allocation.roles.items() if name != "actor_gen" for slot in role.slots})
-    busy = num_generators + num_ranks if max_staleness else max(num_generators, num_ranks)
-    share = max(1, _num_cores() // busy)
-    return min(share, GPU_THREADS) if gpus else share
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use: a container or a job may be pinned to some of the
-    machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class TrainerGroups:
@@ -149,7 +126,7 @@ def start_ppo_workers(
     """Start every process; they come up side by side, so nothing here waits for another."""
     placed, colocated = allocation.generator, allocation.shares_gpus
     shared: dict[str, Any] = {
-        "asked": config.launch.threads_per_process, "max_staleness": config.staleness.max_staleness
+        "configured": config.launch.threads_per_process, "max_staleness": config.staleness.max_staleness
     }  # fmt: skip
     threads = threads_per_process(allocation, gpus=allocation.trainer.on_gpu, **shared)
     groups = TrainerGroups(cluster, port=config.launch.master_port, threads=threads, seed=config.seed)
@@ -178,32 +155,6 @@ def start_ppo_workers(
         colocated=colocated,
         transport=choose_transport(config.push.type, allocation),
     )
-
-
-def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSettings:
-    """Return the settings of every generator; the pool adds those that differ between them."""
-    generator, colocated = config.generator, allocation.shares_gpus
-    backend = BACKENDS[allocation.generator.backend]
-    return BackendSettings(
-        model_path=config.actor.path,
-        dtype=generator_dtype(config, allocation),
-        device=allocation.generator.device,
-        max_running=generator.max_running,
-        # Generators that leave their memory to the trainer cannot keep requests meanwhile.
-        interrupt="abort" if colocated else generator.interrupt,
-        colocated=colocated,
-        load_weights=not config.actor.init_from_scratch and "local" not in backend.capabilities.transports,
-        reports_experts=config.actor.moe_routing_replay,
-        flags={**config.actor.sglang, **generator.flags},
-        python=generator.python or sys.executable,
-        seconds_per_token=generator.mock_seconds_per_token,
-        startup_timeout_seconds=config.launch.startup_timeout_seconds,
-    )
-
-
-def generator_dtype(config: PPOMATHConfig, allocation: Allocation) -> WeightFormat:
-    """Format of the generators' weights."""
-    return config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
 
 
 def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> RunPush:
@@ -297,94 +248,6 @@ def build_engine(
     is_critic: bool = False,
 ) -> None:
     """Load one model on all its ranks; with an optimizer when it is trained for `total_updates` updates."""
-    settings = EngineSettings(
-        hf_path=path,
-        is_critic=is_critic,
-        init_from_scratch=model.init_from_scratch,
-        init_critic_from_actor=model.init_critic_from_actor,
-        dtype=model.dtype(on_gpu=on_gpu),
-        recompute=model.recompute(on_gpu=on_gpu),
-        fp8=model.fp8,
-        grad_reduce_in_fp32=model.grad_reduce_in_fp32,
-        seed=seed,
-        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
-        moe_bias_update_rate=model.moe_bias_update_rate,
-    )
-    optimizer = None
-    if total_updates is not None:
-        o = model.optimizer
-        optimizer = OptimizerSettings(
-            lr=o.lr,
-            min_lr_ratio=o.min_lr_ratio,
-            lr_scheduler_type=o.lr_scheduler_type,
-            warmup_steps_proportion=o.warmup_steps_proportion,
-            total_steps=total_updates,
-            weight_decay=o.weight_decay,
-            beta1=o.beta1,
-            beta2=o.beta2,
-            eps=o.eps,
-            gradient_clipping=o.gradient_clipping,
-            offload=o.offload,
-        )
+    optimizer = None if total_updates is None else optimizer_settings(model, total_updates=total_updates)
+    settings = engine_settings(model, path=path, on_gpu=on_gpu, seed=seed, is_critic=is_critic)
     ref.group.build(ref.name, settings, optimizer)
-
-
-def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) -> RolloutSettings:
-    """Take the settings of the rollout side from the configuration. `logs`: folder of the samples."""
-    gen, evaluation = config.ppo.gen, config.evaluation
-    sampling = SamplingParams(
-        max_new_tokens=gen.max_new_tokens,
-        min_new_tokens=gen.min_new_tokens,
-        temperature=gen.temperature,
-        top_p=gen.top_p,
-        top_k=gen.top_k,
-    )
-    eval_sampling = SamplingParams(
-        max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
-    )
-    return RolloutSettings(
-        tokenizer_path=config.actor.path,
-        dataset=config.dataset.source(config.dataset.path),
-        eval_sets=config.evaluation_sources,
-        num_eval_prompts=evaluation.num_prompts,
-        max_prompt_len=config.dataset.max_prompt_len,
-        batch_size=config.dataset.train_bs_n_seqs,
-        group_size=config.group_size,
-        max_staleness=config.staleness.max_staleness,
-        over_age=config.staleness.over_age,
-        in_order=config.staleness.in_order,
-        demonstrations_path=config.demonstrations.path if config.demonstrations_per_step else "",
-        demonstrations_per_step=config.demonstrations_per_step,
-        dynamic_sampling_limit=config.algorithm.dynamic_sampling_limit if config.algorithm.dynamic_sampling else None,
-        num_epochs=config.exp_ctrl.total_train_epochs,
-        num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
-        sampling=sampling,
-        eval_sampling=eval_sampling,
-        max_in_flight=requests_at_once(
-            max_running=config.generator.max_running,
-            num_generators=allocation.generator.layout.dp,
-            group_size=config.group_size,
-        ),
-        workflow=config.workflow.type,
-        on_error=config.workflow.on_error,
-        max_error_share=config.workflow.max_error_share,
-        vocab_size=read_config(Path(config.actor.path)).vocab_size,
-        max_tokens=min(config.max_tokens_per_mb(role) for role in config.roles),
-        prompt_format=config.prompt.prompt_format(boxed=config.reward.function == "math"),
-        samples=SampleSettings(
-            folder=str(logs),
-            share=config.samples.share,
-            max_file_bytes=config.samples.max_file_mib * 2**20,
-            keep_files=config.samples.keep_files,
-        ),
-        reward=config.reward.function,
-        reward_workers=config.reward.num_workers,
-        reward_timeout_seconds=config.reward.timeout_seconds,
-        max_failed_share=config.reward.max_failed_share,
-        max_failed_batches=config.reward.max_failed_batches,
-        seed=config.seed,
-        shuffle=config.shuffle_dataset,
-        health_interval_seconds=config.generator.health_interval_seconds,
-        health_timeout_seconds=config.generator.health_timeout_seconds,
-        generator_patience_seconds=config.generator.patience_seconds,
-    )

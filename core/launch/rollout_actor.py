@@ -13,7 +13,7 @@ import torch
 from core.launch.generator_actor import ActorGenerator
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
-from core.rollout_settings import RolloutSettings
+from core.rollout_settings import DataFacts, RolloutSettings
 from core.step_batch import StepBatch
 from tracing import spanned
 
@@ -41,7 +41,7 @@ class RolloutActor:
         self._generators, self._settings = generators, settings
         self._batch: StepBatch | None = None
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self) -> DataFacts:
         from core.rollout_service import RolloutService
 
         self._service = RolloutService([ActorGenerator(a) for a in self._generators], self._settings)

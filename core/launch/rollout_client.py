@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from core.data.stored_batch import Ref, StoredBatch, StoredFields
     from core.launch.generators import GeneratorPool
     from core.monitoring.samples import Sample
-    from core.rollout_settings import RolloutSettings
+    from core.rollout_settings import DataFacts, RolloutSettings
     from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class RolloutClient:
             **options,
         )[-1]
 
-    def wait_started(self, timeout_seconds: float) -> dict[str, Any]:
-        """Return facts about the data set: num_prompts, mean_prompt_tokens."""
+    def wait_started(self, timeout_seconds: float) -> DataFacts:
+        """Return facts about the prompts when the rollout side is up."""
         return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
 
     def take(

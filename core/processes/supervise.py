@@ -71,7 +71,7 @@ class Attempt:
     """It ended for a reason that another attempt would meet as well."""
     seconds: float = 0.0
 
-    def tell(self, **facts: object) -> None:
+    def report(self, **facts: object) -> None:
         """Set attributes here, and where the attempt is supervised."""
         for name, value in facts.items():
             setattr(self, name, value)
@@ -121,7 +121,7 @@ def _supervise(
             except OSError as error:
                 cause = f"external_configs.cluster_config.fileroot: {log_folder} cannot be written ({error})"
                 logger.error("%s; free disk space, or use another folder", cause)
-                attempt.tell(final=True, cause=cause)
+                attempt.report(final=True, cause=cause)
                 return FAILED
             threading.Thread(target=_beat, args=(attempt,), name="heartbeat", daemon=True).start()
             return run(attempt)
@@ -156,7 +156,7 @@ def _beat(attempt: Attempt) -> None:
     """Send heartbeats from a thread of the driver, which needs its interpreter."""
     while True:
         time.sleep(_BEAT_SECONDS)
-        attempt.tell()
+        attempt.report()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: _
     attempt.seconds = time.monotonic() - begin
     _end_orphans()
     if forwarding.came and not attempt.final:  # it came before the attempt was ready for it
-        attempt.tell(final=True, cause="interrupted")
+        attempt.report(final=True, cause="interrupted")
         return INTERRUPTED
     if os.WIFSIGNALED(status):
         killed = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"

@@ -33,10 +33,12 @@ def says_out_of_memory(message: str) -> bool:
 class MemoryLimits:
     """Limits by name: the roles of the trainer in tokens (`actor_train`), and the generators' settings."""
 
-    def __init__(self, learnt: Mapping[str, float] = {}, *, tell: Callable[[dict[str, float]], None] = lambda _: None):
-        """`learnt`: limits of an earlier attempt. `tell` is called with all limits whenever a limit was lowered."""
+    def __init__(
+        self, learnt: Mapping[str, float] = {}, *, on_lowered: Callable[[dict[str, float]], None] = lambda _: None
+    ):
+        """`learnt`: limits of an earlier attempt. `on_lowered` gets all limits whenever one was lowered."""
         self._learnt = dict(learnt)
-        self._tell = tell
+        self._on_lowered = on_lowered
 
     def state_dict(self) -> dict[str, float]:
         return dict(self._learnt)
@@ -98,4 +100,4 @@ class MemoryLimits:
         for name, value in lowered.items():
             logger.warning("%s: for the rest of the run %s is %.10g", why, name, value)
         self._learnt |= lowered
-        self._tell(self.state_dict())
+        self._on_lowered(self.state_dict())

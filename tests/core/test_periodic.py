@@ -34,7 +34,7 @@ class Run:
             schedule=Schedule(num_prompts=steps, batch_size=1, total_epochs=1),
             control=ExperimentSaveEvalControl(**{"ckpt_freq_secs": None, **control}),
             actions=Actions(
-                tell_step=lambda step: None, evaluate=evaluate, save_model=self.models.append,
+                report_step=lambda step: None, evaluate=evaluate, save_model=self.models.append,
                 begin_save=lambda folder: lambda stop: None, rollout_state=lambda: None, driver_state=lambda: (0.0, {}),
             ),
             recover=self if recovers else None,  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
         made = service(assets, generator, paths)
         try:
             await made.start()
-            assert made.describe()["num_eval_prompts"] == (7 if len(paths) == 2 else 6)
+            assert made.describe().num_eval_prompts == (7 if len(paths) == 2 else 6)
             return await made.evaluate()
         finally:
             await made.close()
@@ -141,7 +141,7 @@ def test_the_first_prompt_and_how_it_is_judged_are_described(assets) -> None:
     made = service(assets, Recording(), [])  # type: ignore[arg-type]
     row = json.loads(assets.prompts.read_text().splitlines()[0])
     (solution,) = row["solutions"]
-    said = made.describe()["first_prompt"]
+    said = made.describe().first_prompt
     assert said.startswith(
         f"First prompt ({len(row['prompt'])} tokens): {row['prompt']!r}; judged by reward.function=math"
     )

@@ -110,7 +110,7 @@ def make_housekeeping(
             eval_freq_steps=3, save_freq_steps=4, save_freq_epochs=None, ckpt_freq_steps=3
         ),
         actions=Actions(
-            tell_step=lambda step: None,
+            report_step=lambda step: None,
             evaluate=([] if evaluated is None else evaluated).append,
             save_model=([] if saved is None else saved).append,
             begin_save=lambda folder: lambda stop: None,

@@ -272,7 +272,7 @@ def _saving(
         schedule=schedule,
         control=ExperimentSaveEvalControl(ckpt_freq_steps=1),
         actions=Actions(
-            tell_step=lambda step: None, evaluate=None, save_model=lambda name: None, begin_save=begin_save,
+            report_step=lambda step: None, evaluate=None, save_model=lambda name: None, begin_save=begin_save,
             rollout_state=lambda: None, driver_state=driver_state,
         ),
         recover=store,

@@ -39,6 +39,7 @@ from core.launch.trainer_rank import TrainerRank
 from core.monitoring.monitor import Monitor, StepTimer
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
+from core.rollout_settings import DataFacts
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport
 from mcore_adapter.data.planner import Planner
@@ -116,8 +117,8 @@ class MockRollout(RolloutActor):
         super().__init__(name, log_file, generators, settings)
         self._log_file, self._service = log_file, MockService(settings)  # type: ignore[assignment]
 
-    async def start(self) -> dict[str, Any]:
-        return {}
+    async def start(self) -> DataFacts:
+        return DataFacts(num_prompts=0, mean_prompt_tokens=0.0, first_prompt="", num_eval_prompts=0)
 
     async def set_version(self, version: int) -> None:
         append(self._log_file, gib=peak_gib())

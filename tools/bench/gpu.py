@@ -121,7 +121,7 @@ class Scene:
 @contextmanager
 def trainer_world() -> Iterator[tuple[Any, Any]]:
     """Yield (parallel, device) of a world of one rank, on the first GPU where there is one."""
-    from core.experiments.workers import GPU_THREADS
+    from core.experiments.process_settings import GPU_THREADS
     from core.launch.trainer_group import PAGE_LOCKING
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 

@@ -17,7 +17,7 @@ from core.config.base import ConfigError, Section, all_keys, fields_by_key
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.load import load_config
 from core.config.unused import unused_keys
-from core.experiments import common, dpo, ppo, sft, workers
+from core.experiments import common, context, dpo, ppo, sft, workers
 from core.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
 
@@ -98,7 +98,10 @@ def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
 
 
 class Anything:
-    """In place of every process, and of all that is asked of one."""
+    """In place of every process, and of all that one returns."""
+
+    num_prompts = 8
+    mean_prompt_tokens = 8.0
 
     def __init__(self, *args: object, **options: object) -> None: ...
 
@@ -144,9 +147,9 @@ def keys_read(
         return object.__getattribute__(self, name)
 
     for module, name in (
-        (ppo, "Cluster"), (workers, "TrainerGroup"), (workers, "GeneratorPool"), (workers, "RolloutClient"),
+        (context, "Cluster"), (workers, "TrainerGroup"), (workers, "GeneratorPool"), (workers, "RolloutClient"),
         (common, "TensorBoardSink"), (common, "WandbSink"), (common, "MLflowSink"), (ppo, "forget_modules"),
-        (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (sft, "Cluster"), (sft, "AnswerDataset"),
+        (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (sft, "AnswerDataset"),
         (sft, "load_tokenizer"), (sft, "Encoder"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
         (dpo, "PreferenceDataset"),
     ):  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from core.config.allocation import resolve_allocation
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
-from core.experiments.workers import rollout_settings
+from core.experiments.process_settings import rollout_settings
 from core.rollout_settings import RolloutSettings
 from helpers.config_inputs import SMALLEST_PPO, write_run
 

@@ -11,7 +11,7 @@ from ray.exceptions import ObjectStoreFullError, RayTaskError
 
 from allocation import parse
 from core.errors import LaunchError
-from core.experiments.workers import threads_per_process
+from core.experiments.process_settings import threads_per_process
 from core.launch import wait as launch_wait
 from core.launch.cluster import Cluster
 from core.launch.wait import Waiter, as_driver_sees
@@ -41,8 +41,8 @@ def test_processes_divide_the_cores_that_this_one_may_use(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     allocation = parse("embedded.d1m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=2)
-    assert threads_per_process(allocation, asked=0, max_staleness=1, gpus=False) == 4
-    assert threads_per_process(allocation, asked=3, max_staleness=1, gpus=False) == 3
+    assert threads_per_process(allocation, configured=0, max_staleness=1, gpus=False) == 4
+    assert threads_per_process(allocation, configured=3, max_staleness=1, gpus=False) == 3
 
 
 def test_processes_that_compute_on_gpus_take_a_few_cores_unless_more_are_asked_for(
@@ -50,11 +50,11 @@ def test_processes_that_compute_on_gpus_take_a_few_cores_unless_more_are_asked_f
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     allocation = parse("sglang.d1m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=2)
-    assert threads_per_process(allocation, asked=0, max_staleness=0, gpus=False) == 64
-    assert threads_per_process(allocation, asked=0, max_staleness=0, gpus=True) == 8
-    assert threads_per_process(allocation, asked=16, max_staleness=0, gpus=True) == 16
+    assert threads_per_process(allocation, configured=0, max_staleness=0, gpus=False) == 64
+    assert threads_per_process(allocation, configured=0, max_staleness=0, gpus=True) == 8
+    assert threads_per_process(allocation, configured=16, max_staleness=0, gpus=True) == 16
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert threads_per_process(allocation, asked=0, max_staleness=1, gpus=True) == 4
+    assert threads_per_process(allocation, configured=0, max_staleness=1, gpus=True) == 4
 
 
 def test_an_error_of_rays_own_is_a_lost_attempt_and_no_traceback() -> None:

@@ -45,8 +45,8 @@ def test_attempts_that_make_progress_do_not_count_and_those_that_do_not_end_the_
     body = """
 def attempt(self):
     began = {1: 0, 2: 4, 3: 8}.get(self.number, 8)
-    self.tell(began=began, step=began)
-    self.tell(step=began + 5)
+    self.report(began=began, step=began)
+    self.report(step=began + 5)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     code, said = run(body, retries=2)
@@ -60,7 +60,7 @@ def attempt(self):
 
 
 def test_a_final_failure_and_success_are_not_tried_again() -> None:
-    assert run("def attempt(self):\n    self.tell(final=True, cause='bad row'); return 1", retries=5)[0] == FAILED
+    assert run("def attempt(self):\n    self.report(final=True, cause='bad row'); return 1", retries=5)[0] == FAILED
     body = "def attempt(self):\n    if self.number < 3: os._exit(1)\n    return 0"
     code, said = run(body, retries=2)
     assert code == DONE
@@ -72,7 +72,7 @@ def test_an_attempt_that_hangs_on_its_way_out_keeps_what_it_has_said() -> None:
     """It is killed for its silence; whether another attempt may do better it has said before."""
     body = """
 def attempt(self):
-    self.tell(final=self.number == 2, cause=f"cause {self.number}")
+    self.report(final=self.number == 2, cause=f"cause {self.number}")
     while True:  # it is woken to write its stacks
         os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -96,7 +96,7 @@ def test_what_an_attempt_learnt_about_memory_reaches_the_next_one() -> None:
     body = """
 def attempt(self):
     if self.number == 1:
-        self.tell(memory={"actor_train": 512})
+        self.report(memory={"actor_train": 512})
         os._exit(1)
     return self.memory["actor_train"] - 512
 """
@@ -264,8 +264,8 @@ def attempt(self):
     if self.number > 1:
         print("went on", flush=True)
         return 0
-    self.tell(began=3, step=5)
-    self.tell(phase="update")
+    self.report(began=3, step=5)
+    self.report(phase="update")
     hangs_here()
 
 def hangs_here():

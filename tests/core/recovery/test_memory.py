@@ -39,7 +39,7 @@ def test_the_last_halving_stops_at_the_longest_sequence() -> None:
 
 def test_an_update_that_failed_half_way_is_not_applied_again_and_the_next_attempt_gets_its_limit() -> None:
     told: list[dict[str, float]] = []
-    memory, tried = MemoryLimits(tell=told.append), []
+    memory, tried = MemoryLimits(on_lowered=told.append), []
 
     def update(limit: int) -> None:
         tried.append(limit)

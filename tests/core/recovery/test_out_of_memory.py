@@ -44,7 +44,7 @@ def test_memory_runs_out_where_a_fault_is_injected(tmp_path: Path) -> None:
 
 def test_a_limit_is_halved_down_to_the_longest_sequence_and_no_further() -> None:
     told: list[dict[str, float]] = []
-    memory = MemoryLimits({"ref_inf": 64}, tell=told.append)
+    memory = MemoryLimits({"ref_inf": 64}, on_lowered=told.append)
     tried: list[int] = []
 
     def call(limit: int) -> int:
