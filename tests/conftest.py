@@ -1,9 +1,14 @@
 """The longest files come first: a test process that got one of them last would leave the others idle."""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Before torch is imported, here and in every process that tests start. torch.set_num_threads(1) holds for the thread
+# that calls it: those of autograd would start a pool each, whose waiting costs more than the work of small models.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = (
     "test_attempts",
