@@ -36,6 +36,12 @@ class RunPaths:
         )
 
 
+def step_file(folder: Path, step: int) -> Path:
+    """Return the file of a step that monitor.save_batches writes into `folder`; steps count from 1 as in the
+    metrics."""
+    return folder / f"step-{step}.json.gz"
+
+
 @contextmanager
 def private_files(paths: RunPaths) -> Iterator[None]:
     """Let files and folders of this trial, of this process and of those that it starts, be readable by their owner

@@ -87,7 +87,9 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.monitoring.monitor": "torch",
         "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",
         "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
+        "tools.bench.__main__": "tools.bench.measurements",
         "tools.chaos_run": "torch transformers",
+        "tools.conformance.__main__": "tools.conformance.report",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
         "mcore_adapter.parallel",
         "tools.curves": "torch transformers",
@@ -95,6 +97,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.demo.data": "tokenizers torch transformers",
         "tools.demo.run": "rollout.inference.embedded.generator torch transformers",
         "tools.eval.__main__": "tools.eval.run tools.eval.settings",
+        "tools.loss": "tools.loss_result",
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {

@@ -31,6 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from core.monitoring.journal import read_rows
+from tools import arguments as cli
 from tools.demo.data import save_model, write_jsonl
 
 Curve = list[dict[str, str]]
@@ -80,9 +81,16 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="the recording")
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="CASE", help=f"patterns of: {' '.join(CASES)}")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="checkout to run (default: the current folder)")
-    parser.add_argument("--steps", type=int, default=20, help="record: steps of a case (default: 20)")
+    parser.add_argument("--steps", type=cli.integer(least=1), default=20, help="record: steps of a case (default: 20)")
     given = parser.parse_args()
-    before = json.loads(given.file.read_text(encoding="utf-8")) if given.action == "compare" else None
+    before = None
+    try:
+        if given.action == "compare":
+            before = json.loads(given.file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"{given.file}: no recording ({error}); write one with `python -m tools.curves record`")
+    if before is None and not given.file.absolute().parent.is_dir():
+        parser.error(f"{given.file}: no such folder; make it first")
     cases = [case for case in (before["curves"] if before else CASES) if any(fnmatch(case, p) for p in given.cases)]
     if not cases:
         parser.error(f"--cases {' '.join(given.cases)} matches none of {' '.join(CASES)}")

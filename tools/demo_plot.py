@@ -8,12 +8,14 @@ Of any other run:
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.monitoring.journal import read_rows
 from rollout.rewards.math import RIGHT, WRONG
+from tools import arguments as cli
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,18 +106,20 @@ def moving_mean(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def main() -> None:
-    """Draw the curve. Raises SystemExit with the problem of the metrics."""
+def main() -> int:
+    """Draw the curve; 2 for a file that is none of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a PPO run that evaluates")
+    parser.add_argument("metrics", type=cli.data_file, help="metrics.jsonl of a PPO run that evaluates")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")
     parser.add_argument("--title", default="", help="text above the picture")
     arguments = parser.parse_args()
     try:
         draw_run(arguments.output, arguments.metrics, title=arguments.title)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

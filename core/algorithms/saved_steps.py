@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from core.algorithms.base import FIELDS, Algorithm, Metrics, Objective, Pass
+from core.paths import step_file
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
     from mcore_adapter.data.batch import PackedBatch
     from mcore_adapter.data.sequences import Sequences
     from mcore_adapter.forward import ModelOutput
-
-
-def step_file(folder: Path, step: int) -> Path:
-    """Return the file of a step, counted from 1 as in the metrics."""
-    return folder / f"step-{step}.json.gz"
 
 
 class SavedSteps(Algorithm):

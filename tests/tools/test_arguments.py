@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tools import scratch_model
+from tools.bench.__main__ import NAMES
+from tools.bench.measurements import MEASUREMENTS
 
 
 @pytest.fixture
@@ -28,6 +32,67 @@ def run(monkeypatch: pytest.MonkeyPatch, module: str, *words: str) -> int:
     except SystemExit as end:
         assert isinstance(end.code, int)
         return end.code
+
+
+SLOW = ("torch", "megatron", "ray", "transformers", "matplotlib")
+"""Libraries that take seconds to import."""
+OWN = ("allocation", "core", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools")
+
+
+@pytest.fixture
+def without_slow_libraries() -> Iterator[None]:
+    """Import this project's modules anew in the test, and let an import of a slow library fail."""
+    before = dict(sys.modules)
+    for name in [name for name in before if name.partition(".")[0] in (*OWN, *SLOW)]:
+        del sys.modules[name]
+    sys.modules.update(dict.fromkeys(SLOW))
+    yield
+    sys.modules.clear()
+    sys.modules.update(before)
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "said"),
+    [
+        ("tools.atlas", "--output /tmp --staleness -1", "argument --staleness: -1 must be at least 0"),
+        ("tools.bench.__main__", "cpu --only push", "--only push: not measured on cpu"),
+        ("tools.bench.__main__", "cpu --output /proc/x", "argument --output: /proc/x: cannot write in /proc"),
+        ("tools.bench.__main__", "gpu --shape 2B", "argument --shape: invalid choice: '2B'"),
+        ("tools.bench.__main__", "gpu --trial --sglang-python /no/python", "/no/python: no such interpreter"),
+        ("tools.chaos", "--kills 0", "argument --kills: 0 must be at least 1"),
+        ("tools.conformance.__main__", "--peer trl", "--peer and --python belong together, once for each peer"),
+        ("tools.conformance.__main__", "--peer trl --python /no/python", "/no/python: no such interpreter"),
+        ("tools.convert", "--checkpoint_path /no/folder --output_path /tmp/x", "--checkpoint_path=/no/folder: no such"),
+        ("tools.curves", "compare /no/file", "/no/file: no recording"),
+        ("tools.curves", "record /no/file", "/no/file: no such folder"),
+        ("tools.demo.__main__", "--steps 0", "argument --steps: 0 must be at least 1"),
+        ("tools.demo.data", "--output /proc/x", "argument --output: /proc/x: cannot write in /proc"),
+        ("tools.demo_plot", "/no/file --output x.png", "argument metrics: /no/file: no such file"),
+        ("tools.eval.__main__", "--model_path /no/model --output_path o", "--model_path /no/model: no such folder"),
+        ("tools.eval.__main__", "compare /no/a /no/b", "/no/a: no such folder; give the --output_path"),
+        ("tools.learning", "--output /tmp --jobs 0", "argument --jobs: 0 must be at least 1"),
+        ("tools.loss", "/no/file", "No such file or directory: '/no/file'"),
+        ("tools.loss", "--from-run /tmp/none --step 3", "0 files of step 3 below this folder, expected 1"),
+        ("tools.mutants.__main__", "--ids no-such-mutant", "no entry matches --ids, --area and --quick"),
+        ("tools.nightly", "--parts none", "argument --parts: invalid choice: 'none'"),
+        ("tools.samples", "/no/run", "/no/run: no samples.jsonl there or below"),
+        ("tools.scratch_model", "--data /no/file --output o", "argument --data: /no/file: no such file"),
+        ("tools.setup_cluster", "", "the following arguments are required"),
+        ("slipstream.cli", "eval --seed -1", "argument --seed: -1 must be from 0"),
+    ],
+)
+@pytest.mark.usefixtures("without_slow_libraries")
+def test_bad_input_is_refused_before_a_slow_library_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, words: str, said: str
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    assert run(monkeypatch, module, *words.split()) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_measurement_has_its_name_on_the_command_line() -> None:
+    for device, measurements in MEASUREMENTS.items():
+        assert tuple(measurements) == NAMES[device]
 
 
 @pytest.mark.parametrize(
@@ -84,15 +149,10 @@ def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(
 @pytest.mark.parametrize(
     ("module", "words", "said"),
     [
-        ("tools.chaos", ["--kills", "0"], "argument --kills: 0 must be at least 1"),
         ("tools.chaos", ["--kills", "-1"], "argument --kills: -1 must be at least 1"),
         ("tools.chaos", ["--folder", __file__], "is a file; name a folder"),
-        ("tools.learning", ["--output", "/tmp", "--jobs", "0"], "argument --jobs: 0 must be at least 1"),
-        ("tools.atlas", ["--output", "/tmp", "--staleness", "-1"], "argument --staleness: -1 must be at least 0"),
         ("tools.atlas", ["--output", "/tmp", "--set", "lr"], "--set lr: write KEY=VALUE"),
         ("tools.demo.__main__", ["--output", "/proc/x"], "argument --output: /proc/x: cannot write in /proc"),
-        ("tools.demo.__main__", ["--steps", "0"], "argument --steps: 0 must be at least 1"),
-        ("tools.demo.data", ["--output", "/proc/x"], "argument --output: /proc/x: cannot write in /proc"),
         ("tools.eval.__main__", ["--model_path", "m", "--output_path", "/etc/passwd"], "is a file; name a folder"),
         (
             "tools.eval.__main__", ["--model_path", "m", "--output_path", "o", "--seed", "99999999999"],

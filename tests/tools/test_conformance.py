@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tools.conformance import compare
-from tools.conformance.__main__ import main, matrix
+from tools.conformance.__main__ import main
 from tools.conformance.batches import make_batch
 from tools.conformance.checks import Call, Check, Deviation, Result, ours
 from tools.conformance.golden import GOLDEN
 from tools.conformance.gradients import CASES, gradients
+from tools.conformance.report import matrix
 from tools.conformance.rows import ROWS
 
 

@@ -15,7 +15,8 @@ from core.config.algorithm import build_algorithm, case_settings
 from core.config.experiments import PPOMATHConfig
 from helpers.batches import algorithm, batch_of, by_answer
 from tools.conformance.golden import one_token
-from tools.loss import compute, main
+from tools.loss import main
+from tools.loss_result import compute
 
 
 def test_cispo_clips_ratios_at_one_plus_the_upper_and_one_minus_the_lower_bound() -> None:

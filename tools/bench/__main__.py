@@ -16,7 +16,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -25,22 +25,7 @@ from typing import Any
 
 from rollout.inference.gpus import query_gpus
 from tools import arguments as cli
-from tools.bench import (
-    accuracy,
-    convert,
-    cpu,
-    datapath,
-    gpu,
-    gpu_experts,
-    gpu_mismatch,
-    gpu_models,
-    gpu_push,
-    gpu_ranks,
-    gpu_runs,
-    gpu_servers,
-    spans,
-)
-from tools.bench.figure import Figure
+from tools.bench.shapes import SHAPES
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
 GPU_PACKAGES = ("sglang", "transformer-engine")
@@ -60,35 +45,17 @@ class Row:
     versions: dict[str, str]
 
 
-CPU: dict[str, Callable[[cpu.Scene], Iterator[Figure]]] = {
-    "allocation": cpu.allocation,
-    "config": cpu.dry_run,
-    "update": cpu.train_step,
-    "rollout": cpu.generator,
-    "producer": cpu.producer,
-    "async": cpu.sync_and_async,
-    "loop": cpu.loop,
-    "memory": cpu.memory,
-    "time_to_accuracy": accuracy.time_to_accuracy,
-    "datapath": datapath.datapath,
-    "convert": convert.both_ways,
-    "spans": spans.spans,
-}
-GPU: dict[str, Callable[[gpu.Scene], Iterator[Figure]]] = {
-    "update": gpu.update,
-    "options": gpu.options,
-    "lengths": gpu.lengths,
-    "experts": gpu_experts.experts,
-    "rollout": gpu_servers.rollout,
-    "push": gpu_push.push,
-    "mismatch": gpu_mismatch.mismatch,
-    "async": gpu_runs.asynchronous,
-    "push_tp": gpu_ranks.push,
-    "overlap": gpu_ranks.overlap,
-    "checkpoint": gpu_models.checkpoint,
-    "convert": gpu_models.convert,
-    "eval": gpu_models.evaluation,
-}
+NAMES = {
+    "cpu": (
+        "allocation", "config", "update", "rollout", "producer", "async", "loop", "memory", "time_to_accuracy",
+        "datapath", "convert", "spans",
+    ),
+    "gpu": (
+        "update", "options", "lengths", "experts", "rollout", "push", "mismatch", "async", "push_tp", "overlap",
+        "checkpoint", "convert", "eval",
+    ),
+}  # fmt: skip
+"""Measurements by device, as in tools/bench/measurements.py, which is slow to import."""
 NUM_GPUS = {"async": 2, "overlap": 2, "push_tp": 4}
 """That a measurement needs, where one is not enough."""
 DATA = "SLIPSTREAM_DATA"
@@ -98,9 +65,9 @@ DATA = "SLIPSTREAM_DATA"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
-    parser.add_argument("--only", nargs="+", choices=sorted(CPU.keys() | GPU.keys()))
+    parser.add_argument("--only", nargs="+", choices=sorted({*NAMES["cpu"], *NAMES["gpu"]}))
     parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
-    parser.add_argument("--shape", choices=gpu.SHAPES, default="1.5B", help="gpu: shape of the model")
+    parser.add_argument("--shape", choices=SHAPES, default="1.5B", help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
     parser.add_argument("--trial", action="store_true", help="gpu: without a GPU, run everything small on the CPU")
     parser.add_argument(
@@ -110,39 +77,46 @@ def main() -> None:
     given = parser.parse_args()
     if given.device == "gpu" and not given.trial and not query_gpus():
         parser.error("gpu: nvidia-smi shows none on this host; write cpu, or add --trial")
-    measurements: dict[str, Callable[[Any], Iterator[Any]]] = dict(CPU if given.device == "cpu" else GPU)
-    unknown = set(given.only or ()) - measurements.keys()
+    unknown = set(given.only or ()) - set(NAMES[given.device])
     if unknown:
-        parser.error(f"--only {' '.join(unknown)}: not measured on {given.device}")
+        parser.error(f"--only {' '.join(sorted(unknown))}: not measured on {given.device}")
     for name in given.only or ():
         if given.device == "gpu" and (why := lacking(name)):
             parser.error(f"--only {name}: {why}")
+    for python in (given.trl_python, given.sglang_python):
+        if python is not None and not os.access(python, os.X_OK):
+            parser.error(f"{python}: no such interpreter")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    rows = list(_measure(given))
+    print("\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
+    for row in rows:
+        print(line(row))
+
+
+def _measure(given: argparse.Namespace) -> Iterator[Row]:
+    """Run the measurements; write and print each figure when it is there."""
+    from tools.bench.measurements import MEASUREMENTS, SCENES
+
     packages = PACKAGES + (GPU_PACKAGES if given.device == "gpu" else ())
     versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
-    rows = []
+    options: dict[str, Any] = {"trl_python": given.trl_python}
+    if given.device == "gpu":
+        os.environ["LOCAL_RANK"] = str(given.first_gpu)
+        options = {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        scene: Any
-        if given.device == "cpu":
-            scene = cpu.Scene(folder=Path(folder), trl_python=given.trl_python)
-        else:
-            os.environ["LOCAL_RANK"] = str(given.first_gpu)
-            scene = gpu.Scene(
-                folder=Path(folder), shape=given.shape, sglang_python=given.sglang_python, first_gpu=given.first_gpu
-            )
-        for name in given.only or measurements:
+        scene = SCENES[given.device](folder=Path(folder), **options)
+        for name in given.only or NAMES[given.device]:
             if given.device == "gpu" and (why := lacking(name)):
                 print(f"{name} is left out: {why}", flush=True)
                 continue
             command = f"python -m tools.bench {given.device} --only {name}"
-            for figure in measurements[name](scene):
+            for figure in MEASUREMENTS[given.device][name](scene):
                 ratio = figure.value / figure.baseline if figure.baseline else None
                 rows.append(Row(**asdict(figure), ratio=ratio, command=command, versions=versions))
                 print(line(rows[-1]), flush=True)
                 write(given.output, host(given.device), rows)
-    print("\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
-    for row in rows:
-        print(line(row))
+                yield rows[-1]
 
 
 def lacking(name: str) -> str | None:

@@ -14,7 +14,6 @@ import torch
 from tools.conformance.batches import SEEDS, Batch, make_batch
 from tools.conformance.checks import Call, Check, Result, of, ours
 
-PEERS = ("trl", "verl", "trinity", "openrlhf")
 TOLERANCE = 1e-6
 SERVE = Path(__file__).with_name("peers") / "serve.py"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.loss import compute
+from tools.loss_result import compute
 
 P_OLD = 0.3
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}

@@ -51,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    from tools.eval.run import FAILURES, evaluate
     from tools.eval.settings import settings_from
 
     settings = settings_from(given)
+    from tools.eval.run import FAILURES, evaluate
+
     try:
         print(asyncio.run(evaluate(settings)))
     except FAILURES as error:

@@ -58,6 +58,9 @@ class Flip:
 def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[Flip], dict[str, str]]:
     """Return every dataset that both folders answered, and dataset -> why it is left out for the others. Raises
     CompareError where nothing is left, or where two files have one name."""
+    for folder in (a, b):
+        if not folder.is_dir():
+            raise CompareError(f"{folder}: no such folder; give the --output_path of an evaluation")
     differences: list[Difference] = []
     flips: list[Flip] = []
     left_out: dict[str, str] = {}

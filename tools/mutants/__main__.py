@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mutants = chosen(options)
     except CatalogueError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     selections = 0 if options.no_baseline else len({mutant.tests for mutant in mutants})
     workers = max(1, min(options.workers, len(mutants)))
     with (

