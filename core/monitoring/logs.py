@@ -73,6 +73,7 @@ def _start_logging(handlers: list[logging.Handler], level: str) -> None:
     """Send records to `handlers`: info and above, with level=debug those of this project's packages too. Debug records
     of libraries would hide them."""
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.getLogger("torch").setLevel(logging.WARNING)  # its compiler logs statistics when a process ends
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.DEBUG if level == "debug" else logging.NOTSET)
 

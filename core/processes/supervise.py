@@ -305,6 +305,10 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
         try:
             child = os.fork()
             if child == 0:
+                if self._before.get(signal.SIGINT) is signal.SIG_IGN:
+                    # So a shell starts jobs in the background. The parent takes the signal, and so must its child;
+                    # ignoring it here would also discard one that waits for the mask.
+                    self._before[signal.SIGINT] = signal.default_int_handler
                 self.restore()
             else:
                 self._child = child

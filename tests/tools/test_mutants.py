@@ -203,5 +203,5 @@ def test_entries_are_chosen_by_id_by_file_and_by_seed() -> None:
 
 
 def test_a_choice_without_entries_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--ids", "no-such-bug"]) == 1
+    assert command.main(["--ids", "no-such-bug"]) == 2
     assert capsys.readouterr().err == "no entry matches --ids, --area and --quick\n"

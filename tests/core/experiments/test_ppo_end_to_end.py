@@ -133,6 +133,12 @@ def test_ctrl_c_saves_and_the_same_command_continues_where_it_was(assets, run_co
         generator={"mock_seconds_per_token": 0.02},  # so that the signal comes before the end
         exp_ctrl={"total_train_epochs": 5, "save_freq_epochs": None, "ckpt_freq_steps": 1},
     )
+    starting = run_command("ppo-math", config)
+    starting.wait_for("Launching experiments with RAY")
+    starting.process.send_signal(signal.SIGINT)
+    assert starting.finish() == 130 and "Interrupted. " in starting.output(), starting.output()[-4000:]
+    assert "Traceback" not in starting.output() and WITHOUT_GOODBYE not in starting.output()
+
     first = run_command("ppo-math", config)
     first.wait_for("global step 3)")
     first.remember_family()

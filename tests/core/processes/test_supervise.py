@@ -169,8 +169,11 @@ def attempt(self):
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("before", ["os.fork", "signal.pthread_sigmask"])
-def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int, in_background: bool) -> None:
     body = f"""
+if {in_background}:  # a shell without job control starts it so
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 call, came = {before}, []
 
 def interrupted(*args):
