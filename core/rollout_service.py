@@ -31,7 +31,7 @@ from rollout.producer import RolloutProducer
 from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.trajectory_checks import GroupLimits
-from rollout.types import Generator, Workflow
+from rollout.types import Generator, Prompt, Workflow
 from rollout.workflows import make_workflow
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class RolloutService:
             group_size=1,
         )
         self._producer = self._make_producer(settings, workflow)
+        self._version = 0
         self._samples = SampleWriter(settings.samples, lambda tokens: str(self._tokenizer.decode(tokens)))
 
     def _load_data(self, settings: RolloutSettings) -> None:
@@ -137,7 +138,7 @@ class RolloutService:
         if state is not None:
             self._load(version, state, ignore_changes=ignore_changes)
         self._samples.begin(version)
-        self._producer.set_version(version)
+        self.set_version(version)
         await self._producer.__aenter__()
 
     def _load(self, version: int, state: Any, *, ignore_changes: bool) -> None:
@@ -171,6 +172,7 @@ class RolloutService:
         return batch, self._producer.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
 
     def set_version(self, version: int) -> None:
+        self._version = version
         self._producer.set_version(version)
 
     async def samples(self) -> list[Sample]:
@@ -187,12 +189,16 @@ class RolloutService:
 
     async def evaluate(self) -> dict[str, float]:
         """Run the workflow once on each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean reward
-        and length in tokens, share of completions cut off by the limit. Of several sets: {set}/{figure}."""
-        ended: dict[str, list[Episode]] = {name: [] for name in self._eval_prompts}
+        and length in tokens, share of completions cut off by the limit. Of several sets: {set}/{figure}. Samples of
+        the answers are written."""
+        ended: dict[tuple[str, int], tuple[Prompt, Episode]] = {}
+        generators = {
+            name: EvaluationGenerator(self.router, f"eval-{name}", context_tokens=2**31) for name in self._eval_prompts
+        }
         questions = [
-            (name, prompt, self._eval_workflow, EvaluationGenerator(self.router, f"eval-{name}", context_tokens=2**31))
+            ((name, i), prompt, self._eval_workflow, generators[name])
             for name, of in self._eval_prompts.items()
-            for prompt in of
+            for i, prompt in enumerate(of)
         ]
         await run_episodes(
             questions,
@@ -200,9 +206,13 @@ class RolloutService:
             self._tokenizer,
             max_in_flight=len(questions),
             fatal=self._fatal,
-            on_done=lambda name, _, episode: ended[name].append(episode),
+            on_done=lambda key, prompt, episode: ended.update({key: (prompt, episode)}),
         )
-        results = {name: _figures(of) for name, of in ended.items()}
+        results = {}
+        for name, prompts in self._eval_prompts.items():
+            answers = [ended[name, i] for i in range(len(prompts))]
+            results[name] = _figures([episode for _, episode in answers])
+            await self._samples.write_evaluation(name, answers, step=self._version)
         if len(results) == 1:
             return next(iter(results.values()))
         return {f"{name}/{figure}": value for name, result in results.items() for figure, value in result.items()}

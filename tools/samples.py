@@ -1,8 +1,10 @@
-"""Show the answers that a run sampled in training: filter and search them, or put two steps or two runs side by side.
+"""Show the answers that a run sampled in training and in evaluations: filter and search them, or put two steps or two
+runs side by side.
 
     python -m tools.samples RUN                                    # the last step that has samples
     python -m tools.samples RUN --step 10..20 --best --full
     python -m tools.samples RUN --reward '<=0' --finish length --search 'therefore|hence'
+    python -m tools.samples RUN --of evaluation --reward '<=0'     # of the last step with an evaluation
     python -m tools.samples RUN --step 10 --against 200            # two steps side by side
     python -m tools.samples RUN --against OTHER_RUN                # two runs side by side
     python -m tools.samples RUN --step 1..100 --json > some.jsonl  # the rows that are left, for other programs
@@ -65,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run")
     parser.add_argument("--step", type=step_range, metavar="N[..M]", help="steps to show; default: the last one")
     parser.add_argument("--against", metavar="N[..M] | RUN", help="show these steps, or another run, beside the first")
+    parser.add_argument(
+        "--of", metavar="SET", help="training, evaluation, or the name of an evaluation set; default: all of them"
+    )
     parser.add_argument("--reward", type=_reward, metavar="'>0.5'", help="keep answers with such a reward")
     parser.add_argument("--finish", choices=("stop", "length"), help="keep answers that ended in this way")
     parser.add_argument("--query", metavar="ID", help="keep answers to this prompt (query_id)")
@@ -112,8 +117,12 @@ def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) ->
     """Return the samples of a run that the conditions keep; of its last step where no step is given."""
     keep = _conditions(arguments)
     samples: list[Sample] = []
+    sets: set[str] = set()
     try:
         for sample in read_samples(folder):
+            sets |= {"training"} if not sample.evaluation else {"evaluation", sample.evaluation}
+            if not _is_of(sample, arguments.of):
+                continue
             if steps is None and samples and sample.step > samples[0].step:
                 samples.clear()
             if steps is None or sample.step in steps:
@@ -122,12 +131,20 @@ def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) ->
         raise BadRequest(str(error)) from error
     if not samples:
         where = f" of steps {steps[0]} to {steps[-1]}" if steps else ""
+        if arguments.of is not None:
+            where += f" of --of {arguments.of}; there are some of {', '.join(sorted(sets)) or 'nothing'}"
         raise BadRequest(f"{folder}: there are no samples{where}")
     kept = [s for s in samples if all(k(s) for k in keep)]
     order: dict[str, Callable[[Sample], float]] = {
         "step": lambda s: s.step, "reward": lambda s: -s.reward, "length": lambda s: -s.answer_tokens
     }  # fmt: skip
     return sorted(kept, key=order[arguments.sort])
+
+
+def _is_of(sample: Sample, wanted: str | None) -> bool:
+    if wanted == "training":
+        return not sample.evaluation
+    return wanted in (None, sample.evaluation) or (wanted == "evaluation" and bool(sample.evaluation))
 
 
 def _conditions(arguments: argparse.Namespace) -> list[Keep]:
@@ -172,9 +189,13 @@ def _panel(sample: Sample, arguments: argparse.Namespace) -> Panel:
     else:
         parts.append(_marked(shortened(sample.answer, chars), arguments))
     return Panel(
-        Group(*parts), title=Text(f"step {sample.step}{notable}"), title_align="left",
+        Group(*parts), title=Text(f"step {sample.step}{_of(sample)}{notable}"), title_align="left",
         subtitle=Text(headline(sample)), subtitle_align="left", border_style="green" if sample.reward > 0 else "red",
     )  # fmt: skip
+
+
+def _of(sample: Sample) -> str:
+    return f", evaluation {sample.evaluation}" if sample.evaluation else ""
 
 
 def _marked(text: str, arguments: argparse.Namespace, style: str = "") -> Text:
@@ -212,13 +233,13 @@ def _pairs(
     left: Sequence[Sample], right: Sequence[Sample]
 ) -> tuple[list[tuple[Sample | None, Sample | None]], int]:  # fmt: skip
     """Return rows of two columns, those with the same prompt first, and the number of these."""
-    waiting: dict[tuple[str, int], list[Sample]] = {}
+    waiting: dict[tuple[str, str, int], list[Sample]] = {}
     for sample in right:
-        waiting.setdefault((sample.query_id, sample.index), []).append(sample)
+        waiting.setdefault((sample.evaluation, sample.query_id, sample.index), []).append(sample)
     both: list[tuple[Sample | None, Sample | None]] = []
     alone: list[Sample] = []
     for sample in left:
-        partners = waiting.get((sample.query_id, sample.index))
+        partners = waiting.get((sample.evaluation, sample.query_id, sample.index))
         if partners:
             both.append((sample, partners.pop(0)))
         else:
@@ -242,7 +263,7 @@ def _title(folder: Path, samples: Sequence[Sample]) -> str:
 def _cell(sample: Sample, arguments: argparse.Namespace) -> Group:
     chars = _FULL if arguments.full else _SHORT // 2
     return Group(
-        Text(f"step {sample.step}: {headline(sample)}", style="green" if sample.reward > 0 else "red"),
+        Text(f"step {sample.step}{_of(sample)}: {headline(sample)}", style="green" if sample.reward > 0 else "red"),
         Text(printable(shortened(sample.prompt, chars)), style="dim"),
         _marked(shortened(sample.answer, chars), arguments),
     )

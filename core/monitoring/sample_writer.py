@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from core.monitoring.sample_file import SampleFile
-from core.monitoring.samples import Decode, Sample, SampleSettings, choose_samples
-from rollout.types import Trajectory
+from core.monitoring.samples import Decode, Sample, SampleSettings, choose_evaluation_samples, choose_samples
+from rollout.types import Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.evaluation import Episode
 
 
 class SampleWriter:
@@ -24,10 +28,11 @@ class SampleWriter:
         self._notable: list[Sample] = []
 
     def begin(self, step: int) -> None:
-        """Open the file of a run that continues after `step` steps."""
+        """Open the file of a run that continues after `step` steps. One that begins evaluates before the first step
+        again."""
         if self._settings.share:
             self._file = SampleFile(
-                Path(self._settings.folder), continue_after=step, max_bytes=self._settings.max_file_bytes,
+                Path(self._settings.folder), continue_after=step or -1, max_bytes=self._settings.max_file_bytes,
                 keep=self._settings.keep_files,
             )  # fmt: skip
 
@@ -45,6 +50,15 @@ class SampleWriter:
         samples = choose_samples(groups, positions, self._decode, step=step, share=self._settings.share)
         file.write(samples)
         return [sample for sample in samples if sample.notable]
+
+    async def write_evaluation(self, name: str, answers: Sequence[tuple[Prompt, Episode]], *, step: int) -> None:
+        """Write the samples of an evaluation after `step` steps, on the set `name`. Raises OSError."""
+        await self.written()
+        if self._file is not None and answers:
+            samples = await asyncio.to_thread(
+                choose_evaluation_samples, name, answers, self._decode, step=step, share=self._settings.share
+            )
+            await asyncio.to_thread(self._file.write, samples)
 
     async def written(self) -> None:
         """Wait until the samples of the last batch are in the file."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollout.types import PROMPT_VERSION, Trajectory
+from rollout.types import PROMPT_VERSION, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.evaluation import Episode
 
 Decode = Callable[[np.ndarray], str]
 """Token ids -> text, special tokens included."""
@@ -72,6 +75,8 @@ class Sample:
     """The parts of an answer that has tokens of an environment too; empty: the model wrote all of it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the workflow reports of it."""
+    evaluation: str = ""
+    """Name of the evaluation set of its prompt; empty: an answer of training."""
 
     def to_row(self) -> dict[str, Any]:
         """Return the row of samples.jsonl, without its step."""
@@ -92,7 +97,7 @@ def choose_samples(
     """Return the answers of a step to keep: all of about `share` of the prompts, of one at least, and the best, the
     worst and the longest answer of the step. `positions`: of each group's prompt in the stream."""
     every = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
-    notable = _notable({(g, i): groups[g][i] for g, i in every})
+    notable = _notable({(g, i): _figures(groups[g][i]) for g, i in every})
     places = [_place(group[0].query_id) for group in groups]
     picked = {g for g, place in enumerate(places) if place < share} or {int(np.argmin(places))}
     return [
@@ -104,16 +109,38 @@ def choose_samples(
     ]  # fmt: skip
 
 
-def _notable(by_place: Mapping[tuple[int, int], Trajectory]) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return what is notable about an answer; of equal ones the first is."""
-    found: dict[tuple[int, int], tuple[str, ...]] = {}
-    choices: tuple[tuple[str, Callable[[tuple[int, int]], float]], ...] = (
-        ("best", lambda place: by_place[place].reward),
-        ("worst", lambda place: -by_place[place].reward),
-        ("longest", lambda place: len(by_place[place].token_ids) - _prompt_length(by_place[place])),
+def choose_evaluation_samples(
+    name: str, answers: Sequence[tuple[Prompt, Episode]], decode: Decode, *, step: int, share: float
+) -> list[Sample]:
+    """Return the answers of an evaluation to keep, chosen as those of a step. `name`: of the evaluation set."""
+    notable = _notable({i: (episode.score, episode.tokens) for i, (_, episode) in enumerate(answers)})
+    places = [_place(prompt.query_id) for prompt, _ in answers]
+    picked = {i for i, place in enumerate(places) if place < share} or {int(np.argmin(places))}
+    return [
+        Sample(
+            step=step, query_id=prompt.query_id, position=i, index=0, prompt=decode(prompt.token_ids),
+            answer=episode.text, reward=episode.score, finish_reason=episode.finish_reason,
+            prompt_tokens=len(prompt.token_ids), answer_tokens=episode.tokens, oldest_version=step,
+            newest_version=step, notable=notable.get(i, ()), evaluation=name,
+        )
+        for i, (prompt, episode) in enumerate(answers)
+        if i in picked or i in notable
+    ]  # fmt: skip
+
+
+Place = TypeVar("Place")
+
+
+def _notable(figures: Mapping[Place, tuple[float, int]]) -> dict[Place, tuple[str, ...]]:
+    """Return what is notable about an answer, from (reward, tokens) of all; of equal ones the first is."""
+    found: dict[Place, tuple[str, ...]] = {}
+    choices: tuple[tuple[str, Callable[[Place], float]], ...] = (
+        ("best", lambda place: figures[place][0]),
+        ("worst", lambda place: -figures[place][0]),
+        ("longest", lambda place: figures[place][1]),
     )
     for name, value in choices:
-        place = max(by_place, key=value)
+        place = max(figures, key=value)
         found[place] = (*found.get(place, ()), name)
     return found
 
@@ -121,6 +148,10 @@ def _notable(by_place: Mapping[tuple[int, int], Trajectory]) -> dict[tuple[int, 
 def _place(query_id: str) -> float:
     """Return a number in [0, 1) for a prompt, the same in every run."""
     return int.from_bytes(hashlib.blake2b(query_id.encode(errors="replace"), digest_size=6).digest()) / 2**48
+
+
+def _figures(trajectory: Trajectory) -> tuple[float, int]:
+    return trajectory.reward, len(trajectory.token_ids) - _prompt_length(trajectory)
 
 
 def _prompt_length(trajectory: Trajectory) -> int:

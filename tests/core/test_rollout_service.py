@@ -226,7 +226,7 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
 
     async def main() -> tuple[RolloutBatch, list[str]]:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        made = service(assets, generator, [], samples=settings)
+        made = service(assets, generator, [str(assets.prompts)], samples=settings)
         decode = made._samples._decode
         made._samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]  # no row before the others wait
         try:
@@ -236,6 +236,8 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
             await made.state_dict()
             assert len(read_rows(tmp_path / "samples.jsonl")) == 8, "and none of an earlier run"
             notable = await made.samples()
+            made.set_version(1)
+            await made.evaluate()
             return batch, [name for sample in notable for name in sample.notable]
         finally:
             await made.close()
@@ -244,6 +246,10 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
     assert sorted(notable) == ["best", "longest", "worst"]
     samples = list(read_samples(tmp_path))
     assert {s.step for s in samples} == {1}
+    evaluated, samples = samples[8:], samples[:8]
+    assert [(s.evaluation, s.position) for s in evaluated] == [("prompts", i) for i in range(6)]
+    assert all(s.prompt and s.answer_tokens and s.newest_version == 1 for s in evaluated)
+    assert not any(s.evaluation for s in samples)
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
     for i, sample in enumerate(samples):
         begin, end = batch.cu_seqlens[i : i + 2]

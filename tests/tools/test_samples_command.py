@@ -75,6 +75,22 @@ def test_conditions_select_by_step_reward_end_prompt_text_and_rank(rows) -> None
     assert rows("--step", "1..2", "--limit", "0") == rows("--step", "1..2")
 
 
+def test_answers_of_evaluations_are_shown_and_selected(
+    logs: Path, rows, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    file = SampleFile(logs, continue_after=2, max_bytes=10**9, keep=2)
+    file.write([sample(2, "1+1", 0.0, "Hm. 1 or 2", evaluation="hard"), sample(2, "9+9", 1.0, "18", evaluation="easy")])
+    file.close()
+    assert main([str(logs)]) == 0
+    assert "step 2, evaluation hard" in capsys.readouterr().out
+    assert rows("--of", "training") == ["Two, I see", "Six or sev"]
+    assert rows("--of", "evaluation") == ["Hm. 1 or 2", "18"] and rows("--of", "easy") == ["18"]
+    assert len(rows()) == 4
+    assert main([str(logs), "--of", "none"]) == 2
+    said = "there are no samples of --of none; there are some of easy, evaluation, hard, training"
+    assert said in capsys.readouterr().err
+
+
 def test_two_steps_stand_side_by_side_with_equal_prompts_in_a_row(
     logs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,16 @@ import pytest
 from rich.console import Console
 
 from core.monitoring.monitor import Monitor, TensorBoardSink
-from core.monitoring.samples import Sample, choose_samples, log_text, printable, shortened
-from rollout.types import PROMPT_VERSION, Trajectory
+from core.monitoring.samples import (
+    Sample,
+    choose_evaluation_samples,
+    choose_samples,
+    log_text,
+    printable,
+    shortened,
+)
+from rollout.evaluation import Episode
+from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 
 def spell(tokens: np.ndarray) -> str:
@@ -42,6 +50,30 @@ def test_a_sample_has_text_reward_lengths_versions_and_its_row_holds_all_of_it()
         metrics={"num_turns": 2.0},
     )  # fmt: skip
     assert Sample.from_row({"step": 7, **sample.to_row()}) == sample
+
+
+def test_answers_of_an_evaluation_are_chosen_as_those_of_a_step() -> None:
+    figures = [(0.0, 3), (1.0, 2), (-1.0, 2), (0.5, 9), *[(0.5, 1)] * 36]
+    answers = [
+        (
+            Prompt(query_id=f"q{i}", index=i, task="math", text="", token_ids=np.array([0, 1]), solutions=()),
+            Episode(text=f"answer {i}", score=score, tokens=tokens, finish_reason="stop"),
+        )
+        for i, (score, tokens) in enumerate(figures)
+    ]
+    kept = choose_evaluation_samples("hard", answers, spell, step=7, share=0.1)
+    notable = {name: sample for sample in kept for name in sample.notable}
+    assert {name: s.query_id for name, s in notable.items()} == {"best": "q1", "worst": "q2", "longest": "q3"}
+    assert notable["best"] == Sample(
+        step=7, query_id="q1", position=1, index=0, prompt="ab", answer="answer 1", reward=1.0, finish_reason="stop",
+        prompt_tokens=2, answer_tokens=2, oldest_version=7, newest_version=7, notable=("best",), evaluation="hard",
+    )  # fmt: skip
+    assert 3 < len(kept) < 20
+    every = choose_evaluation_samples("hard", answers, spell, step=7, share=1.0)
+    assert [s.position for s in every] == [*range(40)]
+    in_training = choose([[answer(p.query_id, 0.5)] for p, _ in answers], share=0.1)
+    whole = {s.query_id for s in kept if not s.notable}
+    assert whole == {s.query_id for s in in_training if not s.notable} - {s.query_id for s in notable.values()}
 
 
 def test_best_worst_and_longest_are_of_the_whole_step_and_kept_beyond_the_share() -> None:
