@@ -189,6 +189,7 @@ EQUIVALENTS = {
     "buffer": "write dataset.* and staleness.*",
     "checkpoint_root_dir": "write external_configs.cluster_config.fileroot",
     "continue_from_checkpoint": "write recover_mode: auto continues, disabled begins anew",
+    "dataset.fields": "write dataset.prompt_field, chosen_field and rejected_field",
     "enable_ray_timeline": "write monitor.timeline_mib, and see python -m tools.timeline",
     "evaluation": "write dataset.valid_path and exp_ctrl.eval_freq_*",
     "explorer": "write generator.*",

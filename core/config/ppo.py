@@ -122,26 +122,15 @@ class PromptAnswerDatasetConfig(DataSection):
         return self.held_out(self.valid_path, self.valid_split)
 
 
-class PreferenceFieldsConfig(Section):
-    """Columns of preference pairs."""
-
-    prompt: str = key("prompt", "Column of the prompt")
-    chosen: str = key("chosen", "Column of the preferred answer: a text, or a conversation")
-    rejected: str = key("rejected", "Column of the other answer")
-
-    @property
-    def columns(self) -> PreferenceFields:
-        """The same for the reader of the files."""
-        return PreferenceFields(prompt=self.prompt, chosen=self.chosen, rejected=self.rejected)
-
-
 class PreferenceDatasetConfig(PlaceSection):
     """Preference pairs, for direct preference optimization."""
 
     train_path: str = key(description=f"Pairs to train on: {PATH}")
     valid_path: str = key("", "The same to evaluate on; empty: none")
     valid_split: str | None = key(None, VALID_SPLIT, needs="folder or Hugging Face id")
-    fields: PreferenceFieldsConfig = section(PreferenceFieldsConfig, "Columns of preference pairs")
+    prompt_field: str = key("prompt", "Column of the prompt")
+    chosen_field: str = key("chosen", "Column of the preferred answer: a text, or a conversation")
+    rejected_field: str = key("rejected", "Column of the other answer")
     max_seqlen: int = key(
         1024, "Maximum tokens of prompt and one answer; pairs with a longer one are skipped and counted", ge=2
     )
@@ -152,6 +141,11 @@ class PreferenceDatasetConfig(PlaceSection):
     def valid_source(self) -> DataSource | None:
         """The validation set."""
         return self.held_out(self.valid_path, self.valid_split)
+
+    @property
+    def pair_columns(self) -> PreferenceFields:
+        """Names of the columns for the reader of the files."""
+        return PreferenceFields(prompt=self.prompt_field, chosen=self.chosen_field, rejected=self.rejected_field)
 
 
 class DPOHyperparameters(Section):

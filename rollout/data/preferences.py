@@ -51,7 +51,7 @@ def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Pr
     for role, name in (("chosen", fields.chosen), ("rejected", fields.rejected)):
         if record.get(name) is None:
             raise ValueError(
-                f"no {role} answer under {name!r}, only {sorted(record)}; set dataset.fields.{role} to its column"
+                f"no {role} answer under {name!r}, only {sorted(record)}; set dataset.{role}_field to its column"
             )
     chosen, rejected = record[fields.chosen], record[fields.rejected]
     if is_conversation(chosen) != is_conversation(rejected):
@@ -76,7 +76,7 @@ def _text(record: Mapping[str, Any], name: str, role: str) -> str:
     try:
         return text_of(record.get(name), name)
     except ValueError as error:
-        raise ValueError(f"{error}; set dataset.fields.{role} to its column") from error
+        raise ValueError(f"{error}; set dataset.{role}_field to its column") from error
 
 
 def _conversations(prompt: Any, chosen: Messages, rejected: Messages, place: str) -> Preference:

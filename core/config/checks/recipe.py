@@ -120,7 +120,7 @@ def _answers(config: SFTConfig) -> Iterator[Problem]:
 
 
 def _preferences(config: DPOConfig) -> Iterator[Problem]:
-    return _data_sets(config, lambda source: read_preferences(source, config.dataset.fields.columns))
+    return _data_sets(config, lambda source: read_preferences(source, config.dataset.pair_columns))
 
 
 def _data_sets(config: ExperimentConfig, scan: Callable[[DataSource], object]) -> Iterator[Problem]:

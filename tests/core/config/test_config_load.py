@@ -14,6 +14,7 @@ from core.config.base import ConfigError
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
 from helpers.config_inputs import SMALLEST_PPO
+from rollout.data.preferences import PreferenceFields
 
 
 def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:
@@ -90,6 +91,16 @@ def test_missing_keys_are_named_all(tmp_path: Path) -> None:
     found = errors(tmp_path, "mode: ray\n")
     for key in ("experiment_name", "trial_name", "dataset.path", "actor.path"):
         assert any(f"{key}: required" in line for line in found), (key, found)
+
+
+def test_the_columns_of_pairs_are_keys_of_the_data_set() -> None:
+    required = ["experiment_name=e", "trial_name=t", "model.path=/m", "dataset.train_path=/d.jsonl"]
+    config = load_config("dpo", None, [*required, "dataset.chosen_field=good"]).config
+    assert config.dataset.pair_columns == PreferenceFields(prompt="prompt", chosen="good", rejected="rejected")
+    with pytest.raises(
+        ConfigError, match=r"dataset\.fields: unknown key; write dataset\.prompt_field, chosen_field and"
+    ):
+        load_config("dpo", None, [*required, "dataset.fields.chosen=good"])
 
 
 @pytest.mark.parametrize(

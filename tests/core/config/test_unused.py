@@ -177,7 +177,6 @@ ELSEWHERE = (
     # core/quickstart.py reads them before an attempt.
     "experiment_name", "trial_name", "mode", "recover_retries", "monitor.log_level", "external_configs.*",
     "deadlines.*",  # core/launch, at every call
-    "dataset.fields.*",  # as a whole
     "exp_ctrl.save_keep", "exp_ctrl.save_hf_checkpoint",  # when a model is saved: tests/core/test_periodic.py
     "*.type._class", "*.type.is_critic",  # refused where they disagree with config.json
     "*.optimizer.type",  # refused where a trained model has none

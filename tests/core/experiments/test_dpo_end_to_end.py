@@ -43,7 +43,7 @@ def test_two_ranks_learn_the_preferences_and_a_recovered_run_is_the_same(assets,
             },
             "model": {"path": str(assets.model), "optimizer": {"lr": 5e-3, "warmup_steps_proportion": 0.0}},
             "dataset": {
-                "train_path": str(path), "valid_path": str(path), "fields": {"prompt": "question"}, "max_seqlen": 16,
+                "train_path": str(path), "valid_path": str(path), "prompt_field": "question", "max_seqlen": 16,
                 "train_bs_n_seqs": 8,
             },
         }  # fmt: skip

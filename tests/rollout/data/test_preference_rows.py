@@ -48,7 +48,7 @@ def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path)
         ({"prompt": "1", "chosen": "2", "rejected": " "}, r':2: "rejected" must be a non-empty string, found str'),
         (
             {"chosen": "2", "rejected": "3"},
-            ':2: "prompt" must be a non-empty string, found nothing; set dataset.fields.prompt',
+            ':2: "prompt" must be a non-empty string, found nothing; set dataset.prompt_field',
         ),
         ({"prompt": "1", "chosen": [says("user", "2")], "rejected": "3"}, ":2: .* must be both texts or both lists"),
         ({"prompt": "1", "chosen": ["2"], "rejected": ["3"]}, ':2: "chosen" must be a non-empty string, found list'),
