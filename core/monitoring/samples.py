@@ -98,8 +98,7 @@ def choose_samples(
     worst and the longest answer of the step. `positions`: of each group's prompt in the stream."""
     every = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
     notable = _notable({(g, i): _figures(groups[g][i]) for g, i in every})
-    places = [_place(group[0].query_id) for group in groups]
-    picked = {g for g, place in enumerate(places) if place < share} or {int(np.argmin(places))}
+    picked = _picked([group[0].query_id for group in groups], share)
     return [
         _sample(
             groups[g][i], decode, step=step, position=int(positions[g]), index=i, notable=notable.get((g, i), ())
@@ -114,8 +113,7 @@ def choose_evaluation_samples(
 ) -> list[Sample]:
     """Return the answers of an evaluation to keep, chosen as those of a step. `name`: of the evaluation set."""
     notable = _notable({i: (episode.score, episode.tokens) for i, (_, episode) in enumerate(answers)})
-    places = [_place(prompt.query_id) for prompt, _ in answers]
-    picked = {i for i, place in enumerate(places) if place < share} or {int(np.argmin(places))}
+    picked = _picked([prompt.query_id for prompt, _ in answers], share)
     return [
         Sample(
             step=step, query_id=prompt.query_id, position=i, index=0, prompt=decode(prompt.token_ids),
@@ -143,6 +141,12 @@ def _notable(figures: Mapping[Place, tuple[float, int]]) -> dict[Place, tuple[st
         place = max(figures, key=value)
         found[place] = (*found.get(place, ()), name)
     return found
+
+
+def _picked(query_ids: Sequence[str], share: float) -> set[int]:
+    """Return the indices of about `share` of the prompts, of one at least."""
+    places = [_place(query_id) for query_id in query_ids]
+    return {i for i, place in enumerate(places) if place < share} or {int(np.argmin(places))}
 
 
 def _place(query_id: str) -> float:
