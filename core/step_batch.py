@@ -7,7 +7,7 @@ sampled. They are computed here, beside the tokens, and only numbers per step go
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -124,7 +124,7 @@ class StepBatch:
         known: dict[str, Tensor] = {**sampled, "loss_mask": torch.from_numpy(rollout.loss_mask)}
         known |= {name: value[: len(rollout.token_ids)] for name, value in passes.items()}
         known["ages"] = rollout.token_ages(self._version)
-        trained_on, metrics = algorithm.advantages(rollout, known)
+        trained_on, metrics = algorithm.advantages(self._with_passes(rollout, passes), known)
         check_fields(trained_on, len(rollout.token_ids))
         fields = {name: self._padded(value.numpy(), 0) for name, value in {**sampled, **trained_on}.items()}
         fields = {**{name: value.numpy() for name, value in passes.items()}, **fields}
@@ -133,6 +133,13 @@ class StepBatch:
         weights = {engine: _token_weights(objective) for engine, objective in scoring.objectives.items()}
         stored = self._writer.put_fields(fields, weights)
         return stored, Scored(metrics=metrics, algorithm_state=plain_state(algorithm))
+
+    def _with_passes(self, rollout: RolloutBatch, passes: Mapping[str, Tensor]) -> RolloutBatch:
+        """Return the rollouts with what the passes computed of the demonstrations."""
+        if (shown := rollout.demonstrations) is None:
+            return rollout
+        of_shown = {name: value[len(rollout.token_ids) :] for name, value in passes.items()}
+        return replace(rollout, demonstrations=shown.with_fields(**of_shown))
 
     def _padded(self, values: np.ndarray, fill: int) -> np.ndarray:
         """Extend values of the rollouts' tokens by `fill` for those of demonstrations."""

@@ -73,8 +73,8 @@ ORDER = {
         "arguments",
         "scratch_model demo_plot setup_cluster loss_case",
         "demo loss_pairs",
-        "curves eval loss samples sweep timeline",
-        "convert chaos_run mutants conformance learning atlas",
+        "curves eval loss_result samples sweep timeline",
+        "convert chaos_run mutants conformance learning atlas loss",
         "chaos bench nightly",
     ),
 }

@@ -12,7 +12,8 @@ Without them, ppo.kl_ctl is 0, and ppo.adv_norm is false unless the algorithm se
 the code that trains, in float64. The result is JSON: advantages (one per sequence, or a list per token), loss, grads (d
 loss / d logprobs), metrics, weights (the factor that corrections multiply the loss of each token by) and token_weights
 (its share in the loss). "version" beside "sequences" is that of the trainer's weights; default: that of the newest
-token. Sequences of mix and chord with "demonstration": true come last; steps that a run saved have none.
+token. Sequences of mix and chord with "demonstration": true come last; steps that a run saved have them
+where it computed old_logprobs.
 
 {"algorithm": "dpo", "settings": {"beta": 0.1, "loss": "ipo"}} takes pairs: groups of two sequences with "logprobs" and
 "ref_logprobs", of which the one with the higher "reward" is the chosen one. Settings are keys of the section `dpo`.

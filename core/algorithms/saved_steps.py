@@ -93,5 +93,19 @@ def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, A
         row: dict[str, Any] = {key: values[start:end].tolist() for key, values in columns.items()}
         row |= {"reward": float(batch.rewards[i]), "group": int(batch.group_ids[i]), "truncated": bool(batch.no_eos[i])}
         sequences.append(row)
+    sequences += _demonstrations(batch)
     version = int((fields["ages"].numpy() + batch.versions)[batch.loss_mask].max(initial=0))
     return {"version": version, "sequences": sequences}
+
+
+def _demonstrations(batch: RolloutBatch) -> list[dict[str, Any]]:
+    """Return the demonstrations of a step. Their log-probabilities are known where the policy before the update was
+    computed; elsewhere a case has none."""
+    shown, policy = batch.demonstrations, FIELDS["old_logprobs"]
+    if shown is None or policy not in shown.fields:
+        return []
+    lens = shown.seq_lens.tolist()
+    parts = zip(shown.fields[policy].split(lens), shown.loss_mask.split(lens), strict=True)
+    return [
+        {"logprobs": logprobs.tolist(), "mask": mask.int().tolist(), "demonstration": True} for logprobs, mask in parts
+    ]
