@@ -87,7 +87,6 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.monitoring.monitor": "torch",
         "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",
         "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
-        "tools.bench.__main__": "tools.bench.measurements",
         "tools.chaos_run": "torch transformers",
         "tools.conformance.__main__": "tools.conformance.report",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "

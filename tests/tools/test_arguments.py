@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tools import scratch_model
-from tools.bench.__main__ import NAMES
-from tools.bench.measurements import MEASUREMENTS
+from tools.bench import gpu
+from tools.bench.__main__ import MEASUREMENTS, SHAPES, find
 
 
 @pytest.fixture
@@ -90,9 +90,10 @@ def test_bad_input_is_refused_before_a_slow_library_is_imported(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_every_measurement_has_its_name_on_the_command_line() -> None:
-    for device, measurements in MEASUREMENTS.items():
-        assert tuple(measurements) == NAMES[device]
+def test_every_measurement_is_found_and_every_shape_is_offered() -> None:
+    for measurements in MEASUREMENTS.values():
+        assert all(callable(find(place)) for place in measurements.values())
+    assert tuple(gpu.SHAPES) == SHAPES
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rollout.inference.gpus import query_gpus
 from tools import arguments as cli
-from tools.bench.shapes import SHAPES
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
 GPU_PACKAGES = ("sglang", "transformer-engine")
@@ -45,17 +45,40 @@ class Row:
     versions: dict[str, str]
 
 
-NAMES = {
-    "cpu": (
-        "allocation", "config", "update", "rollout", "producer", "async", "loop", "memory", "time_to_accuracy",
-        "datapath", "convert", "spans",
-    ),
-    "gpu": (
-        "update", "options", "lengths", "experts", "rollout", "push", "mismatch", "async", "push_tp", "overlap",
-        "checkpoint", "convert", "eval",
-    ),
-}  # fmt: skip
-"""Measurements by device, as in tools/bench/measurements.py, which is slow to import."""
+MEASUREMENTS = {
+    "cpu": {
+        "allocation": "cpu:allocation",
+        "config": "cpu:dry_run",
+        "update": "cpu:train_step",
+        "rollout": "cpu:generator",
+        "producer": "cpu:producer",
+        "async": "cpu:sync_and_async",
+        "loop": "cpu:loop",
+        "memory": "cpu:memory",
+        "time_to_accuracy": "accuracy:time_to_accuracy",
+        "datapath": "datapath:datapath",
+        "convert": "convert:both_ways",
+        "spans": "spans:spans",
+    },
+    "gpu": {
+        "update": "gpu:update",
+        "options": "gpu:options",
+        "lengths": "gpu:lengths",
+        "experts": "gpu_experts:experts",
+        "rollout": "gpu_servers:rollout",
+        "push": "gpu_push:push",
+        "mismatch": "gpu_mismatch:mismatch",
+        "async": "gpu_runs:asynchronous",
+        "push_tp": "gpu_ranks:push",
+        "overlap": "gpu_ranks:overlap",
+        "checkpoint": "gpu_models:checkpoint",
+        "convert": "gpu_models:convert",
+        "eval": "gpu_models:evaluation",
+    },
+}
+"""Measurements by device and name, in the order in which they run: module of this folder, and function."""
+SHAPES = ("1.5B", "7B", "tiny")
+"""Of tools/bench/gpu.py, which is slow to import."""
 NUM_GPUS = {"async": 2, "overlap": 2, "push_tp": 4}
 """That a measurement needs, where one is not enough."""
 DATA = "SLIPSTREAM_DATA"
@@ -65,7 +88,7 @@ DATA = "SLIPSTREAM_DATA"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
-    parser.add_argument("--only", nargs="+", choices=sorted({*NAMES["cpu"], *NAMES["gpu"]}))
+    parser.add_argument("--only", nargs="+", choices=sorted(MEASUREMENTS["cpu"].keys() | MEASUREMENTS["gpu"].keys()))
     parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
     parser.add_argument("--shape", choices=SHAPES, default="1.5B", help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
@@ -77,7 +100,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.device == "gpu" and not given.trial and not query_gpus():
         parser.error("gpu: nvidia-smi shows none on this host; write cpu, or add --trial")
-    unknown = set(given.only or ()) - set(NAMES[given.device])
+    unknown = set(given.only or ()) - MEASUREMENTS[given.device].keys()
     if unknown:
         parser.error(f"--only {' '.join(sorted(unknown))}: not measured on {given.device}")
     for name in given.only or ():
@@ -95,8 +118,6 @@ def main() -> None:
 
 def _measure(given: argparse.Namespace) -> Iterator[Row]:
     """Run the measurements; write and print each figure when it is there."""
-    from tools.bench.measurements import MEASUREMENTS, SCENES
-
     packages = PACKAGES + (GPU_PACKAGES if given.device == "gpu" else ())
     versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
     options: dict[str, Any] = {"trl_python": given.trl_python}
@@ -105,18 +126,25 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
         options = {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        scene = SCENES[given.device](folder=Path(folder), **options)
-        for name in given.only or NAMES[given.device]:
+        scene = find(f"{given.device}:Scene")(folder=Path(folder), **options)
+        for name in given.only or MEASUREMENTS[given.device]:
             if given.device == "gpu" and (why := lacking(name)):
                 print(f"{name} is left out: {why}", flush=True)
                 continue
             command = f"python -m tools.bench {given.device} --only {name}"
-            for figure in MEASUREMENTS[given.device][name](scene):
+            for figure in find(MEASUREMENTS[given.device][name])(scene):
                 ratio = figure.value / figure.baseline if figure.baseline else None
                 rows.append(Row(**asdict(figure), ratio=ratio, command=command, versions=versions))
                 print(line(rows[-1]), flush=True)
                 write(given.output, host(given.device), rows)
                 yield rows[-1]
+
+
+def find(place: str) -> Callable[..., Any]:
+    """Import what stands at module:name of this folder."""
+    module, _, name = place.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"tools.bench.{module}"), name)
+    return found
 
 
 def lacking(name: str) -> str | None:

@@ -28,9 +28,8 @@ from rollout.inference.gpus import query_gpus
 from rollout.inference.router import requests_at_once
 from tools.bench import convert as bench_convert
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene, make_engine, ppo_update, random_batch, seconds_of, trainer_world
+from tools.bench.gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
 from tools.bench.gpu_servers import ask_plainly, generator, server_settings
-from tools.bench.shapes import config_of
 from tools.eval.data import data_folders, find_benchmark, make_prompts
 from tools.eval.meter import ALL
 from tools.scratch_model import train_tokenizer
