@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch
 from core.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import algorithm, batch_of, settings
-from mcore_adapter.data.batch import PackedBatch, sequence_of_token
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
 from mcore_adapter.forward import ModelOutput
@@ -111,9 +112,7 @@ def rollouts() -> RolloutBatch:
 
 
 def score(chosen: PolicyGradient, demonstrations: PackedBatch | None) -> tuple[StepBatch, RankBatch, dict[str, float]]:
-    import dataclasses
-
-    batch = dataclasses.replace(rollouts(), demonstrations=demonstrations)
+    batch = replace(rollouts(), demonstrations=demonstrations)
     request = BatchRequest(unit=chosen.unit, num_minibatches=2, seed=3, version=0, uses=[])
     step = StepBatch(batch, request, put=lambda arrays: arrays)
     fields, scored = step.score(Scoring(algorithm=chosen, objectives={"actor": chosen}), {})
@@ -138,6 +137,18 @@ def test_every_minibatch_has_rollouts_and_demonstrations_in_their_shares() -> No
         assert weights[demonstration].sum() == pytest.approx(MU)
         assert (batch.token_ids[demonstration] == 7).all() and not (batch.token_ids[~demonstration] == 7).any()
         assert not batch.fields["advantages"][demonstration].any()
+
+
+def test_the_router_chooses_the_experts_of_demonstrations_and_no_rollout_has_another_ones() -> None:
+    known, demonstrations = rollouts(), shown(4, 2, 3)
+    experts = 1 + np.arange(len(known.token_ids) * 4, dtype=np.int16).reshape(-1, 2, 2)
+    batch = replace(known, demonstrations=demonstrations, routed_experts=experts)
+    request = BatchRequest(unit="group", num_minibatches=1, seed=3, version=0, uses=[])
+    step = StepBatch(batch, request, put=lambda arrays: arrays)
+    held = RankBatch(step.stored, ("g", 0), lambda refs: list(refs)).whole(replay_routing=True)
+    replayed = held.select(range(held.shape.num_sequences)).fields[ROUTED_EXPERTS]
+    assert torch.equal(replayed[: len(experts)], torch.from_numpy(experts))
+    assert (replayed[len(experts) :] == -1).all() and len(replayed) == len(experts) + demonstrations.num_tokens
 
 
 def test_without_demonstrations_the_batch_is_that_of_the_rollouts() -> None:

@@ -88,3 +88,18 @@ def test_tensorboard_has_a_bin_for_every_age(tmp_path: Path) -> None:
 def test_the_memory_of_ranks_is_that_of_the_largest(tmp_path: Path) -> None:
     ranks = [{"loss": 1.0, "memory/trainer_gib": 3.0}, {"loss": 1.0, "memory/trainer_gib": 2.0}]
     assert split_memory(ranks) == ({"loss": 1.0}, {"memory/trainer_gib": 3.0})
+
+
+def test_a_recovered_run_continues_its_tensorboard_curves_after_the_step_of_the_checkpoint(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for continue_after, steps in ((-1, range(6)), (3, range(4, 6))):
+        sink = TensorBoardSink(tmp_path, continue_after=continue_after)
+        for step in steps:
+            sink.write(step, {"loss": 10.0 * (continue_after > 0) + step})
+        sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0), (5, 15.0),
+    ]  # fmt: skip

@@ -219,3 +219,19 @@ def test_hints_are_used_where_the_columns_exist_and_do_not_matter_elsewhere(tmp_
     for hint, prompt in (("ask", "q"), ("asked", "other")):
         (read,) = scan_rows(DataSource(path=str(path), hints=Fields(prompt=hint)))
         assert read.prompt == prompt
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.jsonl.gz", "d.csv", "d.tsv"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_text_file_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str, marked: bool) -> None:
+    path = write(tmp_path / name)
+    content = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
+    content = b"\xef\xbb\xbf" * marked + content.removeprefix(b"\xef\xbb\xbf")
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert [row.prompt for row in scan_rows(path)] == [row["question"] for row in ROWS]
+
+
+@pytest.mark.parametrize("names", [("question", "Answer", "answer"), ("question", "answer", "Answer")])
+def test_of_columns_that_differ_in_case_alone_the_first_counts(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path = write(tmp_path / "d.jsonl", [dict(zip(names, ("?", "1", "2"), strict=True))])
+    assert scan_rows(path)[0].solutions == ("\\boxed{1}",)

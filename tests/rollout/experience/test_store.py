@@ -21,6 +21,7 @@ from rollout.experience import (
     StalenessInvariantError,
     make_experience,
 )
+from rollout.experience.ages import age_metrics
 from rollout.types import Trajectory
 
 
@@ -377,3 +378,8 @@ def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_wha
         assert restored.stats()["rollout/num_masked_tokens"] == 5
 
     run_virtual(main())
+
+
+def test_ages_are_averaged_over_trajectories_whatever_their_groups() -> None:
+    groups = [group(0, 3) + group(0, 1) + group(0, 1), group(1, 3)]
+    assert age_metrics(groups, 3, 2) == {"staleness/mean": 1.0, "staleness/max": 2.0}

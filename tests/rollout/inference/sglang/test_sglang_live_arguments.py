@@ -7,8 +7,8 @@ import os
 import subprocess
 
 import pytest
-from sglang_environment import PYTHON, WHY_NOT, environment
 
+from helpers.sglang_environment import PYTHON, WHY_NOT, environment
 from rollout.inference.sglang.server_arguments import KINDS, VERSION
 
 LIST = """
