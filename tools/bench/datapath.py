@@ -44,6 +44,7 @@ from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shard import BatchShard
+from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
@@ -154,6 +155,7 @@ class NullRank(TrainerRank):
 
     def start(self, *args: Any) -> None:
         self._parallel = SimpleNamespace(dp_rank=self._rank)  # type: ignore[assignment]
+        self._device = get_device(self._kind)
 
     def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
         self._engines[engine] = NullEngine(Planner(dp=self._world), self._rank)  # type: ignore[assignment]
