@@ -17,20 +17,18 @@ import torch
 from torch import Tensor
 
 import slipstream
-from core.algorithms.base import Algorithm, Metrics
 from tools.demo.data import make_ingredients
 
 if TYPE_CHECKING:
-    from core.algorithms.settings import AlgorithmSettings
     from core.data.rollout_batch import RolloutBatch
     from mcore_adapter.data.sequences import Sequences
     from mcore_adapter.forward import ModelOutput
 
 
-class Reinforce(Algorithm):
+class Reinforce(slipstream.Algorithm):
     """Maximise (reward - mean reward of the batch) * log-probability. Source: Williams 1992."""
 
-    def __init__(self, settings: AlgorithmSettings, options: Mapping[str, Any]) -> None:
+    def __init__(self, settings: slipstream.AlgorithmSettings, options: Mapping[str, Any]) -> None:
         self._settings = settings
 
     def advantages(
@@ -44,7 +42,9 @@ class Reinforce(Algorithm):
         figures = {"task_reward": mean, "kl_reward": 0.0, "final_reward": mean, "advantage": float(advantages.mean())}
         return {"advantages": advantages}, figures
 
-    def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def loss(
+        self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum -advantage * log-probability over the tokens of one microbatch."""
         assert output.logprobs is not None, "the policy returns log-probabilities"
         loss = -(fields["advantages"] * output.logprobs * fields["token_weights"]).sum()

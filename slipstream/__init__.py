@@ -14,6 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from core.algorithms.base import Algorithm as Algorithm
+    from core.algorithms.policy_gradient import PolicyGradient as PolicyGradient
+    from core.algorithms.settings import AlgorithmSettings as AlgorithmSettings
+    from core.algorithms.settings import read_options as read_options
     from rollout.types import Completion as Completion
     from rollout.types import GenerateRequest as GenerateRequest
     from rollout.types import Generator as Generator
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.types import SamplingParams as SamplingParams
     from rollout.types import Trajectory as Trajectory
     from rollout.types import Workflow as Workflow
+    from rollout.workflows import sample_seed as sample_seed
     from slipstream.api import Run as Run
     from slipstream.api import RunError as RunError
     from slipstream.api import convert as convert
@@ -40,6 +45,10 @@ _HOME = {
         ),
         "rollout.types",
     ),
+    "Algorithm": "core.algorithms.base",
+    "PolicyGradient": "core.algorithms.policy_gradient",
+    **dict.fromkeys(("AlgorithmSettings", "read_options"), "core.algorithms.settings"),
+    "sample_seed": "rollout.workflows",
 }  # fmt: skip
 """Public name -> the module that defines it."""
 

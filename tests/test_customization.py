@@ -87,6 +87,15 @@ def test_every_code_block_of_the_page_is_a_named_file_and_every_command_starts_s
     assert len(commands) == 8
 
 
+def test_what_a_user_writes_outside_the_repository_imports_the_public_package_alone() -> None:
+    for path, text in FILES.items():
+        if path.endswith(".py") and "/" not in path:
+            of_project = re.findall(
+                r"^from ((?:slipstream|core|rollout|mcore_adapter|tools)\S*) import", text, re.MULTILINE
+            )
+            assert of_project == ["slipstream"], path
+
+
 def test_the_commands_of_the_page_load_and_pass_every_check(folder: Path) -> None:
     """Those of a backend and a family need files in the repository; the tests below add them."""
     commands = re.findall(r"--config (\w+\.yaml) ?([^\n#]*)", PAGE)
