@@ -29,15 +29,10 @@ from mcore_adapter.data.shard import BatchShard, weighed, whole
 from mcore_adapter.data.weights import Divisors, TokenWeights, token_mean
 from mcore_adapter.device import Device
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
+from mcore_adapter.hf.exporting import ExportPlan, plan_export, run_export
+from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
 from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
-from mcore_adapter.hf.weights import (
-    ExportPlan,
-    init_from_scratch,
-    load_hf_weights,
-    plan_export,
-    run_export,
-    save_hf,
-)
+from mcore_adapter.hf.saving import save_hf
 from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training

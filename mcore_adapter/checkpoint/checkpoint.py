@@ -39,7 +39,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from mcore_adapter.checkpoint.files import CopiedCheckpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy, gathered_by, gathered_sizes
 from mcore_adapter.checkpoint.restricted import RestrictedStrategy
-from mcore_adapter.hf.weights import hf_config_json
+from mcore_adapter.hf.saving import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.optimizer import TrainOptimizer
 from mcore_adapter.parallel import ParallelState

@@ -32,6 +32,7 @@ from mcore_adapter.checkpoint.stored_tensors import (
 )
 from mcore_adapter.device import get_device
 from mcore_adapter.hf.file_rows import FileRows
+from mcore_adapter.hf.loading import check_names
 from mcore_adapter.hf.safetensors_folder import (
     INDEX_FILE,
     TOKENIZER_FILES,
@@ -40,7 +41,7 @@ from mcore_adapter.hf.safetensors_folder import (
     WeightsError,
     copy_tokenizer,
 )
-from mcore_adapter.hf.weights import check_names, hf_config_json, tensor_specs, write_config
+from mcore_adapter.hf.saving import hf_config_json, tensor_specs, write_config
 from mcore_adapter.models.conversions import Conversion, OfExpert
 from mcore_adapter.models.families import EMBEDDING, hf_shapes, outer_table
 from mcore_adapter.models.gpt import check_layout

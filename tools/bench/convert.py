@@ -74,7 +74,7 @@ def run(*arguments: object) -> None:
 
 def write_random(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> int:
     """Return a folder of random weights; its size in bytes."""
-    from mcore_adapter.hf.weights import tensor_specs, write_config
+    from mcore_adapter.hf.saving import tensor_specs, write_config
 
     config = parse_config(shape)
     folder.mkdir()

@@ -16,7 +16,7 @@ import torch
 
 from helpers.saved_models import assert_same_bytes, tensors_of
 from mcore_adapter.hf.safetensors_folder import ShardWriter, replacing_folder
-from mcore_adapter.hf.weights import tensor_specs, write_config
+from mcore_adapter.hf.saving import tensor_specs, write_config
 from mcore_adapter.models.families import hf_shapes
 from model_specs.hf_config import parse_config
 

@@ -1,0 +1,181 @@
+"""Weights of a sharded model, gathered into buckets of full tensors under Hugging Face names.
+
+Invariant: global rank 0 holds its shard and one bucket, the other ranks nothing but their shards; what is exported is
+byte for byte what was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcore_adapter.hf.pieces import Shapes, numel, parts_of, shapes_of, unwrap
+from mcore_adapter.models.conversions import Conversion, OfExpert
+from mcore_adapter.models.families import EMBEDDING, layer_table, outer_table
+from mcore_adapter.models.gpt import ModelChunk, named_conversions
+from mcore_adapter.models.parts import CORRECTION_BIAS
+from mcore_adapter.models.transformer_config import layers_of_chunks
+from mcore_adapter.parallel import ParallelState
+
+DEFAULT_BUCKET_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Whose shards make up which bucket: the same for every export of a model."""
+
+    shapes: Shapes
+    held: Mapping[Conversion, Tensor]
+    """This rank's parameters."""
+    buckets: Sequence[tuple[torch.dtype, Sequence[tuple[Conversion, list[int]]]]]
+    """dtype, and parameters with the global ranks that hold their shards, in this order."""
+
+
+def plan_export(chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int) -> ExportPlan:
+    """Plan the buckets from shapes and layout alone, without communication. A bucket holds at most `bucket_bytes`, or
+    one parameter that is larger."""
+    models = unwrap(chunks)
+    shapes, dtype, moe = shapes_of(models), models[0].config.params_dtype, models[0].model_config.moe
+    num_experts = moe.num_experts if moe else 0
+    return ExportPlan(
+        shapes=shapes,
+        held={conversion: param for param, conversion in named_conversions(models)},
+        buckets=[
+            (
+                torch.float32 if bucket[0].is_float32 else dtype,
+                [(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
+            )
+            for bucket in _buckets(_owners(models[0], parallel), shapes, bucket_bytes // dtype.itemsize)
+        ],
+    )
+
+
+def iter_hf_weights(
+    chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """Run run_export() with a plan of its own."""
+    return run_export(plan_export(chunks, parallel=parallel, bucket_bytes=bucket_bytes), parallel=parallel)
+
+
+def run_export(plan: ExportPlan, *, parallel: ParallelState) -> Iterator[dict[str, Tensor]]:
+    """Yield the whole model as buckets of full tensors under Hugging Face names, in the order of the network;
+    collective.
+
+    Every rank iterates to the end; global rank 0 gets the tensors (its own copies, on its device, in the parameters'
+    dtype), the others empty dicts.
+    """
+    device = next(iter(plan.held.values())).device
+    for dtype, held_by in plan.buckets:
+        if parallel.rank == 0:
+            like = torch.empty(0, dtype=dtype, device=device)
+            yield _receive(held_by, plan.shapes, plan.held, parallel.layout.tp, like=like)
+        else:
+            _send(held_by, plan.held, parallel.rank)
+            yield {}
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """One parameter of the model and the pipeline stage that exports it."""
+
+    conversion: Conversion
+    stage: int
+
+    @property
+    def is_float32(self) -> bool:
+        """Whatever the dtype of the model."""
+        return self.conversion.names[0].endswith(CORRECTION_BIAS)
+
+    def holders(self, parallel: ParallelState, num_experts: int) -> list[int]:
+        """Return the global ranks whose shards, in this order, make up the parameter."""
+        if isinstance(self.conversion, OfExpert):
+            ep = self.conversion.expert // (num_experts // parallel.layout.ep)
+            return [parallel.rank_of_experts(ep=ep, pp=self.stage)]
+        ranks = range(parallel.layout.tp) if self.conversion.tp_dim is not None else range(1)
+        return [parallel.rank_at(tp=rank, pp=self.stage) for rank in ranks]
+
+
+def _owners(model: ModelChunk, parallel: ParallelState) -> Iterator[_Owned]:
+    """Yield every parameter of the whole model once, in the order of the network; the same on every rank."""
+    config, layout = model.model_config, parallel.layout
+    stage_of_layer = {
+        layer: chunk % layout.pp
+        for chunk, layers in enumerate(layers_of_chunks(config.num_layers, layout))
+        for layer in layers
+    }
+    outer = outer_table(config, is_critic=model.is_critic)
+    yield _Owned(outer.pop(EMBEDDING), 0)
+    for layer in range(config.num_layers):
+        for conversion in layer_table(config, layer).values():
+            yield _Owned(conversion, stage_of_layer[layer])
+    for conversion in outer.values():
+        yield _Owned(conversion, layout.pp - 1)
+
+
+def _buckets(owned: Iterable[_Owned], shapes: Shapes, max_elements: int) -> Iterator[list[_Owned]]:
+    bucket: list[_Owned] = []
+    filled = 0
+    for item in owned:
+        size = sum(numel(shapes[name]) for name in item.conversion.names)
+        if bucket and (filled + size > max_elements or item.is_float32 != bucket[0].is_float32):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += size
+    yield bucket
+
+
+def _send(held_by: Sequence[tuple[Conversion, list[int]]], held: Mapping[Conversion, Tensor], rank: int) -> None:
+    """Send this rank's shards of the bucket, flat and end to end, to global rank 0."""
+    mine = [held[conversion].detach().flatten() for conversion, holders in held_by if rank in holders]
+    if mine:
+        _wait([dist.P2POp(dist.isend, torch.cat(mine), 0)])
+
+
+def _receive(
+    held_by: Sequence[tuple[Conversion, list[int]]],
+    shapes: Shapes,
+    held: Mapping[Conversion, Tensor],
+    tp: int,
+    *,
+    like: Tensor,
+) -> dict[str, Tensor]:
+    """Receive full tensors on global rank 0, of the dtype and device of `like`, from the shards of all ranks that hold
+    some."""
+    shards: dict[int, list[tuple[Conversion, int, tuple[int, ...]]]] = {}
+    for conversion, holders in held_by:
+        for index, rank in enumerate(holders):
+            shape = _local_shape(conversion, shapes, index, tp)
+            shards.setdefault(rank, []).append((conversion, index, shape))
+    flat = {rank: like.new_empty(sum(numel(shape) for _, _, shape in of)) for rank, of in shards.items() if rank != 0}
+    _wait([dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in flat.items()])
+    full = {name: like.new_empty(shapes[name]) for conversion, _ in held_by for name in conversion.names}
+    for rank, of in shards.items():
+        if rank == 0:
+            local = [held[conversion].detach() for conversion, _, _ in of]
+        else:
+            flats = flat[rank].split([numel(shape) for _, _, shape in of])
+            local = [x.view(shape) for x, (_, _, shape) in zip(flats, of, strict=True)]
+        for shard, (conversion, index, _) in zip(local, of, strict=True):
+            dim = conversion.tp_dim or 0
+            for piece, part in parts_of(shard, conversion, shapes, index, tp):
+                full[piece.name].narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
+    return full
+
+
+def _local_shape(conversion: Conversion, shapes: Shapes, rank: int, tp: int) -> tuple[int, ...]:
+    dim = conversion.tp_dim or 0
+    sizes = {name: shapes[name][dim] for name in conversion.names}
+    shape = list(shapes[conversion.names[0]])
+    shape[dim] = sum(p.stop - p.start for p in conversion.pieces(sizes, rank=rank, tp=tp))
+    return tuple(shape)
+
+
+def _wait(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
