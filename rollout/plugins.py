@@ -108,8 +108,8 @@ def _import_failure(module_name: str, error: BaseException) -> str:
             f"importing {module_name} ends the process with sys.exit({error.code!r}) at {place}; put what the script "
             'runs under `if __name__ == "__main__":`'
         )
-    said = str(error).strip().partition("\n")[0]
-    return f"importing {module_name} failed with {type(error).__name__}: {said} ({place})"
+    message = str(error).strip().partition("\n")[0]
+    return f"importing {module_name} failed with {type(error).__name__}: {message} ({place})"
 
 
 def _missing_module(module_name: str) -> str | None:
@@ -130,7 +130,7 @@ def _check_call(found: Any, spec: str, *, kind: str, args: Sequence[str], kwargs
         raise PluginError(f"{kind} {spec}: its type is {type(found).__name__}; it must be callable as {called}")
     try:
         signature = inspect.signature(found)
-    except ValueError:  # builtins without a signature: the call itself will tell
+    except ValueError:  # builtins without a signature: the call itself will show it
         return
     try:
         signature.bind(*args, **kwargs)

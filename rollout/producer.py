@@ -253,8 +253,8 @@ class RolloutProducer:
         self._errors.count(failed=True)
         if not self._errors.skips(error):
             self._running = False
-            if said := self._errors.exceeded():
-                error.add_note(said)
+            if exceeded := self._errors.exceeded():
+                error.add_note(exceeded)
             await self._store.fail(_portable(error))
             return
         self._counts["num_skipped"] += 1

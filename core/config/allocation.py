@@ -100,15 +100,15 @@ class _Default:
 
     def trainer_alone(self) -> DeviceDecision:
         """Return the trainer's device in a run without generators. Raises AllocationError."""
-        asked = self._config.launch.trainer_device
-        if asked != "auto":
-            return DeviceDecision(asked, f"{_TRAINER_DEVICE}={asked}")
+        requested = self._config.launch.trainer_device
+        if requested != "auto":
+            return DeviceDecision(requested, f"{_TRAINER_DEVICE}={requested}")
         if cluster := joined_cluster(self._config):
             raise AllocationError(
                 f"looks at the GPUs of this machine, and the run joins a Ray cluster ({cluster}), whose GPUs cannot be "
                 "seen from here",
                 key=_TRAINER_DEVICE,
-                value=asked,
+                value=requested,
                 nearest=f"{GPU} or {CPU}",
             )
         return DeviceDecision(*_of_this_machine())
@@ -127,21 +127,21 @@ def _num_gpus() -> int:
     return len(query_gpus())
 
 
-def _generator_device(asked: str, name: str) -> DeviceDecision:
+def _generator_device(requested: str, name: str) -> DeviceDecision:
     backend = BACKENDS[name]
     devices = backend.capabilities.devices
-    if asked == "auto":
+    if requested == "auto":
         place = "GPUs" if devices[0] == GPU else "the CPU"
         return DeviceDecision(devices[0], f"{backend.label}s run on {place}")
-    if asked not in devices:
+    if requested not in devices:
         raise AllocationError(
-            f"{backend.label}s run on {' and '.join(devices)}", key="generator.device", value=asked, nearest="auto"
+            f"{backend.label}s run on {' and '.join(devices)}", key="generator.device", value=requested, nearest="auto"
         )
-    return DeviceDecision(cast(Device, asked), f"generator.device={asked}")
+    return DeviceDecision(cast(Device, requested), f"generator.device={requested}")
 
 
 def _trainer_device(config: ExperimentConfig, generator: DeviceDecision) -> DeviceDecision:
-    asked = config.launch.trainer_device
-    if asked == "auto":
+    requested = config.launch.trainer_device
+    if requested == "auto":
         return DeviceDecision(generator.device, f"{_TRAINER_DEVICE}=auto: where the generators compute")
-    return DeviceDecision(asked, f"{_TRAINER_DEVICE}={asked}")
+    return DeviceDecision(requested, f"{_TRAINER_DEVICE}={requested}")

@@ -40,22 +40,22 @@ class PushConfig(Section):
     timeout_seconds: float = key(120.0, "Timeout of a weight update; a longer one ends the attempt", gt=0)
 
 
-def choose_transport(asked: str, allocation: Allocation) -> Transport:
-    """Return the transport of push.type=`asked` for this allocation. Raises ValueError where it is not possible."""
+def choose_transport(requested: str, allocation: Allocation) -> Transport:
+    """Return the transport of push.type=`requested` for this allocation. Raises ValueError where it is not possible."""
     backend = BACKENDS[allocation.generator.backend]
     transports = backend.capabilities.transports
-    if asked != "auto" and asked not in transports:
+    if requested != "auto" and requested not in transports:
         ways = " or ".join(", ".join(transports).rsplit(", ", 1))
-        if asked == "local":
+        if requested == "local":
             raise ValueError(f"local is for generators inside this program; with {backend.label}s use {ways}, or auto")
-        into = " and ".join(f"{b.label}s" for b in BACKENDS.values() if asked in b.capabilities.transports)
-        raise ValueError(f"{asked} transfers weights to {into}; with {backend.label}s use {ways}, or auto")
+        into = " and ".join(f"{b.label}s" for b in BACKENDS.values() if requested in b.capabilities.transports)
+        raise ValueError(f"{requested} transfers weights to {into}; with {backend.label}s use {ways}, or auto")
     possible = [way for way in _possible(allocation) if way in transports]
-    if asked in possible:
-        return cast(Transport, asked)
-    if asked == "auto" and possible:
+    if requested in possible:
+        return cast(Transport, requested)
+    if requested == "auto" and possible:
         return possible[0]
-    raise ValueError(_why_not(asked, allocation))
+    raise ValueError(_why_not(requested, allocation))
 
 
 def _possible(allocation: Allocation) -> Sequence[Transport]:
@@ -71,16 +71,16 @@ def _possible(allocation: Allocation) -> Sequence[Transport]:
     return ("local", "ipc", "disk") if len(shared) == len(generator.slots) else ("local", "disk")
 
 
-def _why_not(asked: str, allocation: Allocation) -> str:
+def _why_not(requested: str, allocation: Allocation) -> str:
     """Return why a transport that the backend has cannot reach the generators of this allocation."""
     generator, trainer = allocation.generator, allocation.trainer
     if generator.layout.pp > 1:
-        return f"{asked} does not support servers with {generator.layout.pp} pipeline stages; use disk"
+        return f"{requested} does not support servers with {generator.layout.pp} pipeline stages; use disk"
     if generator.device != trainer.device:
         return (
-            f"{asked} needs both sides on one kind of device; the generators compute on {generator.device}, the "
+            f"{requested} needs both sides on one kind of device; the generators compute on {generator.device}, the "
             f"trainer on {trainer.device}: write disk, or auto"
         )
-    if asked == "nccl":
+    if requested == "nccl":
         return "nccl requires servers on separate GPUs, but they share the trainer's; use ipc or auto"
     return "ipc requires every server on the trainer's GPUs, but some have others; use nccl or auto"

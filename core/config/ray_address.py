@@ -47,7 +47,7 @@ STARTED = "`ray start` on this node"
 def joined_cluster(config: ExperimentConfig) -> JoinedCluster | None:
     """Return the Ray cluster that this run joins; None where the run starts its own on this machine.
 
-    A run of several nodes joins the cluster of this node without being asked: it cannot start one of several nodes."""
+    A run of several nodes joins the cluster of this node without a key: it cannot start one of several nodes."""
     for source, given in _given(config):
         if given == LOCAL:
             return None

@@ -227,7 +227,7 @@ def _interrupt(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
     generator, interrupt = allocation.generator, config.generator.interrupt
     backend = BACKENDS[generator.backend]
     exact = backend.capabilities.staged_interrupts
-    # Generators that take turns with the trainer abort, whatever is asked.
+    # Generators that take turns with the trainer abort, whatever is configured.
     if generator.layout.pp > 1 and interrupt not in exact and not allocation.shares_gpus:
         yield Violation(
             ("generator.interrupt", "allocation_mode"),
@@ -265,8 +265,8 @@ def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Viol
     for name, model in ((use.key, use.section) for use in config.model_uses):
         dtype = model.dtype(on_gpu=gpus)
         if not gpus:
-            for key, asked in ((f"{name}.fp8", model.fp8), (f"{name}.optimizer.offload", model.optimizer.offload)):
-                if asked:
+            for key, enabled in ((f"{name}.fp8", model.fp8), (f"{name}.optimizer.offload", model.optimizer.offload)):
+                if enabled:
                     message = f"{key.rpartition('.')[2]}=true requires GPUs, but this run trains on CPU; write false"
                     yield Violation((key, "allocation_mode"), message)
         elif model.fp8 and dtype != "bfloat16":

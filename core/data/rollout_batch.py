@@ -117,13 +117,13 @@ def _pack_metrics(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 
 def _pack_experts(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
     """Return the experts of all tokens, [T, layers, k]; -1 for trajectories without them."""
-    told = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
-    if told is None:
+    reported = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
+    if reported is None:
         return None
 
     def of(trajectory: Trajectory) -> np.ndarray:
         if trajectory.routed_experts is not None:
             return trajectory.routed_experts
-        return np.full((len(trajectory.token_ids), *told.shape[1:]), -1, told.dtype)
+        return np.full((len(trajectory.token_ids), *reported.shape[1:]), -1, reported.dtype)
 
     return np.concatenate([of(t) for t in trajectories])

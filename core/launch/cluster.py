@@ -31,7 +31,7 @@ from core.meeting import LOOPBACK
 from core.monitoring.logs import worker_environment
 from core.monitoring.worker_warnings import WorkerWarnings
 from core.processes.signals import Interrupts
-from core.processes.stacks import ask_for_stacks
+from core.processes.stacks import collect_stacks
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
 from rollout.plugins import python_path
 
@@ -146,10 +146,10 @@ class Cluster(AbstractContextManager["Cluster"]):
             self.host = LOOPBACK
 
     def _ask_nodes(self, why: str) -> dict[str, str]:
-        """Request stacks as ask_for_stacks, on every node; one that does not answer at once is skipped."""
-        ask: Any = ray.remote(num_cpus=0)(ask_for_stacks)  # type: ignore[arg-type]
+        """Request stacks as collect_stacks, on every node; one that does not answer at once is skipped."""
+        collect: Any = ray.remote(num_cpus=0)(collect_stacks)  # type: ignore[arg-type]
         refs = [
-            ask.options(
+            collect.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node)
             ).remote(self.log_folder, why=why)
             for node in range(self._groups[0].bundle_count)
@@ -165,7 +165,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Return the results of the calls that make workers ready."""
         key = "launch.startup_timeout_seconds"
         return self.waiter.gather(
-            refs, names=names, phase="initialisation", timeout_seconds=timeout_seconds, key=key, tells=True
+            refs, names=names, phase="initialisation", timeout_seconds=timeout_seconds, key=key, logs_waiting=True
         )
 
     def start_actor(

@@ -21,8 +21,8 @@ from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import GeneratorActor
 from core.launch.generator_stub import GeneratorStub
-from core.processes.stacks import ask_for_stacks, kill_process
-from core.recovery.memory import says_out_of_memory
+from core.processes.stacks import collect_stacks, kill_process
+from core.recovery.memory import reports_out_of_memory
 from core.weight_sync.servers import with_colocated_ranks
 from rollout.inference.registry import BACKENDS
 
@@ -67,10 +67,10 @@ class _Replica:
     state: State = "starting"
     started_at: float = 0.0
     """Of a replica that is started anew."""
-    asked: ObjectRef[Health] | None = None
+    health_check: ObjectRef[Health] | None = None
     """A health check under way."""
-    asked_at: float = 0.0
-    told_slow: bool = False
+    checked_at: float = 0.0
+    logged_slow: bool = False
     num_restarts: int = 0
     failure: str = ""
 
@@ -131,7 +131,7 @@ class GeneratorPool:
         self._cluster.gather_started(refs, names=names, timeout_seconds=timeout_seconds)
         for replica in self._replicas:
             replica.state = "serving"
-            replica.asked_at = time.monotonic()
+            replica.checked_at = time.monotonic()
         if self._health.restarts:
             self._cluster.waiter.every_second(self.look)
 
@@ -186,7 +186,7 @@ class GeneratorPool:
         """Include the replicas that have started from now on; return the number of participating replicas."""
         for replica in self._replicas:
             if replica.state == "waiting for weights":
-                replica.state, replica.asked, replica.asked_at = "serving", None, time.monotonic()
+                replica.state, replica.health_check, replica.checked_at = "serving", None, time.monotonic()
                 self._membership_changed = True
                 self._new.append(replica)
         return len(self._participants())
@@ -196,10 +196,10 @@ class GeneratorPool:
         membership_changed() was called before the push: look() continues meanwhile."""
         if not self._health.restarts:
             return False
-        asked = [(replica, replica.stub.health()) for replica in self._participants()]
-        refs = [ref for _, ref in asked]
+        checks = [(replica, replica.stub.health()) for replica in self._participants()]
+        refs = [ref for _, ref in checks]
         ray.wait(refs, num_returns=len(refs), timeout=self._health.timeout_seconds)
-        dead = [(replica, answer) for replica, ref in asked if (answer := _answer(ref)) != ""]
+        dead = [(replica, answer) for replica, ref in checks if (answer := _answer(ref)) != ""]
         for replica, answer in dead:
             self._lose(replica, answer or f"did not answer within {self._health.timeout_seconds:g} s")
         return bool(dead) or self._membership_changed
@@ -256,25 +256,25 @@ class GeneratorPool:
     def _check(self, replica: _Replica) -> None:
         """Run one health check at a time: send, wait, evaluate."""
         now, limit = time.monotonic(), self._health.timeout_seconds
-        if replica.asked is None:
-            if now - replica.asked_at >= self._health.interval_seconds:
-                replica.asked, replica.asked_at = replica.stub.health(), now
+        if replica.health_check is None:
+            if now - replica.checked_at >= self._health.interval_seconds:
+                replica.health_check, replica.checked_at = replica.stub.health(), now
             return
-        answer, late = _answer(replica.asked), now - replica.asked_at
+        answer, late = _answer(replica.health_check), now - replica.checked_at
         if answer == "":
-            if replica.told_slow:
+            if replica.logged_slow:
                 logger.info("%s has responded after %.0f s", replica.name, late)
-            replica.asked, replica.told_slow, replica.num_restarts = None, False, 0
+            replica.health_check, replica.logged_slow, replica.num_restarts = None, False, 0
         elif answer is not None:
             self._lose(replica, answer)
         elif late > limit:
-            states = ask_for_stacks(self._cluster.log_folder, [replica.name], why="no answer to a health check")
+            states = collect_stacks(self._cluster.log_folder, [replica.name], why="no answer to a health check")
             state = states.get(replica.name, "on another machine")
             self._lose(
                 replica, f"no answer to a health check within generator.health_timeout_seconds={limit:g} ({state})"
             )
-        elif late > limit / 2 and not replica.told_slow:
-            replica.told_slow = True
+        elif late > limit / 2 and not replica.logged_slow:
+            replica.logged_slow = True
             logger.warning(
                 "%s is slow: no response to a health check for %.0f s; timeout %g s", replica.name, late, limit
             )
@@ -292,12 +292,12 @@ class GeneratorPool:
     def _lose(self, replica: _Replica, why: str) -> None:
         """Make sure that it is dead, and start it again unless it keeps dying."""
         replica.failure = why.partition("\n")[0][:500]
-        replica.asked, replica.told_slow = None, False
+        replica.health_check, replica.logged_slow = None, False
         self._membership_changed |= replica.state == "serving"
         self._new = [other for other in self._new if other is not replica]
         ray.kill(replica.stub.actor, no_restart=True)
         kill_process(self._cluster.log_folder, replica.name)
-        if says_out_of_memory(why):
+        if reports_out_of_memory(why):
             self._memory.lower_generator(self._settings, self._memory_flag)
         if replica.num_restarts == _MAX_RESTARTS:
             replica.state = "gone"

@@ -91,7 +91,7 @@ class TrainerGroup:
             phase=phase,
             timeout_seconds=push_seconds or self._cluster.deadlines.call_seconds,
             key="push.timeout_seconds" if push_seconds else "deadlines.call_seconds",
-            tells=logs_wait,
+            logs_waiting=logs_wait,
         )[len(announced) :]
 
     def raise_if_dead(self) -> None:

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from core.errors import LaunchError, first_line
 from core.processes.signals import raise_if_interrupted
-from core.processes.stacks import FOLDER, ask_for_stacks
+from core.processes.stacks import FOLDER, collect_stacks
 from core.weight_sync.buckets import PushError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_SECONDS = 1.0  # for a signal, while workers are waited for
 _OTHERS_SECONDS = 5.0  # for the news of a worker's death to arrive after what it did to another one
-_TELL_AFTER_SECONDS = 10.0  # and whenever the wait has become twice as long
+_LOG_AFTER_SECONDS = 10.0  # and whenever the wait has become twice as long
 _NAMES_TOLD = 3
 
 
@@ -43,7 +43,7 @@ class Waiter:
         self._chores_done = 0.0
 
     def ask_also(self, nodes: Callable[[str], dict[str, str]]) -> None:
-        """Register how processes on other machines are asked for their stacks: (why) -> name and state."""
+        """Register how the stacks of processes on other machines are requested: (why) -> name and state."""
         self._ask_nodes = nodes
 
     def every_second(self, chore: Callable[[], None]) -> None:
@@ -66,24 +66,24 @@ class Waiter:
         timeout_seconds: float,
         key: str,
         meanwhile: Callable[[], None] = lambda: None,
-        tells: bool = False,
+        logs_waiting: bool = False,
     ) -> list[Any]:
         """Return the results of `refs` in order; the first failure ends the wait. `names` are the workers', `key` the
-        configuration key of the timeout; `meanwhile` is called about once a second. `tells`: log the workers that are
-        waited for when that takes long.
+        configuration key of the timeout; `meanwhile` is called about once a second. `logs_waiting`: log the workers
+        that are waited for when that takes long.
 
         Raises LaunchError when a worker, or a server of its, exited or did not answer in time; otherwise the worker's
         own exception, with a note that names the worker and holds its traceback."""
         by_ref = dict(zip(refs, names, strict=True))
         pending = list(refs)
-        begin, tell_after = time.monotonic(), _TELL_AFTER_SECONDS if tells else math.inf
+        begin, log_after = time.monotonic(), _LOG_AFTER_SECONDS if logs_waiting else math.inf
         deadline = begin + timeout_seconds
         results: dict[Any, Any] = {}
         while pending:
             raise_if_interrupted()
             self._do_chores()
-            if (waited := time.monotonic() - begin) >= tell_after:
-                tell_after = 2 * waited
+            if (waited := time.monotonic() - begin) >= log_after:
+                log_after = 2 * waited
                 late = _listed([by_ref[r] for r in pending])
                 logger.info("%s: waiting for %s, %.0f s so far; logs: %s", phase, late, waited, self._log_folder)
             left = max(0.0, deadline - time.monotonic())
@@ -108,31 +108,31 @@ class Waiter:
             failure = as_driver_sees(error, worker=worker)
             if isinstance(failure, LaunchError) or not isinstance(failure, RuntimeError) or not others:
                 return failure
-            said = f"{worker} failed: {first_line(failure)}"
+            reason = f"{worker} failed: {first_line(failure)}"
         else:
-            said = f"{worker} died: {first_line(error)}"
-            failure = LaunchError(f"{phase}: {said}")
+            reason = f"{worker} died: {first_line(error)}"
+            failure = LaunchError(f"{phase}: {reason}")
         ready, hanging = (
             ray.wait(list(others), num_returns=len(others), timeout=_OTHERS_SECONDS) if others else ([], [])
         )
         died = [others[ref] for ref in ready if _has_died(ref)]
         if died:
-            return LaunchError(f"{phase}: {', '.join(died)} died; {said}")
+            return LaunchError(f"{phase}: {', '.join(died)} died; {reason}")
         if hanging:
-            late = self._late([others[r] for r in hanging], f"no answer in {phase} after {said}")
-            return LaunchError(f"{phase}: {said}; no answer from {late}")
+            late = self._late([others[r] for r in hanging], f"no answer in {phase} after {reason}")
+            return LaunchError(f"{phase}: {reason}; no answer from {late}")
         return failure
 
     def _late(self, names: Sequence[str], why: str) -> str:
         """Return these workers with their state, after the stacks of all processes are written."""
         states = self.write_stacks(why)
-        said = ", ".join(f"{name} ({states[name]})" if name in states else name for name in names)
-        return f"{said}. All stacks are in {self._log_folder / FOLDER}"
+        listed = ", ".join(f"{name} ({states[name]})" if name in states else name for name in names)
+        return f"{listed}. All stacks are in {self._log_folder / FOLDER}"
 
     def write_stacks(self, why: str) -> dict[str, str]:
         """Let every process of the run write its stacks; name -> state."""
         logger.error("%s: writing the stacks of all processes to %s", why, self._log_folder / FOLDER)
-        states = ask_for_stacks(self._log_folder, why=why)
+        states = collect_stacks(self._log_folder, why=why)
         with open(self._log_folder / FOLDER / "driver.txt", "a") as file:
             file.write(f"\n--- {why}\n")
             file.flush()

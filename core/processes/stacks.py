@@ -29,22 +29,22 @@ _KEPT = 3
 _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before the requesting process continues, possibly by killing it."""
 _SETTLED_SECONDS = 1.0
-"""A younger child may be about to become another program, and lose its handler, while it is asked."""
-ASKING = signal.SIGRTMIN
-"""Asks for stacks; `kill -RTMIN PID` sends it. LLVM, with which Triton compiles kernels, takes SIGUSR1 and the usual
+"""A younger child may be about to become another program, and lose its handler, before it gets the signal."""
+STACKS_SIGNAL = signal.SIGRTMIN
+"""Requests stacks; `kill -RTMIN PID` sends it. LLVM, with which Triton compiles kernels, takes SIGUSR1 and the usual
 signals to end a process for itself."""
 _open: list[TextIO] = []
 
 
 def register_process(name: str, log_folder: Path) -> None:
-    """Leave this process's file; from now on it answers to ask_for_stacks()."""
+    """Leave this process's file; from now on it answers to collect_stacks()."""
     folder = log_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     me = psutil.Process()
     _put_aside(folder / f"{name}.txt")
     file = open(folder / f"{name}.txt", "a")  # noqa: SIM115 (the signal handler writes there as long as we live)
-    faulthandler.register(ASKING, file=file, all_threads=True)
-    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(ASKING))  # it would write into its parent's file
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACKS_SIGNAL))  # it would write into its parent's file
     file.write(json.dumps({"pid": me.pid, "started": me.create_time(), "host": socket.gethostname()}) + "\n")
     file.flush()
     _open.append(file)
@@ -68,7 +68,7 @@ def _put_aside(file: Path) -> None:
         old.unlink(missing_ok=True)
 
 
-def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:
+def collect_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:
     """Let the processes of this machine write their stacks (`names`: only these), with those of their children that
     have no name; name -> its state: "running", "stopped" or "gone". One that was stopped is continued, else it could
     not answer. If a process writes nothing, its file contains what the kernel reports. Raises OSError where the files
@@ -76,7 +76,7 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
     states = {}
     known = list(_processes(log_folder))
     named = {process.pid for _, _, process in known if process is not None}
-    asked: list[tuple[Path, int, psutil.Process]] = []
+    signalled: list[tuple[Path, int, psutil.Process]] = []
     for name, file, process in known:
         if names is not None and name not in names:
             continue
@@ -88,17 +88,17 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
             states[name] = "stopped" if stopped else "running"
             with open(file, "a") as f:
                 f.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ({states[name]}): {why}\n")
-                asked.append((file, f.tell(), process))
-            _ask(process)
+                signalled.append((file, f.tell(), process))
+            _signal(process)
             for child in _unnamed_children(process, named):
                 with suppress(psutil.Error, ProcessLookupError, PermissionError):
-                    _ask(child)
+                    _signal(child)
         except (psutil.Error, ProcessLookupError, PermissionError) as error:
             with suppress(OSError), open(file, "a") as f:
                 f.write(f"Sending the signal failed: {error!r}\n")
     if any(state != "gone" for state in states.values()):
         time.sleep(_WRITING_SECONDS)
-    for file, size, process in asked:
+    for file, size, process in signalled:
         with suppress(OSError):
             if file.stat().st_size == size:
                 with open(file, "a") as f:
@@ -106,15 +106,15 @@ def ask_for_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
     return states
 
 
-def _ask(process: psutil.Process) -> None:
-    process.send_signal(ASKING)
+def _signal(process: psutil.Process) -> None:
+    process.send_signal(STACKS_SIGNAL)
     if process.status() == psutil.STATUS_STOPPED:
         process.send_signal(signal.SIGCONT)
 
 
 def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psutil.Process]:
     """Yield the descendants that can answer, such as the processes of a server, which write into its log. A named one
-    is asked by name, and answers for its own."""
+    gets the signal by name, and writes its own."""
     others = set()
     for child in process.children(recursive=True):  # each after its parent
         with suppress(psutil.Error):
@@ -125,7 +125,7 @@ def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psut
 
 
 def _why_silent(process: psutil.Process, file: Path) -> str:
-    """Return the kernel's information about a process that was asked for its stacks and did not write them; not every
+    """Return the kernel's information about a process that got the signal and did not write them; not every
     kernel has all of it."""
     if _same(process.pid, process.create_time()) is None:
         return "it has exited"
@@ -160,7 +160,7 @@ def _status(pid: int) -> dict[str, str]:
 
 def _marked(status: dict[str, str], mask: str) -> bool:
     """Return whether the signal for stacks is in this mask."""
-    return bool(int(status.get(mask, "0"), 16) >> (ASKING - 1) & 1)
+    return bool(int(status.get(mask, "0"), 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _has_closed(pid: int, file: Path) -> bool:
@@ -190,9 +190,9 @@ def _processes(log_folder: Path) -> Iterator[tuple[str, Path, psutil.Process | N
     for file in sorted((log_folder / FOLDER).glob("*.txt")):
         with suppress(OSError, ValueError, KeyError):
             with open(file) as f:
-                said = json.loads(f.readline())
-            if said["host"] == socket.gethostname() and said["pid"] != os.getpid():
-                yield file.stem, file, _same(said["pid"], said["started"])
+                header = json.loads(f.readline())
+            if header["host"] == socket.gethostname() and header["pid"] != os.getpid():
+                yield file.stem, file, _same(header["pid"], header["started"])
 
 
 def _same(pid: int, started: float) -> psutil.Process | None:

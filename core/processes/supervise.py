@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from core.processes.stacks import FOLDER, ask_for_stacks, register_process
+from core.processes.stacks import FOLDER, collect_stacks, register_process
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: _
 
 
 class _Watch:
-    """Ends a driver that is silent for too long; sooner when it was asked to end. What counts is the time that this
+    """Ends a driver that is silent for too long; sooner after a signal. What counts is the time that this
     process ran itself: when all of the machine, or of its container, stood still, the driver's begins anew."""
 
     def __init__(self, child: int, limits: _Limits, log_folder: Path, forwarding: _Forwarding) -> None:
@@ -227,16 +227,19 @@ class _Watch:
         if self.verdict or (self._silent <= limit and not late):
             return
         if self._silent > limit:
-            verb, said = "sent", f"no heartbeat for {self._silent:.0f} s in phase {attempt.phase!r}"
+            verb, reason = "sent", f"no heartbeat for {self._silent:.0f} s in phase {attempt.phase!r}"
             key = f" (deadlines.driver_seconds={self._limits.silence_seconds:g})"
         else:
-            verb, said = "had", f"not ended {self._limits.end_seconds:.0f} s after a signal, in phase {attempt.phase!r}"
+            verb, reason = (
+                "had",
+                f"not ended {self._limits.end_seconds:.0f} s after a signal, in phase {attempt.phase!r}",
+            )
             key = " (twice deadlines.interrupt_seconds, and 30 s to end)"
         state = "running"
         with suppress(OSError):  # a full disk; the driver is killed all the same
-            state = ask_for_stacks(self._log_folder, [_DRIVER], why=said).get(_DRIVER, state)
+            state = collect_stacks(self._log_folder, [_DRIVER], why=reason).get(_DRIVER, state)
         where = self._log_folder / FOLDER
-        self.verdict = f"the driver ({state}) {verb} {said}{key} and was killed; its stacks are in {where}"
+        self.verdict = f"the driver ({state}) {verb} {reason}{key} and was killed; its stacks are in {where}"
         logger.error("%s", self.verdict)  # now: a process that waits for a device may stay for long
         os.kill(self._child, signal.SIGKILL)
 

@@ -25,7 +25,7 @@ _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "memory
 _LESS_MEM_FRACTION, _LEAST_MEM_FRACTION = 0.1, 0.3
 
 
-def says_out_of_memory(message: str) -> bool:
+def reports_out_of_memory(message: str) -> bool:
     """Return whether an error or log line reports that memory ran out."""
     return any(word in message.lower() for word in _WORDS)
 

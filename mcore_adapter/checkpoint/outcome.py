@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOOK_EVERY_SECONDS = 0.01
-ASK_EVERY_SECONDS = 1.0
+CHECK_EVERY_SECONDS = 1.0
 
 
 def tell_outcome(path: Path, error: Exception | None) -> None:
     """Record that the checkpoint in the folder `path` is complete, or that it failed with `error`."""
-    said = None if error is None else str(error) or type(error).__name__
-    put_whole(_outcome_file(path), json.dumps({"error": said, "of_disk": isinstance(error, OSError)}).encode())
+    message = None if error is None else str(error) or type(error).__name__
+    put_whole(_outcome_file(path), json.dumps({"error": message, "of_disk": isinstance(error, OSError)}).encode())
 
 
 def wait_for_outcome(path: Path, stop: threading.Event, raise_if_dead: Callable[[], None] = lambda: None) -> None:
@@ -27,17 +27,17 @@ def wait_for_outcome(path: Path, stop: threading.Event, raise_if_dead: Callable[
     not be written, RuntimeError when it failed for another reason, and the error of `raise_if_dead`, called once a
     second, if a writer has exited."""
     outcome = _outcome_file(path)
-    asked = time.monotonic()
+    checked = time.monotonic()
     while not outcome.exists():
         if stop.wait(LOOK_EVERY_SECONDS):
             return
-        if time.monotonic() - asked > ASK_EVERY_SECONDS:
+        if time.monotonic() - checked > CHECK_EVERY_SECONDS:
             raise_if_dead()
-            asked = time.monotonic()
-    said = json.loads(outcome.read_bytes())
+            checked = time.monotonic()
+    found = json.loads(outcome.read_bytes())
     outcome.unlink()
-    if said["error"] is not None:
-        raise OSError(said["error"]) if said["of_disk"] else RuntimeError(said["error"])
+    if found["error"] is not None:
+        raise OSError(found["error"]) if found["of_disk"] else RuntimeError(found["error"])
 
 
 def put_whole(path: Path, content: bytes) -> None:
@@ -52,7 +52,7 @@ def put_whole(path: Path, content: bytes) -> None:
         except FileNotFoundError:
             return
         except OSError:
-            time.sleep(ASK_EVERY_SECONDS)
+            time.sleep(CHECK_EVERY_SECONDS)
 
 
 def _outcome_file(path: Path) -> Path:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """What the parallel layout and the model ask of a cut."""
+    """What the parallel layout and the model require of a cut."""
 
     dp: int
     pp: int = 1

@@ -69,16 +69,16 @@ def right_letter(answer: Any, texts: Sequence[str], labels: Sequence[str]) -> st
         if answer != int(answer) or not 0 <= answer < len(texts):
             raise ValueError(f"the answer {answer} is no index of {len(texts)} options, counted from 0")
         return LETTERS[int(answer)]
-    said = answer.strip()
-    if said in labels:
-        return LETTERS[labels.index(said)]
-    if said in texts:
-        return LETTERS[texts.index(said)]
-    if (match := _LETTER.fullmatch(said)) and LETTERS.index(match[1].upper()) < len(texts):
+    given = answer.strip()
+    if given in labels:
+        return LETTERS[labels.index(given)]
+    if given in texts:
+        return LETTERS[texts.index(given)]
+    if (match := _LETTER.fullmatch(given)) and LETTERS.index(match[1].upper()) < len(texts):
         return match[1].upper()
-    if said.isdigit() and int(said) < len(texts):
-        return LETTERS[int(said)]
-    raise ValueError(f"the answer {said[:60]!r} is none of the options {', '.join(labels)}: {' | '.join(texts)[:100]}")
+    if given.isdigit() and int(given) < len(texts):
+        return LETTERS[int(given)]
+    raise ValueError(f"the answer {given[:60]!r} is none of the options {', '.join(labels)}: {' | '.join(texts)[:100]}")
 
 
 def with_options(question: str, texts: Sequence[str]) -> str:

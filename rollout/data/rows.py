@@ -128,9 +128,9 @@ def _answer(record: Mapping[str, Any], columns: Columns) -> Any:
 def _row(record: Record, columns: Columns, source: DataSource, *, solved: bool) -> Row:
     values = record.values
     task = str(values[columns.task]) if columns.task and values[columns.task] is not None else "math"
-    prompt, messages, said = _prompt(values, columns)
+    prompt, messages, last_turn = _prompt(values, columns)
     column = _answer_column(values, columns)
-    answer = said if column is None else value_of(values, column)
+    answer = last_turn if column is None else value_of(values, column)
     if columns.choices:
         prompt, answer = _multiple_choice(values, columns, prompt, answer)
         messages = None
@@ -153,10 +153,10 @@ def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[str, Messages 
     assert name is not None, "find_columns() requires one of them"
     if columns.prompt and not is_conversation(values.get(name)):
         return _question(values, columns), None, None
-    messages, said = split_answer(read_messages(value_of(values, name), name))
+    messages, last_turn = split_answer(read_messages(value_of(values, name), name))
     if not messages:
         raise ValueError(f'"{name}" has only turns of the assistant, and no prompt')
-    return "\n".join(str(message["content"]) for message in messages), messages, said
+    return "\n".join(str(message["content"]) for message in messages), messages, last_turn
 
 
 def _question(values: Mapping[str, Any], columns: Columns) -> str:
@@ -194,9 +194,9 @@ def _example(record: Record, columns: Columns) -> Example:
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f'"{columns.messages}" has no turn of the assistant to train on')
         return Example(place=record.place, messages=messages, tools=tools)
-    prompt, messages_before, said = _prompt(values, columns)
+    prompt, messages_before, last_turn = _prompt(values, columns)
     column = _answer_column(values, columns)
-    answer = said if column is None else full_text(value_of(values, column), column)
+    answer = last_turn if column is None else full_text(value_of(values, column), column)
     if answer is None:
         raise ValueError(f"no answer among the columns {sorted(values)}; name it with answer_field")
     if columns.choices:

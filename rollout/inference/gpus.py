@@ -86,9 +86,9 @@ def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
 
 def _query_all(nvidia_smi: str) -> list[tuple[Gpu, str]]:
     """Return every GPU of this node with its UUID."""
-    cards = _ask(nvidia_smi, "--query-gpu=index,uuid,name,memory.used,memory.total")
+    cards = _query(nvidia_smi, "--query-gpu=index,uuid,name,memory.used,memory.total")
     users: dict[str, list[GpuUser]] = {uuid: [] for _, uuid, *_ in cards}
-    for uuid, pid, name, mib in _ask(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
+    for uuid, pid, name, mib in _query(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if uuid in users and pid.isdigit():
             users[uuid].append(GpuUser(pid=int(pid), name=name, mib=_mib(mib)))
     return [
@@ -98,10 +98,10 @@ def _query_all(nvidia_smi: str) -> list[tuple[Gpu, str]]:
 
 
 def _mib(text: str) -> int:
-    return int(text) if text.isdigit() else 0  # [N/A] where a GPU does not tell
+    return int(text) if text.isdigit() else 0  # [N/A] where a GPU does not report it
 
 
-def _ask(nvidia_smi: str, query: str) -> list[list[str]]:
+def _query(nvidia_smi: str, query: str) -> list[list[str]]:
     try:
         answer = subprocess.run(
             [nvidia_smi, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60

@@ -26,7 +26,7 @@ _LONGEST_RETRY_WAIT_SECONDS = 1.0
 _SLOW_SHARE = 0.5
 """A generator with less than this share of the fastest one's tokens a second is called slow."""
 _LEAST_SECONDS_TO_JUDGE = 5.0
-_TELL_SECONDS = 10.0
+_REPORT_SECONDS = 10.0
 """For a generator to report the tokens of its requests: a checkpoint waits for that, and can do without."""
 
 
@@ -73,7 +73,7 @@ class _Group:
 class Router:
     """Implements `Generator` over `generators`. Use it in one event loop.
 
-    Every `health_interval_seconds`, and whenever a request fails, a generator with work is asked for its health; one
+    Every `health_interval_seconds`, and whenever a request fails, a generator with work gets a health check; one
     that does not answer within `health_timeout_seconds` is marked dead until replace() adds another in its place, as is
     one that fails an update. With no working generator, requests wait for `patience_seconds`.
     """
@@ -91,7 +91,7 @@ class Router:
         self._members = [_Member(generator, index) for index, generator in enumerate(generators)]
         self._groups: dict[str, _Group] = {}
         self._handed_back: dict[str, Completion] = {}  # by request id: what interrupted requests have
-        self._told: dict[str, Completion] = {}  # by request id: what partial() has found last
+        self._reported: dict[str, Completion] = {}  # by request id: what partial() has found last
         self._interval = health_interval_seconds
         self._timeout = health_timeout_seconds
         self._patience = patience_seconds
@@ -107,12 +107,12 @@ class Router:
         Raises NoGeneratorError when none is left, ValueError for a request that cannot be served, and what a healthy
         generator keeps raising for it."""
         self._watch()
-        self._told.pop(request.request_id, None)  # of an earlier request of that name, as evaluations ask again
+        self._reported.pop(request.request_id, None)  # of an earlier request of that name, as evaluations send again
         group = self._join_group(request)
         num_retries = 0  # since the last token
         try:
             while True:
-                await self._member_of(group)  # with none left there may be nobody to resume either
+                await self._member_of(group)  # with none left there may be no generator to resume either
                 await self._sampling.wait()
                 given = _num_given(request)
                 try:
@@ -122,12 +122,12 @@ class Router:
                     if not e.generator_died and num_retries > _MAX_RETRIES:
                         assert e.__cause__ is not None, "raised from what the generator raised"
                         raise e.__cause__ from None
-                    told = self._told.get(request.request_id)
-                    if e.generator_died and told is not None and len(told.token_ids) > given:
-                        if told.finish_reason != "abort":
-                            return told
-                        request = replace(request, output=told)
-                        self._handed_back[request.request_id] = told
+                    reported = self._reported.get(request.request_id)
+                    if e.generator_died and reported is not None and len(reported.token_ids) > given:
+                        if reported.finish_reason != "abort":
+                            return reported
+                        request = replace(request, output=reported)
+                        self._handed_back[request.request_id] = reported
                 else:
                     if completion.finish_reason != "abort":
                         return completion
@@ -138,7 +138,7 @@ class Router:
                     await asyncio.sleep(min(0.01 * 2**num_retries, _LONGEST_RETRY_WAIT_SECONDS))
         finally:
             self._handed_back.pop(request.request_id, None)
-            self._told.pop(request.request_id, None)
+            self._reported.pop(request.request_id, None)
             self._leave_group(request)
 
     async def pause(self) -> None:
@@ -168,20 +168,20 @@ class Router:
         """Return the tokens so far of requests in flight: those returned at an interruption, or those that the
         generators report now. A request continues with them elsewhere if its generator fails."""
 
-        async def ask(member: _Member) -> Mapping[str, Completion]:
+        async def partial_of(member: _Member) -> Mapping[str, Completion]:
             try:
-                return await asyncio.wait_for(member.generator.partial(), min(self._timeout, _TELL_SECONDS))
+                return await asyncio.wait_for(member.generator.partial(), min(self._timeout, _REPORT_SECONDS))
             except Exception as e:  # noqa: BLE001 (its requests are sampled anew, as after its death)
                 logger.warning("generator %d did not return the tokens of its running requests: %r", member.index, e)
                 return {}
 
-        answers = await asyncio.gather(*(ask(member) for member in self._alive()))
+        answers = await asyncio.gather(*(partial_of(member) for member in self._alive()))
         known = dict(self._handed_back)
         for name, part in (item for answer in answers for item in answer.items()):
             # A generator may have handed back more than it had when it answered.
             if name not in known or len(part.token_ids) >= len(known[name].token_ids):
                 known[name] = part
-        self._told = known
+        self._reported = known
         return dict(known)
 
     async def close(self) -> None:
@@ -302,14 +302,14 @@ class Router:
             member.outstanding_tokens -= tokens
 
     async def _check(self, member: _Member) -> None:
-        """Ask a generator for its health, and mark_dead it if the answer is none."""
+        """Check the health of a generator, and mark it dead if it does not respond."""
         try:
             await asyncio.wait_for(member.generator.health(), self._timeout)
         except Exception as e:  # noqa: BLE001 (no answer is no health, whatever the reason)
             self._mark_dead(member, e)
 
     def _mark_dead(self, member: _Member, failure: BaseException) -> None:
-        """Take a generator for dead and set its requests free."""
+        """Mark a generator dead; its requests continue elsewhere."""
         if member.failure is not None:
             return
         member.failure = failure

@@ -1,4 +1,4 @@
-"""Ends a run in which most completions cannot be scored: their rewards say nothing about the answers."""
+"""Ends a run in which most completions cannot be scored: their rewards do not depend on the answers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class FailedScores:
             return share
         self._in_a_row += 1
         reasons = ", ".join(f"{new[name]:.0f} {name}" for name in _FAILURES if new[name])
-        said = (
+        message = (
             f"step {step}: {failed:.0f} of {total:.0f} completions could not be scored ({reasons}) and count as wrong"
         )
-        logger.warning("%s. The last error: %s", said, last_error)
+        logger.warning("%s. The last error: %s", message, last_error)
         if self._in_a_row >= self._max_batches:
             raise RewardFailureError(
-                f"reward.function: {said}, as in the {self._in_a_row} steps up to here (reward.max_failed_share="
+                f"reward.function: {message}, as in the {self._in_a_row} steps up to here (reward.max_failed_share="
                 f"{self._max_share:g}, reward.max_failed_batches={self._max_batches}). The last error: {last_error}"
             )
         return share

@@ -130,12 +130,12 @@ class RewardPool:
             raise self._error
         assert self._tasks, "start() comes before score()"
         scores = [self._quick(prompt, text) if self._quick else None for text in texts]
-        asked = {i: self._ask(prompt, texts[i]) for i, score in enumerate(scores) if score is None}
-        self._outcomes[Outcome.SCORED] += len(texts) - len(asked)
-        await asyncio.gather(*asked.values())
-        return [asked[i].result() if score is None else (score, Outcome.SCORED) for i, score in enumerate(scores)]
+        pending = {i: self._send(prompt, texts[i]) for i, score in enumerate(scores) if score is None}
+        self._outcomes[Outcome.SCORED] += len(texts) - len(pending)
+        await asyncio.gather(*pending.values())
+        return [pending[i].result() if score is None else (score, Outcome.SCORED) for i, score in enumerate(scores)]
 
-    def _ask(self, prompt: Prompt, text: str) -> asyncio.Future[tuple[float, Outcome]]:
+    def _send(self, prompt: Prompt, text: str) -> asyncio.Future[tuple[float, Outcome]]:
         answer = _Answer(prompt, text, asyncio.get_running_loop().create_future())
         self._waiting.put_nowait(answer)
         return answer.score
@@ -188,15 +188,15 @@ class RewardPool:
                     score, outcome, message = await worker.receive()
             except TimeoutError:
                 self._end(worker)
-                self._settle(answer, WRONG, Outcome.TIMEOUT)
+                self._resolve(answer, WRONG, Outcome.TIMEOUT)
                 return batch[i + 1 :]
             except (asyncio.IncompleteReadError, ConnectionError):
-                self._settle(answer, WRONG, Outcome.CRASH, f"the worker exited: {self._end(worker)}")
+                self._resolve(answer, WRONG, Outcome.CRASH, f"the worker exited: {self._end(worker)}")
                 return batch[i + 1 :]
-            self._settle(answer, score, outcome, message)
+            self._resolve(answer, score, outcome, message)
         return None
 
-    def _settle(self, answer: _Answer, score: float, outcome: Outcome, message: str = "") -> None:
+    def _resolve(self, answer: _Answer, score: float, outcome: Outcome, message: str = "") -> None:
         self._outcomes[outcome] += 1
         if not outcome.is_verdict:
             self.last_error = message.strip().rpartition("\n")[2] or outcome.name.lower()

@@ -67,8 +67,8 @@ def main(argv: list[str]) -> None:
     try:
         reward = _prepare(spec)
     except Exception as error:  # noqa: BLE001 - user code: reported to the pool, which raises it
-        said = str(error) if isinstance(error, PluginError) else traceback.format_exc()
-        _send(channel, WRONG, Outcome.ERROR, said)
+        message = str(error) if isinstance(error, PluginError) else traceback.format_exc()
+        _send(channel, WRONG, Outcome.ERROR, message)
         return
     _limit_memory(memory_bytes)
     signal.signal(signal.SIGALRM, _on_alarm)

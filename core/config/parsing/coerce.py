@@ -77,7 +77,7 @@ def _coerce_union(node: Node, options: tuple[Any, ...]) -> Any:
     is_null = isinstance(node, Scalar) and node.is_null
     if is_null and type(None) in options:
         return None
-    # Text takes everything, so it is asked last; bool before int before float keeps `1` an integer and `true` a bool.
+    # Text takes everything, so it is tried last; bool before int before float keeps `1` an integer and `true` a bool.
     order = sorted((o for o in options if o is not type(None)), key=lambda o: (o is str, o is float, o is int))
     if isinstance(node, Scalar) and node.quoted and str in options:
         return node.text

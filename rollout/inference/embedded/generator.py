@@ -50,7 +50,7 @@ def _resolve(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
             waiter.future.set_result(outcome)
 
 
-def _settle(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
+def _resolve_all(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
     """Hand outcomes to waiters of any event loops: one wake-up a loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Any]]] = {}
     for waiter, outcome in outcomes:
@@ -297,7 +297,7 @@ class EmbeddedGenerator:
         finally:
             with self._changed:
                 self._commands[:0] = commands  # what a failure left undone fails with the rest
-            _settle([(waiter, outcome) for waiter, outcome in outcomes if waiter is not None])
+            _resolve_all([(waiter, outcome) for waiter, outcome in outcomes if waiter is not None])
         return True
 
     def _is_idle(self) -> bool:
@@ -334,10 +334,10 @@ class EmbeddedGenerator:
             if self._drained:
                 outcomes += [(waiter, None) for waiter in self._drainers]
                 self._drainers = []
-        _settle(outcomes)
+        _resolve_all(outcomes)
 
     def _fail_pending(self) -> None:
         with self._changed:
             waiting = [*self._pending.values(), *self._drainers, *(waiter for _, waiter in self._commands)]
             self._pending, self._drainers, self._commands = {}, [], []
-        _settle([(waiter, self._gone()) for waiter in waiting if waiter is not None])
+        _resolve_all([(waiter, self._gone()) for waiter in waiting if waiter is not None])

@@ -59,7 +59,7 @@ class SGLangBackend:
             dtype=settings.dtype,
             max_running=settings.max_running,
             colocated=settings.colocated,
-            tells_experts=settings.reports_experts,
+            reports_experts=settings.reports_experts,
             flags={**({} if settings.load_weights else {"load_format": "dummy"}), **settings.flags},
             host=settings.host or "127.0.0.1",
             key=settings.key,

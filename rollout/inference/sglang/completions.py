@@ -90,17 +90,17 @@ def read_answer(
     return _completion(sampled, sampling, reason)
 
 
-def so_far(output: Completion, told: Sampled | None, sampling: SamplingParams) -> Completion:
-    """Return a request's tokens: `output`, then those that the server reports (`told`). Finished if there is nothing to
+def so_far(output: Completion, reported: Sampled | None, sampling: SamplingParams) -> Completion:
+    """Return a request's tokens: `output`, then those that the server has `reported`. Finished if there is nothing to
     add."""
-    whole = output if told is None else joined(output, _completion(told, sampling, "abort"))
+    whole = output if reported is None else joined(output, _completion(reported, sampling, "abort"))
     return replace(whole, finish_reason=end_of(whole, sampling) or "abort")
 
 
 def _completion(sampled: Sampled, sampling: SamplingParams, reason: FinishReason) -> Completion:
     token_ids, logprobs, versions = sampled
     if sampling.temperature > 0 and sampling.top_k == 1:
-        # The server takes it for greedy, and tells how likely the token was among all.
+        # The server takes it for greedy, and reports how likely the token was among all.
         logprobs = np.zeros_like(logprobs)
     return Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=reason)
 

@@ -40,14 +40,14 @@ class ExpertsOfTokens:
         Raises GeneratorCallError where experts are missing or too few."""
         before = np.empty((0, *self._shape), np.int16) if known is None else known
         wanted = num_tokens - 1 - len(before)
-        told = meta.get("routed_experts")
-        if told is None and meta["finish_reason"]["type"] == "abort":
+        encoded = meta.get("routed_experts")
+        if encoded is None and meta["finish_reason"]["type"] == "abort":
             return np.concatenate([before, np.full((wanted, *self._shape), -1, np.int16)])
-        if told is None:
+        if encoded is None:
             raise GeneratorCallError(
                 f"{server}: a response lacks the experts of its tokens; its SGLang differs from {WRITTEN_FOR}"
             )
-        new = np.frombuffer(base64.b64decode(told), np.int32)
+        new = np.frombuffer(base64.b64decode(encoded), np.int32)
         if new.size % (self._shape[0] * self._shape[1]) or len(new := new.reshape(-1, *self._shape)) < wanted:
             raise GeneratorCallError(
                 f"{server}: a response has {new.size} experts for {wanted} tokens of {self._shape[0]} layers x "

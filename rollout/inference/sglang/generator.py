@@ -43,7 +43,7 @@ from rollout.types import Completion, GenerateRequest, Health, SamplingParams, W
 
 logger = logging.getLogger(__name__)
 
-_TELL_SECONDS = 5.0
+_REPORT_SECONDS = 5.0
 """For a server to report the tokens of its requests: the trainer waits for that, and a checkpoint can do without."""
 _ARRIVED_SECONDS = 1.0
 """A request that was sent so long ago is at the server, or has ended there; its answer is here so soon after."""
@@ -85,7 +85,7 @@ class SGLangGenerator:
         model = read_model_config(settings.model_path)
         self._vocab_size = model.vocab_size
         self._max_length = int(settings.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
-        self._experts = ExpertsOfTokens(model) if settings.tells_experts else None
+        self._experts = ExpertsOfTokens(model) if settings.reports_experts else None
         self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
         self._client = SGLangClient(settings.name, server.endpoint.url, key=settings.key)
         self._version = 0
@@ -227,13 +227,13 @@ class SGLangGenerator:
         """Return the sampled tokens of requests in flight, each with its version, and completions that drain() has not
         returned yet. If a server does not respond within 5 s, or has several pipeline stages, its requests have the
         tokens that they started with, or that the last update under interrupt=abort returned."""
-        told = await self._ask_in_flight()
+        reported = await self._query_in_flight()
         # From here on nothing is awaited: a request is either still running or done.
-        running = {name: so_far(r.output, told.get(r.rid), r.request.sampling) for name, r in self._running.items()}
+        running = {name: so_far(r.output, reported.get(r.rid), r.request.sampling) for name, r in self._running.items()}
         done = {name: outcome for name, outcome in self._done if isinstance(outcome, Completion)}
         return {name: part for name, part in running.items() if len(part.token_ids)} | done
 
-    async def _ask_in_flight(self) -> dict[str, Sampled]:
+    async def _query_in_flight(self) -> dict[str, Sampled]:
         """Return the sampled tokens by request id of the server; waiting requests have none. Returns when every request
         is reported or answered, or when the time is over."""
         sent = [running for running in self._running.values() if running.rid]
@@ -241,18 +241,18 @@ class SGLangGenerator:
             return {}
         begin = time.monotonic()
         try:
-            answer = await self._client.post((PATH, {}), timeout_seconds=_TELL_SECONDS)
+            answer = await self._client.post((PATH, {}), timeout_seconds=_REPORT_SECONDS)
         except (GeneratorGone, GeneratorCallError) as error:
             logger.warning("A checkpoint lacks the new tokens of %d running requests: %s", len(sent), error)
             return {}
-        told = {rid: sampled for rank in answer["answers"] for rid, sampled in unpack(rank).items()}
-        # What the server does not know any more has ended: its answer is on the way.
-        ended = [r for r in sent if r.rid not in told and begin - r.sent > _ARRIVED_SECONDS]
+        reported = {rid: sampled for rank in answer["answers"] for rid, sampled in unpack(rank).items()}
+        # What the server no longer has is finished: its answer is on the way.
+        ended = [r for r in sent if r.rid not in reported and begin - r.sent > _ARRIVED_SECONDS]
         with suppress(TimeoutError):
             async with asyncio.timeout(_ARRIVED_SECONDS):
                 for running in ended:
                     await running.answered.wait()
-        return told
+        return reported
 
     async def _check_answers(self, path: str) -> None:
         if not await self._client.answers(path, timeout_seconds=self._timeout):
@@ -308,17 +308,17 @@ class SGLangGenerator:
                 self._answered.set()
         settings, aborted = self._server.settings, answer["meta_info"]["finish_reason"]["type"] == "abort"
         # Under abort no update comes between the first token and the answer.
-        untold = self._interrupt == "abort" and (settings.pp > 1 or aborted)
+        unversioned = self._interrupt == "abort" and (settings.pp > 1 or aborted)
         completion = read_answer(
             answer, request.sampling, server=self._client.name, log_file=settings.log_file,
-            one_version=version if untold else None,
+            one_version=version if unversioned else None,
         )  # fmt: skip
         if self._experts is None or not len(completion.token_ids):
             return completion
         known = running.output.routed_experts
         num_tokens = len(request.prompt_ids) + len(running.output.token_ids) + len(completion.token_ids)
-        told = self._experts.read(answer["meta_info"], known, num_tokens, server=self._client.name)
-        return replace(completion, routed_experts=told)
+        experts = self._experts.read(answer["meta_info"], known, num_tokens, server=self._client.name)
+        return replace(completion, routed_experts=experts)
 
     async def _post(self, call: Call, timeout_seconds: float | None = -1.0) -> dict[str, Any]:
         timeout = self._timeout if timeout_seconds == -1.0 else timeout_seconds

@@ -144,34 +144,34 @@ class InFlight:
         from sglang.srt.managers.io_struct import GetInternalStateReq
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-        async def ask(name: str) -> list[Any]:
+        async def query(name: str) -> list[Any]:
             manager = http_server.get_global_state().tokenizer_manager
             manager.auto_create_handle_loop()
-            # Never to be cancelled: the next to ask would get the answer to this.
+            # Never to be cancelled: the next query would get the answer to this.
             answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=name))
             return [answer.internal_state for answer in answers]
 
-        async def tell() -> dict[str, Any]:
-            return {"answers": [self._module.to_json(answer) for answer in await ask(self._module.ASKS)]}
+        async def report() -> dict[str, Any]:
+            return {"answers": [self._module.to_json(answer) for answer in await query(self._module.QUERY)]}
 
-        async def tell_nothing() -> Any:
+        async def respond() -> Any:
             manager = http_server.get_global_state().tokenizer_manager
             if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
                 return http_server.Response(status_code=503)
-            await ask(self._module.ASKS_NOTHING)
+            await query(self._module.PING)
             return http_server.Response()
 
-        http_server.app.add_api_route(self._module.PATH, tell, methods=["POST"])
-        http_server.app.add_api_route(self._module.ALIVE, tell_nothing, methods=["GET"], response_model=None)
+        http_server.app.add_api_route(self._module.PATH, report, methods=["POST"])
+        http_server.app.add_api_route(self._module.ALIVE, respond, methods=["GET"], response_model=None)
 
-    def tell(self, original: Any, scheduler: Any, request: Any) -> Any:
+    def answer(self, original: Any, scheduler: Any, request: Any) -> Any:
         """Answer queries around Scheduler.get_internal_state, which all ranks run and one answers."""
-        if request.rid not in (self._module.ASKS, self._module.ASKS_NOTHING):
+        if request.rid not in (self._module.QUERY, self._module.PING):
             return original(scheduler, request)
         from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-        told = request.rid == self._module.ASKS and scheduler.ipc_channels.send_to_tokenizer.socket is not None
-        packed = self._module.pack(known_requests(scheduler), VERSION_KEY) if told else {}
+        reports = request.rid == self._module.QUERY and scheduler.ipc_channels.send_to_tokenizer.socket is not None
+        packed = self._module.pack(known_requests(scheduler), VERSION_KEY) if reports else {}
         return GetInternalStateReqOutput(internal_state=packed)
 
 
@@ -230,9 +230,11 @@ class Sampling:
             return original(sampler, probs, info, positions, True)
         return self._draw(probs)
 
-    def renormalise(self, original: Any, processor: Any, logprobs: Tensor, top: Any, asked: Any, tokens: Tensor) -> Any:
+    def renormalise(
+        self, original: Any, processor: Any, logprobs: Tensor, top: Any, requested: Any, tokens: Tensor
+    ) -> Any:
         """Renormalize log-probabilities around OutputLogprobProcessor.compute_logprobs."""
-        result = original(processor, logprobs, top, asked, tokens)
+        result = original(processor, logprobs, top, requested, tokens)
         log_kept = getattr(tokens, _LOG_KEPT, None)
         if log_kept is not None:
             result.token_logprobs = result.token_logprobs - log_kept
@@ -309,7 +311,7 @@ def install_hooks() -> None:
         (scheduler + "run_batch", hooks.tag_tokens, HookType.AFTER),
         (scheduler + "_add_request_to_queue", hooks.name_prefix, HookType.BEFORE),
         (scheduler + "continue_generation", hooks.before_continue, HookType.BEFORE),
-        (scheduler + "get_internal_state", in_flight.tell, HookType.AROUND),
+        (scheduler + "get_internal_state", in_flight.answer, HookType.AROUND),
         (scheduler + "pause_generation", hooks.wait_for_device, HookType.AFTER),
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
@@ -411,7 +413,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second is how the server's spawned processes see this file
-    # Whoever finds it hanging gets its stacks into its log, with the signal of core/processes/stacks.py.
+    # The stacks of a server that hangs get into its log, with the signal of core/processes/stacks.py.
     faulthandler.register(signal.SIGRTMIN, all_threads=True)
     install_hooks()
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ PATH = "/slipstream_in_flight"
 ALIVE = "/slipstream_alive"
 """Answered as soon as the first rank's scheduler has received it, which waits for the others at every step. SGLang's
 own /health takes a second at least, and samples where nothing runs."""
-ASKS = "slipstream_in_flight"
+QUERY = "slipstream_in_flight"
 """Request id of the query to the scheduler."""
-ASKS_NOTHING = "slipstream_alive"
+PING = "slipstream_alive"
 """The same, to be answered with nothing."""
 
 

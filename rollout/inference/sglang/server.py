@@ -66,7 +66,7 @@ class ServerSettings:
     seed: int = 0
     colocated: bool = False
     """The GPUs are shared with the trainer: memory can be released and resumed."""
-    tells_experts: bool = False
+    reports_experts: bool = False
     """Answers name the experts of every token; for models that have some."""
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
     """actor.sglang.*: server arguments by name; they win over the defaults here."""
@@ -110,7 +110,7 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
     }
     if settings.key:
         flags["api_key"] = settings.key
-    if settings.tells_experts:
+    if settings.reports_experts:
         flags["enable_return_routed_experts"] = True
     if settings.gpus:
         # Throughput more than halves beyond the largest decode graph (256 by default). Every size costs start-up time,

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from core.processes.stacks import EARLIER, FOLDER, ask_for_stacks, kill_process
+from core.processes.stacks import EARLIER, FOLDER, collect_stacks, kill_process
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEPER = """
@@ -50,7 +50,7 @@ def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the
         while psutil.Process(processes["stopped-1"].pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         asked = ["running-0", "stopped-1", "gone-2"]
-        states = ask_for_stacks(tmp_path, asked, why="the test asks")
+        states = collect_stacks(tmp_path, asked, why="the test asks")
         assert states == {"running-0": "running", "stopped-1": "stopped", "gone-2": "gone"}
         for name in ("running-0", "stopped-1"):
             said = (tmp_path / FOLDER / f"{name}.txt").read_text()
@@ -90,7 +90,7 @@ SLEEPS = "its main thread's state is S (sleeping)"
 def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Path, then: str, why: str) -> None:
     process = start("rank-0", tmp_path, then)
     try:
-        assert ask_for_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
+        assert collect_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
         assert f"Nothing was written within 0.5 s: {why}" in (tmp_path / FOLDER / "rank-0.txt").read_text()
     finally:
         process.kill()
@@ -103,7 +103,7 @@ def test_a_process_that_got_the_id_of_an_ended_one_is_not_signalled(tmp_path: Pa
         said = {"pid": stranger.pid, "started": psutil.Process(stranger.pid).create_time() - 100}
         (tmp_path / FOLDER).mkdir()
         (tmp_path / FOLDER / "rank-0.txt").write_text(json.dumps(said | {"host": socket.gethostname()}) + "\n")
-        assert ask_for_stacks(tmp_path, why="the test asks") == {"rank-0": "gone"}
+        assert collect_stacks(tmp_path, why="the test asks") == {"rank-0": "gone"}
         assert stranger.poll() is None
     finally:
         stranger.kill()
@@ -121,7 +121,7 @@ for taken in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, sign
 def test_a_library_that_takes_signals_as_llvm_does_takes_no_stacks(tmp_path: Path) -> None:
     process = start("rank-0", tmp_path, LIBRARY)
     try:
-        assert ask_for_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
+        assert collect_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
         assert "in hanging_here" in (tmp_path / FOLDER / "rank-0.txt").read_text()
     finally:
         process.kill()
@@ -139,7 +139,7 @@ def test_children_that_can_answer_are_asked_with_their_parent_and_others_are_lef
     children = psutil.Process(process.pid).children()
     try:
         time.sleep(1.1)  # a younger child may not be what it will be
-        ask_for_stacks(tmp_path, why="the test asks")
+        collect_stacks(tmp_path, why="the test asks")
         assert "File " in stacks.read_text()
         assert [child.status() for child in children] == [psutil.STATUS_SLEEPING] * 2
     finally:
@@ -161,7 +161,7 @@ def test_a_forked_child_does_not_answer_in_the_place_of_its_parent(tmp_path: Pat
     process = start("rollout", tmp_path, FORKS)
     (child,) = psutil.Process(process.pid).children()
     try:
-        ask_for_stacks(tmp_path, why="the test asks")
+        collect_stacks(tmp_path, why="the test asks")
         said = (tmp_path / FOLDER / "rollout.txt").read_text()
         assert "its main thread blocks SIGRTMIN" in said and "File " not in said
         assert child.status() == psutil.STATUS_SLEEPING
@@ -180,10 +180,10 @@ def test_a_child_with_a_name_of_its_own_is_asked_by_it_alone(tmp_path: Path) -> 
     stacks = tmp_path / FOLDER / "rank-0.txt"
     try:
         time.sleep(1.1)
-        assert ask_for_stacks(tmp_path, ["driver"], why="of the driver") == {"driver": "running"}
+        assert collect_stacks(tmp_path, ["driver"], why="of the driver") == {"driver": "running"}
         assert "in hanging_here" in (tmp_path / FOLDER / "driver.txt").read_text()
         assert "in hanging_here" not in stacks.read_text()
-        ask_for_stacks(tmp_path, why="of all")
+        collect_stacks(tmp_path, why="of all")
         assert stacks.read_text().count("in hanging_here") == 1
     finally:
         for one in (process, child):
@@ -196,7 +196,7 @@ def test_the_stacks_of_the_last_few_processes_of_a_name_are_kept_and_do_not_coun
         process = start("rank-0", tmp_path)
         try:
             if number != 4:  # nobody asked that one
-                assert ask_for_stacks(tmp_path, why=f"hang {number}") == {"rank-0": "running"}
+                assert collect_stacks(tmp_path, why=f"hang {number}") == {"rank-0": "running"}
                 file = tmp_path / FOLDER / "rank-0.txt"
                 os.utime(file, (1e9 + number, 1e9 + number))
         finally:

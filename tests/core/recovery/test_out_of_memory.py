@@ -13,7 +13,7 @@ import torch
 from core.algorithms.sft import SFT
 from core.data.passes import InferencePass, UpdatePass
 from core.errors import LaunchError
-from core.recovery.memory import MemoryLimits, says_out_of_memory
+from core.recovery.memory import MemoryLimits, reports_out_of_memory
 from core.trainer import EngineRef
 from helpers import memory_faults
 from helpers.memory_faults import run_out
@@ -24,7 +24,7 @@ from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
 def test_every_way_in_which_memory_runs_out_is_known() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(1 << 60)
-    assert is_out_of_memory(of_torch.value) and says_out_of_memory(str(of_torch.value))
+    assert is_out_of_memory(of_torch.value) and reports_out_of_memory(str(of_torch.value))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(ValueError("out of memory"))
 

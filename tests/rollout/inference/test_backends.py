@@ -149,7 +149,7 @@ def test_settings_of_any_backend_become_arguments_of_a_server(
         "key",
     )
     assert [getattr(server, name) for name in same] == [getattr(given, name) for name in same]
-    assert server.tells_experts and server.startup_timeout_seconds == 9.0
+    assert server.reports_experts and server.startup_timeout_seconds == 9.0
     arguments = server_flags(server, parse_config(CONFIG), port=1, nccl_port=2)
     assert arguments.get("load_format") == (None if load_weights else "dummy")
     assert arguments["context_length"] == 7 and arguments["api_key"] == "abc"

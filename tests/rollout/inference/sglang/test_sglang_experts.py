@@ -132,7 +132,7 @@ def server(models: ExpertModels, tmp_path_factory: pytest.TempPathFactory) -> It
     if PYTHON is None:
         pytest.skip(WHY_NOT)
     log = tmp_path_factory.mktemp("log") / "generator-0.log"
-    with running_server(settings_for(models.folder, log, tells_experts=True)) as server:
+    with running_server(settings_for(models.folder, log, reports_experts=True)) as server:
         yield server
 
 
