@@ -30,7 +30,7 @@ _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before the requesting process continues, possibly by killing it."""
 _SETTLED_SECONDS = 1.0
 """A younger child may be about to become another program, and lose its handler, before it gets the signal."""
-STACKS_SIGNAL = signal.SIGRTMIN
+STACKS = signal.SIGRTMIN
 """Requests stacks; `kill -RTMIN PID` sends it. LLVM, with which Triton compiles kernels, takes SIGUSR1 and the usual
 signals to end a process for itself."""
 _open: list[TextIO] = []
@@ -43,8 +43,8 @@ def register_process(name: str, log_folder: Path) -> None:
     me = psutil.Process()
     _put_aside(folder / f"{name}.txt")
     file = open(folder / f"{name}.txt", "a")  # noqa: SIM115 (the signal handler writes there as long as we live)
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACKS_SIGNAL))  # it would write into its parent's file
+    faulthandler.register(STACKS, file=file, all_threads=True)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACKS))  # it would write into its parent's file
     file.write(json.dumps({"pid": me.pid, "started": me.create_time(), "host": socket.gethostname()}) + "\n")
     file.flush()
     _open.append(file)
@@ -107,7 +107,7 @@ def collect_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
 
 
 def _signal(process: psutil.Process) -> None:
-    process.send_signal(STACKS_SIGNAL)
+    process.send_signal(STACKS)
     if process.status() == psutil.STATUS_STOPPED:
         process.send_signal(signal.SIGCONT)
 
@@ -160,7 +160,7 @@ def _status(pid: int) -> dict[str, str]:
 
 def _marked(status: dict[str, str], mask: str) -> bool:
     """Return whether the signal for stacks is in this mask."""
-    return bool(int(status.get(mask, "0"), 16) >> (STACKS_SIGNAL - 1) & 1)
+    return bool(int(status.get(mask, "0"), 16) >> (STACKS - 1) & 1)
 
 
 def _has_closed(pid: int, file: Path) -> bool:
