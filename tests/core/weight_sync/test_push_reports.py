@@ -1,0 +1,63 @@
+"""The time that the parts of a push take, as metrics."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.weight_sync.base import LocalPush
+from core.weight_sync.buckets import SendReport
+from core.weight_sync.colocated import ColocatedPush
+from core.weight_sync.servers import ServerPush
+
+
+class Side:
+    """Trainer or generators: a call takes as long as `seconds` has it."""
+
+    def __init__(self, clock: SimpleNamespace, seconds: dict[str, float], results: dict[str, Any]) -> None:
+        self._clock, self._seconds, self._results = clock, seconds, results
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self._clock.seconds += self._seconds.get(method, 0.0)
+            return self._results.get(method)
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(seconds=100.0)
+    for module in ("base", "servers", "colocated"):
+        fake = SimpleNamespace(perf_counter=lambda: now.seconds)
+        monkeypatch.setattr(f"core.weight_sync.{module}.time", fake)
+    return now
+
+
+def test_a_local_push_gathers_while_generators_sample_and_then_sends(clock: SimpleNamespace) -> None:
+    trainer = Side(clock, {"export_weights": 2.0}, {"export_weights": ([], 3_000_000_000)})
+    generators = Side(clock, {"receive": 5.0}, {"receive": [0.5, 1.5]})
+    push = LocalPush(trainer, generators, bucket_bytes=1, timeout_seconds=60.0)
+    assert push.push(1).metrics() == {
+        "push/seconds": 7.0, "push/pause_seconds": 1.5, "push/gather_seconds": 2.0, "push/send_seconds": 5.0,
+        "push/gigabytes": 3.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [(ServerPush, 9.75), (ColocatedPush, 16.75)])
+def test_a_push_to_servers_reports_what_its_sender_and_the_generators_measured(
+    kind: Any, seconds: float, clock: SimpleNamespace
+) -> None:
+    sent = SendReport(seconds=3.5, num_bytes=1_000_000_000, num_buckets=2)
+    trainer = Side(clock, {"push_prepare": 2.0, "push_send": 4.0, "offload": 3.0}, {"push_send": sent})
+    generators = Side(
+        clock, {"pause": 0.75, "resume": 3.0, "resume_memory": 2.375}, {"resume": [6.0, 5.0]}
+    )  # fmt: skip
+    push = kind(trainer, generators, bucket_bytes=1, verify="never", timeout_seconds=60.0)
+    metrics = push.push(1).metrics()
+    assert metrics == {
+        "push/seconds": seconds, "push/pause_seconds": 6.0, "push/gather_seconds": 2.0, "push/send_seconds": 3.5,
+        "push/gigabytes": 1.0,
+    }  # fmt: skip
