@@ -4,8 +4,8 @@
     python -m tools.nightly --parts chaos mutants
     python -m tools.nightly --write                  # also into docs/testing.md
 
-Every layout of every model family, the live SGLang suites where SLIPSTREAM_SGLANG_ENV is set, 50 kills of a run, and
-the catalogue of bugs. Exit code 1: a part failed.
+Every layout of every model family, whole runs in new interpreters, the live SGLang suites where SLIPSTREAM_SGLANG_ENV
+is set, 50 kills of a run, and the catalogue of bugs. Exit code 1: a part failed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ LIVE_SUITES = (
     "tests/rollout/inference/sglang", "tests/core/experiments/test_ppo_sglang.py", "tests/tools/test_eval_sglang.py",
 )  # fmt: skip
 
+WHOLE_RUNS = ("tests/core/experiments", "tests/core/processes/test_attempts.py", "tests/core/recovery")
+FRESH = "SLIPSTREAM_TEST_FRESH"
+"""Set: tests start whole runs in new interpreters, not as forks of one that has imported the libraries."""
+
 _SIDE_BY_SIDE = max(1, (os.cpu_count() or 1) // 8)
 """Test processes: a layout has up to eight ranks."""
 
@@ -45,6 +49,8 @@ class Part:
     """Of Python."""
     needs: str | None = None
     """Environment variable without which the part is left out."""
+    sets: str | None = None
+    """Environment variable that is 1 for the part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class Outcome:
 
 PARTS = (
     Part(name="layouts", arguments=("-m", "pytest", "-m", "nightly", "-n", str(_SIDE_BY_SIDE), "--dist", "loadfile")),
+    Part(name="fresh", arguments=("-m", "pytest", "-n", "0", *WHOLE_RUNS), sets=FRESH),
     Part(name="sglang", arguments=("-m", "pytest", "-n", "0", *LIVE_SUITES), needs=SGLANG_ENV),
     Part(name="chaos", arguments=("-m", "tools.chaos", "--kills", "50", "--seed", "7")),
     Part(name="mutants", arguments=("-m", "tools.mutants")),
@@ -73,7 +80,10 @@ def run_part(part: Part, console: Console) -> Outcome:
     console.rule(part.name)
     start, last = time.monotonic(), ""
     command = [sys.executable, *part.arguments]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    env = os.environ | ({part.sets: "1"} if part.sets else {})
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None, "stdout is a pipe"
         for line in process.stdout:
             sys.stdout.write(line)

@@ -20,6 +20,12 @@ def test_the_last_line_and_the_exit_code_of_a_part_are_its_result() -> None:
     assert (bad.result, bad.failed) == ("failed with exit code 3: 1 failed", True)
 
 
+def test_the_variable_of_a_part_is_set_for_its_command_alone() -> None:
+    shows = ("-c", "import os; print(os.environ.get('SLIPSTREAM_TEST_FRESH'))")
+    assert run_part(Part(name="fresh", arguments=shows, sets="SLIPSTREAM_TEST_FRESH"), QUIET).result == "1"
+    assert run_part(Part(name="other", arguments=shows), QUIET).result == "None"
+
+
 def test_a_part_without_its_environment_is_left_out_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLIPSTREAM_SGLANG_ENV", raising=False)
     (live,) = (part for part in PARTS if part.needs)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from helpers.forks.server import ForkedProgram, start_program
+from tools.nightly import FRESH
 
 Program = ForkedProgram | subprocess.Popen[bytes]
 ROOT = Path(__file__).resolve().parents[3]
-FRESH = "SLIPSTREAM_TEST_FRESH"
+
 LIBRARIES = (
     "torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers",
     "requests", "jsonschema", "pyarrow", "pydantic", "attr", "google.protobuf", "msgpack", "charset_normalizer",
