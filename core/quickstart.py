@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +42,17 @@ logger = logging.getLogger("quickstart")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    try:
+        return _main(argv)
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EIO):
+            raise
+        with suppress(OSError):  # what is in its buffer fails again when the process ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _refuse(f"cannot write the output: {error.strerror}; send it to a terminal or a file with room")
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if arguments.help:

@@ -63,10 +63,14 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
 
 
 def _where(sources: Mapping[str, str], key: str) -> str:
-    while key:
-        if key in sources:
-            return sources[key]
-        key = key.rpartition(".")[0]
+    """Return the place of a key, or of the section around it; not an override of another key of that section."""
+    section = key
+    while section:
+        place = sources.get(section, "")
+        given = place.removeprefix("override '").partition("=")[0] if place.startswith("override ") else section
+        if place and (section == key or f"{key}.".startswith(f"{given}.")):
+            return place
+        section = section.rpartition(".")[0]
     return ""
 
 

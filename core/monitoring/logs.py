@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 
@@ -95,6 +96,14 @@ def kept_records(name: str) -> Iterator[list[logging.LogRecord]]:
         logger.propagate = propagate
 
 
+class _OutputHandler(logging.StreamHandler[TextIO]):
+    """Writes to a terminal, file or pipe. One that takes no more lines does not end a run, which has its log file."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class _Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +121,7 @@ def worker_environment() -> dict[str, str]:
 def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
     """Set up the driver's log: plain lines of `level` and above on the terminal (above the progress bar, if there is
     one) and, with tracebacks, of info and above in the file at `path`."""
-    terminal = _TerminalHandler(console) if console.is_terminal else logging.StreamHandler(console.file)
+    terminal = _TerminalHandler(console) if console.is_terminal else _OutputHandler(console.file)
     terminal.setFormatter(LineFormatter("master worker", tracebacks=False))
     terminal.setLevel(level.upper())
     handlers: list[logging.Handler] = [terminal]

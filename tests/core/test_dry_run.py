@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -123,3 +125,26 @@ def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_star
     capsys.readouterr()
     assert dry_run(path, *words, f"resume_from={elsewhere}") == 2
     assert f"{elsewhere} cannot be continued exactly" in capsys.readouterr().err
+
+
+def test_limits_of_the_shell_that_end_ray_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: (64, 64), resource.RLIMIT_FSIZE: (2_048_000, 2_048_000)}
+    monkeypatch.setattr(resource, "getrlimit", lambda name: limits[name])
+    loaded = load_config("ppo-math", write_run(tmp_path))
+    found = [str(problem) for problem in run_checks(loaded.config, loaded.where)]
+    assert [text.split(": ")[0] for text in found] == ["ulimit -n", "ulimit -f"]
+    assert "64 open files per process" in found[0] and "`ulimit -n 65536`" in found[0]
+    assert "files of at most 2 MiB" in found[1] and "`ulimit -f unlimited`" in found[1]
+    limits |= {resource.RLIMIT_NOFILE: (1024, 1024), resource.RLIMIT_FSIZE: (2**50, 2**50)}
+    assert run_checks(loaded.config, loaded.where) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert dry_run(write_run(tmp_path)) == 2
+    said = "error: cannot write the output: No space left on device; send it to a terminal or a file with room\n"
+    assert capsys.readouterr().err == said

@@ -27,4 +27,4 @@ def run_checks(config: ExperimentConfig, where: Callable[[str], str], *, connect
     recipe = [replace(p, where=where(p.key)) for check in recipe_checks(config) for p in check(config)]
     if is_elsewhere(host):
         recipe = [replace(p, of_host=p.missing_path) for p in recipe]
-    return [*recipe, *host]
+    return list(dict.fromkeys([*recipe, *host]))  # models of one folder have the same problems

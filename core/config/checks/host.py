@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from core.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
 
+_FEWEST_FILES = 512
 _SHORTEST_TOKENS = 32
 """Room of one request in the embedded generator, at least."""
 
@@ -138,6 +140,21 @@ def _tracing(config: ExperimentConfig) -> Iterator[Problem]:
             yield Problem(key=name, message=message)
 
 
+def _limits(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield limits of this shell that Ray's processes cannot live with. They end without a message."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _FEWEST_FILES:
+        message = f"{files} open files per process; Ray and torch need at least {_FEWEST_FILES}: run `ulimit -n 65536`"
+        yield Problem(key="ulimit -n", message=message)
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size != resource.RLIM_INFINITY and size < psutil.virtual_memory().total:
+        message = (
+            f"files of at most {size / 2**20:,.0f} MiB; Ray's object store is one file, of up to a third of the memory "
+            "of this machine: run `ulimit -f unlimited`"
+        )
+        yield Problem(key="ulimit -f", message=message)
+
+
 def _port(config: ExperimentConfig) -> Iterator[Problem]:
     port = config.launch.master_port
     if port == 0:
@@ -182,7 +199,7 @@ def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Callabl
     """Return the checks of this host. `connections`: of --dry-run and --preflight; a start connects anyway, with the
     same message."""
     own = _CHECKS.get(config.NAME, ())
-    return (*own, _monitors, _fileroot, _ray, _tracing, _port, _gpus, *((_connection,) if connections else ()))
+    return (*own, _monitors, _fileroot, _ray, _tracing, _limits, _port, _gpus, *((_connection,) if connections else ()))
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:

@@ -244,6 +244,11 @@ def test_a_sequence_longer_than_the_models_positions_is_named(tmp_path: Path) ->
     assert "evaluation.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129" in message
 
 
+def test_a_problem_of_two_models_in_one_folder_is_one_problem(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "ppo.kl_ctl=0.1", "dataset.max_prompt_len=128")
+    assert "ppo.gen.max_new_tokens: 16 + dataset.max_prompt_len=128 is 144" in message
+
+
 def test_models_of_different_vocabularies_do_not_go_together(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     write_model(tmp_path / "other", vocab_size=128)

@@ -93,6 +93,15 @@ def test_missing_keys_are_named_all(tmp_path: Path) -> None:
         assert any(f"{key}: required" in line for line in found), (key, found)
 
 
+def test_the_place_of_a_default_is_not_the_override_of_another_key(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(SMALLEST_PPO)
+    loaded = load_config("ppo-math", tmp_path / "x.yaml", ["staleness.over_age=mask", "actor.sglang={a: 1}"])
+    assert loaded.where("staleness.over_age") == "override 'staleness.over_age=mask'"
+    assert loaded.where("staleness.max_staleness") == ""
+    assert loaded.where("actor.sglang.a") == "override 'actor.sglang={a: 1}'"
+    assert loaded.where("ppo.gen.top_p").endswith("x.yaml:6"), "a section of a file has a line"
+
+
 def test_the_columns_of_pairs_are_keys_of_the_data_set() -> None:
     required = ["experiment_name=e", "trial_name=t", "model.path=/m", "dataset.train_path=/d.jsonl"]
     config = load_config("dpo", None, [*required, "dataset.chosen_field=good"]).config
