@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from rich.console import Console
 
@@ -96,7 +96,7 @@ def kept_records(name: str) -> Iterator[list[logging.LogRecord]]:
         logger.propagate = propagate
 
 
-class _OutputHandler(logging.StreamHandler[TextIO]):
+class _OutputHandler(logging.StreamHandler[IO[str]]):
     """Writes to a terminal, file or pipe. One that takes no more lines does not end a run, which has its log file."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.data.tokenizer import load_tokenizer
 from tools import scratch_model
 from tools.bench import gpu
 from tools.bench.__main__ import MEASUREMENTS, SHAPES, find
@@ -104,7 +105,7 @@ def test_every_measurement_is_found_and_every_shape_is_offered() -> None:
         (["--head-dim", "0"], "argument --head-dim: 0 must be at least 1"),
         (["--head-dim", "5", "--hidden-size", "10"], "error: --head-dim 5 must be even"),
         (["--num-layers", "-3"], "argument --num-layers: -3 must be at least 1"),
-        (["--vocab-size", "10"], "argument --vocab-size: 10 must be at least 258"),
+        (["--vocab-size", "10"], "argument --vocab-size: 10 must be at least 260"),
         (
             ["--seed", "99999999999999999999999"],
             "argument --seed: 99999999999999999999999 must be from 0 to 4294967295",
@@ -130,6 +131,23 @@ def test_scratch_model_refuses_what_it_cannot_make(
     assert run(monkeypatch, "tools.scratch_model", "--data", str(data), "--output", str(output), *words) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
     assert not output.exists()
+
+
+def test_scratch_model_reads_any_column_and_makes_a_chat_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("ask,level\nWhat is 1 plus 1?,easy\n")
+    words = ["--data", str(path), "--output", str(tmp_path / "model"), "--num-layers", "1", "--hidden-size", "64"]
+    assert run(monkeypatch, "tools.scratch_model", *words) == 2
+    assert "name it with prompt_field" in capsys.readouterr().err
+    assert run(monkeypatch, "tools.scratch_model", *words, "--prompt_field", "ask", "--chat") == 0
+    tokenizer = load_tokenizer(tmp_path / "model")
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1?"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.eos_token == "<|im_end|>" and len(tokenizer(text)["input_ids"]) < len(text) - 20
 
 
 def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(
