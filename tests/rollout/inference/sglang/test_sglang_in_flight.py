@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from array import array
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +15,9 @@ import pytest
 
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.completions import EMPTY, read_answer, so_far
+from rollout.inference.sglang.generator import SGLangGenerator, _Running
 from rollout.inference.sglang.in_flight import Sampled, pack, to_json, unpack
-from rollout.types import Completion, SamplingParams
+from rollout.types import Completion, GenerateRequest, SamplingParams
 
 RNG = np.random.default_rng(0)
 
@@ -120,3 +123,31 @@ def test_the_only_token_that_top_k_leaves_is_certain() -> None:
     assert so_far(EMPTY, told, SamplingParams(max_new_tokens=9, top_k=1)).logprobs.tolist() == [0.0, 0.0]
     greedy = SamplingParams(max_new_tokens=9, top_k=1, temperature=0.0)
     assert (so_far(EMPTY, told, greedy).logprobs == told.logprobs).all()
+
+
+def test_a_request_that_the_server_has_finished_is_waited_for_until_its_answer_is_here() -> None:
+    """The answer is on its way when the server is asked, and neither side has its tokens."""
+    finished = completion(4, finish_reason="stop")
+
+    async def scene() -> dict[str, Completion]:
+        running = _Running(
+            GenerateRequest(request_id="a", prompt_ids=[1], sampling=SamplingParams(max_new_tokens=9)), EMPTY
+        )
+        running.rid, running.sent = "a/0", time.monotonic() - 10.0
+
+        async def post(call: Any, *, timeout_seconds: float) -> dict[str, Any]:
+            asyncio.get_running_loop().call_soon(asyncio.create_task, arrive())
+            return {"answers": [to_json(pack([], "v"))]}
+
+        async def arrive() -> None:
+            await asyncio.sleep(0)
+            generator._done.append(("a", finished))
+            del generator._running["a"]
+            running.answered.set()
+
+        generator: Any = SGLangGenerator.__new__(SGLangGenerator)
+        generator._server = SimpleNamespace(settings=SimpleNamespace(pp=1))
+        generator._client, generator._running, generator._done = SimpleNamespace(post=post), {"a": running}, []
+        return await generator.partial()
+
+    assert asyncio.run(scene()) == {"a": finished}
