@@ -137,7 +137,9 @@ def _check_demonstrations(config: PPOMATHConfig, settings: AlgorithmSettings) ->
     if not settings.demonstration_weight:
         return
     if not config.demonstrations.path:
-        name = f"algorithm.name={config.algorithm.name}" if config.algorithm.name in ("mix", "chord") else "it"
+        preset = PRESETS.get(config.algorithm.name or "")
+        by_name = preset is not None and "algorithm.demonstration_weight" in preset.values
+        name = f"algorithm.name={config.algorithm.name}" if by_name else "it"
         message = f"required: {name} trains on prompts with answers beside rollouts; or write "
         yield Problem(key="demonstrations.path", message=message + "algorithm.demonstration_weight=0")
     elif config.demonstrations_per_step < config.ppo.ppo_n_minibatches:

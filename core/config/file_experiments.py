@@ -103,6 +103,11 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return bool(self.dataset.valid_path)
 
     @property
+    def judged_by(self) -> tuple[str, str]:
+        """(workflow, reward) of evaluations of its models."""
+        return "math", "math"
+
+    @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
         """(key, data set) of every data set of the run."""
         data = self.dataset

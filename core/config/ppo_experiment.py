@@ -242,6 +242,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return bool(self.evaluation.paths)
 
     @property
+    def judged_by(self) -> tuple[str, str]:
+        return self.workflow.type, self.reward.function
+
+    @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
         return (
             ("dataset.path", self.dataset.source(self.dataset.path)),

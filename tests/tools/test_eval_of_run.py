@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from core.config.base import fields_by_key
+from core.config.experiments import EXPERIMENTS
 from helpers.eval_cases import arguments, write_rows
 from rollout.answer_file import read_answers
 from rollout.data.encoder import BOXED_INSTRUCTION
 from tools.eval.__main__ import BAD_INPUT, _parser, main
-from tools.eval.settings import Judging, config_of, judging_from
+from tools.eval.settings import Judging, _experiment_of, config_of, judging_from
 
 PLUGINS = """
 from rollout.workflows import SingleTurnMathWorkflow
@@ -66,6 +68,13 @@ def test_workflow_reward_and_prompt_of_the_run_are_used_and_the_command_line_win
     assert (changed.workflow, changed.reward) == ("eval_plugins:Own", "math")
     assert (changed.prompt_format.template, changed.prompt_format.instruction) == ("Q: {prompt}", BOXED_INSTRUCTION)
     assert judging_from(given(saved, "--ignore_run")) == Judging()
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_experiment_of_a_configuration_is_recognized_by_its_keys(experiment: str) -> None:
+    keys = fields_by_key(EXPERIMENTS[experiment])
+    assert _experiment_of(keys) == experiment
+    assert _experiment_of([*keys, "no_key_of_any"]) == experiment
 
 
 def test_answers_are_judged_by_the_reward_of_the_run(saved: Path, data: Path, tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.config.base import ConfigError
-from core.config.experiments import PPOMATHConfig, SFTConfig
+from core.config.base import ConfigError, fields_by_key
+from core.config.experiments import EXPERIMENTS
 from core.config.load import load_config
 from core.config.parsing.yaml_tree import read_yaml
 from core.run_record import CONFIG
@@ -150,21 +150,27 @@ def config_of(model: Path) -> Path | None:
 
 def _judging_of_run(file: Path) -> Judging:
     try:
-        keys = read_yaml(file).children
-        experiment = "dpo" if "dpo" in keys else "sft" if "model" in keys else "ppo-math"
-        config = load_config(experiment, file).config
+        config = load_config(_experiment_of(read_yaml(file).children), file).config
     except (ConfigError, OSError) as error:
         raise EvalError(
             f"{file}: the configuration of the run cannot be read; give another --config, or --ignore_run to evaluate "
             f"with the defaults and --workflow, --reward, --prompt_template: {error}"
         ) from error
-    if isinstance(config, SFTConfig):
-        return Judging(prompt_format=config.prompt.prompt_format(boxed=True), hints=config.dataset.columns)
-    assert isinstance(config, PPOMATHConfig), "the other experiment"
-    reward = config.reward.function
+    workflow, reward = config.judged_by
     return Judging(
-        workflow=config.workflow.type,
+        workflow=workflow,
         reward=reward,
         prompt_format=config.prompt.prompt_format(boxed=reward == "math"),
         hints=config.dataset.columns,
     )
+
+
+def _experiment_of(keys: Iterable[str]) -> str:
+    """Return the experiment that has most of these keys; of several, the one with the fewest others."""
+    given = set(keys)
+
+    def rank(name: str) -> tuple[int, int]:
+        known = fields_by_key(EXPERIMENTS[name]).keys()
+        return len(given & known), -len(known)
+
+    return max(EXPERIMENTS, key=rank)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from core.config.experiments import EXPERIMENTS
+from helpers.source import PACKAGES, source_files
 
 ROOT = Path(__file__).resolve().parents[3]
 CLASSES = {model.__name__ for model in EXPERIMENTS.values()}
@@ -18,7 +19,8 @@ def names_in(node: ast.AST) -> set[str]:
 def test_no_code_branches_on_the_class_of_a_configuration() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in (ROOT / "core").rglob("*.py")
+        for package in PACKAGES
+        for path in source_files(package)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and getattr(node.func, "id", "") in ("isinstance", "issubclass", "type")
