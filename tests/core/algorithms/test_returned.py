@@ -9,6 +9,8 @@ import torch
 
 from core.algorithms.base import Algorithm
 from core.algorithms.returned import check_fields, plain_state
+from core.step_batch import BatchRequest, Scoring, StepBatch
+from helpers.batches import batch_of
 
 
 class WithState(Algorithm):
@@ -42,3 +44,22 @@ def test_a_state_that_no_checkpoint_can_store_is_refused_with_its_name(value: An
     ):
         plain_state(WithState({"kept": 1, "average": value}))
     assert plain_state(WithState({"average": None, "means": [1.0]})) == {"average": None, "means": [1.0]}
+
+
+class OfSequences(WithState):
+    """Returns one advantage per sequence, or per token with a state that is a tensor."""
+
+    def advantages(self, batch: Any, fields: Any) -> Any:
+        size = len(fields["loss_mask"]) if self._state else batch.num_sequences
+        return {"advantages": torch.zeros(size)}, {}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"), [({}, "one value per token"), ({"average": torch.zeros(1)}, "types of JSON")]
+)
+def test_a_step_refuses_what_its_algorithm_returned(state: dict[str, Any], message: str) -> None:
+    batch, _ = batch_of([1.0, 0.0])
+    request = BatchRequest(unit="sequence", num_minibatches=1, seed=0, version=0, uses=[])
+    step = StepBatch(batch, request, put=lambda arrays: arrays)
+    with pytest.raises(ValueError, match=message):
+        step.score(Scoring(algorithm=OfSequences(state), objectives={}), {})
