@@ -97,6 +97,7 @@ def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() ->
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, faults: str) -> None:
+    """Have commands run out of memory that start in new interpreters (`fresh`): the faults come with imports."""
     for name, value in memory_faults.environment(faults).items():
         monkeypatch.setenv(name, value)
 
@@ -124,7 +125,7 @@ def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
 
     once = {phase: f"{phase}:once={tmp_path / phase}" for phase in ("generate", "save")}
     inject(monkeypatch, ",".join([*once.values(), "train:over=60", "logprobs:over=50"]))
-    command = run_command("ppo-math", {**config, "trial_name": "disturbed"})
+    command = run_command("ppo-math", {**config, "trial_name": "disturbed"}, fresh=True)
     assert command.finish() == 0, command.output()[-6000:]
     said = command.output()
     assert "failed after step" not in said
@@ -152,6 +153,7 @@ def test_what_cannot_be_repeated_in_place_goes_on_in_another_attempt_with_what_w
             "model": {"path": str(assets.model)},
             "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
         },
+        fresh=True,
     )
     assert command.finish() == 0, command.output()[-4000:]
     said = command.output()
