@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -138,11 +137,10 @@ def test_a_run_goes_on_under_another_layout_with_more_generators(assets, continu
 def test_changed_sizes_are_refused_and_skip_no_prompt_on_request(assets, continue_with) -> None:
     """12 prompts are a batch of 10 and two prompts, which are trained once more."""
     changed = ppo(assets, group_size=3, dataset={"train_bs_n_seqs": 10}, exp_ctrl={"total_train_steps": 3})
-    before_the_start = continue_with(changed)
-    assert before_the_start.finish() == 2 and re.search(r"group_size: 3, but \S+ has 2", before_the_start.output())
-    refused = continue_with({**changed, "group_size": 2})
-    assert refused.finish() == 1
-    assert "train_bs_n_seqs=10 (the checkpoint has 4)" in refused.output() and "Traceback" not in refused.output()
+    refused = continue_with(changed)
+    assert refused.finish() == 2 and "Traceback" not in refused.output()
+    for change in ("group_size=3 (the checkpoint has 2)", "train_bs_n_seqs=10 (the checkpoint has 4)"):
+        assert change in refused.output()
     allowed = continue_with({**changed, "recover_ignore_changes": True})
     assert allowed.finish() == 0, allowed.output()[-4000:]
     assert "12 prompts were trained in 3 steps, which is step 1 now" in allowed.output()
