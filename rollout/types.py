@@ -20,6 +20,8 @@ FinishReason = Literal["stop", "length", "abort"]
 PROMPT_VERSION = -1
 """Entry of `Trajectory.versions` for tokens that no policy sampled."""
 
+_BOX = "\\boxed{"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -85,6 +87,14 @@ class Prompt:
     solutions: tuple[str, ...]
     epoch: int = 0
     meta: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        r"""The solutions without the \boxed{...} around them, to compare the text of a completion with."""
+        return tuple(
+            s[len(_BOX) : -1] if s.startswith(_BOX) and s.endswith("}") and s.count(_BOX) == 1 else s
+            for s in self.solutions
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.forward import ModelOutput
 from mcore_adapter.models import families
 from model_specs.hf_config import ModelConfigError, parse_config
+from rollout.data.rows import scan_rows
 from rollout.inference.backend import BackendSettings
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.registry import BACKENDS
@@ -266,3 +267,18 @@ def test_the_readmes_script_loads_with_its_own_reward(tmp_path: Path, demo: Path
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout == "train:exact grpo\n", done.stderr
+
+
+def test_the_reward_of_the_readme_finds_the_answer_of_its_row(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"`(\{\"prompt\": [^`]*\})`", readme)
+    (script,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (tmp_path / "prompts.jsonl").write_text(row + "\n")
+    (read,) = scan_rows(tmp_path / "prompts.jsonl")
+    defined: dict[str, Any] = {"__name__": "train"}
+    exec(script, defined)
+    prompt = Prompt(
+        query_id="q", index=0, task="math", text=read.prompt, token_ids=np.array([6]), solutions=read.solutions
+    )
+    assert prompt.answers == ("46",)
+    assert (defined["exact"](prompt, " 46\n"), defined["exact"](prompt, "47")) == (1.0, -1.0)
