@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.packing import PackingLayout, pack_microbatch
 
 CPU = torch.device("cpu")
@@ -93,3 +95,16 @@ def test_a_filler_has_one_token_and_trains_nothing():
     assert packed.trained.numel() == 0
     assert packed.fields["loss_mask"].tolist() == [False]
     assert packed.fields["advantages"].tolist() == [0.0]
+
+
+def test_routers_get_the_tokens_that_predict_another_and_the_experts_of_their_rows() -> None:
+    batch = batch_of([3, 1, 4])
+    experts = torch.arange(8 * 2 * 2).view(8, 2, 2)
+    batch = batch.with_fields(**{ROUTED_EXPERTS: experts})
+    packed: Any = pack_microbatch(batch, [2, 0], PackingLayout(routes=True), device=CPU)
+    routing = packed.packed_seq_params.routing
+    assert routing.rows.tolist() == [0, 1, 2, 4, 5], "the last token of a sequence predicts nothing"
+    assert routing.sequences.tolist() == [0, 0, 0, 1, 1] and routing.lens.tolist() == [3.0, 2.0]
+    assert routing.batch_tokens == 5, "of all three sequences"
+    assert torch.equal(routing.experts, experts[[4, 5, 6, 7, 0, 1, 2]])
+    assert ROUTED_EXPERTS not in packed.fields

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollout.inference.errors import GeneratorCallError
-from rollout.inference.sglang.completions import EMPTY, read_answer, so_far
+from rollout.inference.sglang.completions import EMPTY, joined, read_answer, so_far
 from rollout.inference.sglang.generator import SGLangGenerator, _Running
 from rollout.inference.sglang.in_flight import Sampled, pack, to_json, unpack
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -151,3 +151,11 @@ def test_a_request_that_the_server_has_finished_is_waited_for_until_its_answer_i
         return await generator.partial()
 
     assert asyncio.run(scene()) == {"a": finished}
+
+
+def test_the_experts_of_a_request_stay_when_a_part_without_tokens_follows() -> None:
+    experts = np.arange(3 * 2, dtype=np.int16).reshape(3, 2, 1)
+    assert joined(completion(4, routed_experts=experts), EMPTY).routed_experts is experts
+    more = np.arange(5 * 2, dtype=np.int16).reshape(5, 2, 1)
+    whole = joined(completion(4, routed_experts=experts), completion(2, routed_experts=more, finish_reason="stop"))
+    assert whole.routed_experts is more and whole.finish_reason == "stop" and len(whole.token_ids) == 6
