@@ -206,7 +206,7 @@ def _attempt(
         attempt.report(final=True, cause="interrupted")
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        # What a user can act on: the message says it all. The log file has the traceback, of a worker's too.
+        # What a user can act on: the message is enough. The log file has the traceback, of a worker's too.
         logger.error("%s", str(error) or type(error).__name__, exc_info=error)
         attempt.report(final=isinstance(error, ValueError) or is_of_disk(error), cause=first_line(error))
         return FAILED

@@ -225,7 +225,7 @@ class PPOTrainer:
         return metrics
 
     def _report(self, step: int, facts: BatchFacts, metrics: dict[str, float], figures: Mapping[str, float]) -> None:
-        # The order of the tutorial's line: what the loss says, then what the rewards say, then what is ours.
+        # The order of the tutorial's line: figures of the loss, then of the rewards, then our own.
         first = ("ppo_approx_kl", "actor_loss", "actor_clip_ratio", "importance_weight")
         rewards = (
             "task_reward", "kl_reward", "final_reward", "advantage", "avg_seq_len", "avg_prompt_len", "n_tokens",

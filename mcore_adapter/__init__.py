@@ -6,7 +6,7 @@ from mcore_adapter import quick_import
 
 quick_import.install()
 
-# Megatron says at import, once per file, what is not installed without a GPU; and it warns of its own defaults and of
+# Megatron logs at import, once per file, what is not installed without a GPU; and it warns of its own defaults and of
 # torch functions that it still uses. None of it is for the user to act on.
 for _message in (
     r".*(Transformer Engine|Apex)\b.* not installed",

@@ -78,12 +78,7 @@ class MegatronEngine:
             balance=self._balance,
             fp8=settings.fp8,
         )
-        if settings.init_from_scratch:
-            init_from_scratch(self._model, parallel=parallel, seed=settings.seed)
-        else:
-            if settings.is_critic and not settings.init_critic_from_actor:
-                _require_value_head(settings.hf_path)
-            load_hf_weights(self._model, settings.hf_path, parallel=parallel, seed=settings.seed)
+        self._fill()
         self._chunks: Sequence[Any] = self._model
         self._plans: dict[int, ExportPlan] = {}  # by the size of buckets
         self._optimizer: TrainOptimizer | None = None
@@ -122,6 +117,16 @@ class MegatronEngine:
             attention_cost=_attention_cost(self.model_config),
         )
         """How this engine cuts a batch."""
+
+    def _fill(self) -> None:
+        """Draw the weights, or read them from the Hugging Face folder."""
+        settings = self._settings
+        if settings.init_from_scratch:
+            init_from_scratch(self._model, parallel=self._parallel, seed=settings.seed)
+            return
+        if settings.is_critic and not settings.init_critic_from_actor:
+            _require_value_head(settings.hf_path)
+        load_hf_weights(self._model, settings.hf_path, parallel=self._parallel, seed=settings.seed)
 
     @property
     def num_updates(self) -> int:
@@ -358,7 +363,7 @@ class MegatronEngine:
                 dist.all_reduce(total, group=parallel.dp_cp_group)
             values = (total / divisors.metrics).tolist()
             values[names.index("loss")] = (total[names.index("loss")] / divisors.loss).item()
-        if parallel.layout.pp > 1:  # only the last stage knows the names
+        if parallel.layout.pp > 1:  # only the last stage has the names
             packed = [dict(zip(names, values, strict=True))]
             source = dist.get_process_group_ranks(parallel.pp_group)[-1]
             dist.broadcast_object_list(packed, src=source, group=parallel.pp_group, device=self._device.torch_device)

@@ -86,7 +86,7 @@ class OptimizerState:
         if page is None:
             page = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._pages[param, name] = page
-        # Copies to and from the host queue up behind each other on one stream: nobody reads a page too early.
+        # Copies to and from the host queue up behind each other on one stream: no page is read too early.
         return page if page is tensor else page.copy_(tensor, non_blocking=not wait)
 
 

@@ -77,7 +77,7 @@ def parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[
 
 def parse_mla(raw: Mapping[str, Any]) -> MLAConfig:
     """Return the latent attention of a DeepSeek model. Raises ModelConfigError."""
-    # The norms of the compressed vectors take transformers' default there, whatever rms_norm_eps says.
+    # The norms of the compressed vectors take transformers' default there, whatever rms_norm_eps is.
     require(raw, {"rms_norm_eps": 1e-6, "rope_interleave": True})
     heads = positive(raw, "num_attention_heads")
     require(raw, {"num_key_value_heads": heads})

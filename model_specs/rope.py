@@ -85,7 +85,7 @@ def _yarn(parameters: Mapping[str, Any]) -> YarnRopeScaling:
         factor=number(parameters, "factor", 1.0),
         beta_fast=number(parameters, "beta_fast", 32.0),
         beta_slow=number(parameters, "beta_slow", 1.0),
-        # Without both of them the cosines are scaled as mscale=1 alone says.
+        # Without both of them the cosines are scaled as with mscale=1 alone.
         mscale=mscale if mscale and all_dim else 1.0,
         mscale_all_dim=all_dim,
         original_max_position_embeddings=positive(parameters, _CONTEXT),

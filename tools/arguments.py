@@ -49,7 +49,7 @@ def new_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{path} is a file; name a folder")
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.exists(p))
     try:
-        # Writing is the only test that knows about read-only mounts and root; the file has no name.
+        # Writing is the only test that covers read-only mounts and root; the file has no name.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

@@ -120,7 +120,7 @@ class Report:
     def __exit__(self, *exc_info: object) -> None:
         self._progress.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if self.console.is_terminal:
             self._progress.update(self._task, description=text)
         else:
@@ -173,7 +173,7 @@ def chaos(folder: Path, kills: int, seed: int, report: Report, algorithm: str | 
         except BaseException:
             stop.set()  # the others end what they started
             raise
-    for trial in trials if verdict.holds else ():  # a run that failed has said why, and may have nothing to compare
+    for trial in trials if verdict.holds else ():  # a run that failed has its reason, and may have nothing to compare
         compare(undisturbed, trial, verdict)
     if not wait_until(lambda: not leftovers.found(), _GONE_SECONDS, stop):
         verdict.problems += leftovers.found()
@@ -211,12 +211,12 @@ def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.
             process = _kill(trial, process, kill, stop)
             trial.may_end |= kill.target == "command"
             report.killed()
-            report.say(f"{trial.name}: killed {kill}; {trial.finished_steps} of {trial.steps} steps done")
+            report.log(f"{trial.name}: killed {kill}; {trial.finished_steps} of {trial.steps} steps done")
         while process.poll() != 0:
             process = _running(trial, process)
             if not wait_until(partial(_has_ended, process), _PATIENCE_SECONDS, stop, every_seconds=0.05):
                 raise RunFailed(f"{trial.name} did not finish:\n{trial.log_tail()}")
-        report.say(f"{trial.name}: finished all {trial.steps} steps")
+        report.log(f"{trial.name}: finished all {trial.steps} steps")
     finally:
         _end(process)
 

@@ -232,7 +232,7 @@ def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _one_rank() -> Iterator[ParallelState]:
-    """Open a world of one rank, in which Megatron can be asked where tensors lie."""
+    """Open a world of one rank, in which Megatron computes where tensors lie."""
     from mcore_adapter.device import get_device
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 

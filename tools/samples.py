@@ -42,11 +42,11 @@ _SHORT, _FULL = 800, sys.maxsize
 
 
 class BadRequest(ValueError):
-    """What was asked for does not exist, or cannot be read."""
+    """What was requested does not exist, or cannot be read."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show what the arguments ask for; return the exit code."""
+    """Show what the arguments select; return the exit code."""
     arguments = _parser().parse_args(argv)
     console = Console()
     try:

@@ -32,7 +32,7 @@ _DRIVER, _STEPS = "driver", "steps"
 
 
 class BadRequest(ValueError):
-    """What was asked for does not exist, or cannot be read."""
+    """What was requested does not exist, or cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,7 +196,7 @@ def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
         reads, preset = keys_read(algorithm_settings(config)), PRESETS[name].values if name else {}
         reads |= {"decoupled"} if config.algorithm.correction is None else frozenset()
         reads |= {"disable_value"} if config.algorithm.advantage == "gae" else frozenset()
-        # The tutorial's files have these beside disable_value, which says what becomes of them.
+        # The tutorial's files have these beside disable_value, which decides what becomes of them.
         reads |= {"value_eps_clip", "value_norm", "critic_sample_reuse"} if name is None else frozenset()
     else:
         reads, preset = load_algorithm(name).reads, {}

@@ -287,6 +287,6 @@ _RULES = {
 
 
 def _rule(error: Mapping[str, Any]) -> str:
-    # A bound of a float field is a float, 0.0 where the schema says 0; one of an integer field may have ten digits.
+    # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
     bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
     return _RULES.get(error["type"], error["msg"]).format(**bounds, input=error["input"])

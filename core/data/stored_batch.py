@@ -53,9 +53,9 @@ class Piece:
 
     sequences: np.ndarray  # [n] int64, ascending
     readers: frozenset[Reader]
-    """Who runs them in any pass."""
+    """The ranks that run them in any pass."""
     trainers: frozenset[Reader]
-    """Who trains on them."""
+    """The ranks that train on them."""
 
 
 @dataclass(frozen=True, kw_only=True)

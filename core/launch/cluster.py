@@ -85,7 +85,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray would run its workers, which here do all the work, at the lowest priority of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # Workers that Ray starts before it knows for what have not our environment, and are never used.
+        # Workers that Ray starts ahead lack our environment, and are never used.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Ray would keep a record of each of the last 100,000 calls: memory that grows for 10,000 steps.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")

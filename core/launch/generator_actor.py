@@ -62,7 +62,7 @@ class GeneratorActor:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
         wires = await asyncio.gather(*handles)
         buckets = [bucket_from_wire(wire) for wire in wires] if self._holds_weights else []
-        async with self._receiving:  # a push is repeated when another generator has died in it
+        async with self._receiving:  # a push is repeated when another generator has failed in it
             start = time.perf_counter()
             await self._generator.pause()
             for bucket in buckets:
@@ -151,7 +151,7 @@ class ActorGenerator(Generator):
                         future.set_exception(outcome)
                     else:
                         future.set_result(outcome)
-        except ray.exceptions.RayTaskError as failure:  # its process lives and says what is wrong with all of them
+        except ray.exceptions.RayTaskError as failure:  # its process runs: the error concerns all of them
             self._fail_pending(failure.cause if isinstance(failure.cause, Exception) else failure)
         except ray.exceptions.RayError as e:
             self._fail_pending(ConnectionError(f"the generator process has exited: {e}"))

@@ -166,7 +166,7 @@ class GeneratorPool:
 
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
-        self._ending = True  # who is gone from now on is not lost
+        self._ending = True  # a replica that ends from now on is not lost
         if not self._participants():
             return
         try:

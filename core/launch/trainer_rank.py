@@ -85,7 +85,8 @@ class TrainerRank:
         )
 
     def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
-        """Make an engine under a name; return how it cuts batches. Raises MemoryError with who holds the memory."""
+        """Make an engine under a name; return how it cuts batches. Raises MemoryError with the processes that hold the
+        memory."""
         from mcore_adapter.engine import MegatronEngine
 
         try:

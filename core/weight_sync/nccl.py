@@ -132,7 +132,7 @@ class NcclSender(BucketSender):
                 failure = TimeoutError("no answer in time")
             if failure is not None:
                 logger.warning("%s did not leave the process group of the weight push: %s", name, failure)
-        # With a server that died it may wait for ever; then it is aborted.
+        # With a server that has exited it may wait for ever; then it is aborted.
         try:
             in_background(dist.destroy_process_group, self._group).result(timeout=10)
             self._group = None

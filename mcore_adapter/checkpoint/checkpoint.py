@@ -102,7 +102,7 @@ def copy_checkpoint(
 def _only_new_garbage() -> Iterator[None]:
     """Limit garbage collection to new objects while Megatron gathers the optimizer's state: through all objects of the
     process it takes several times as long as everything else."""
-    if gc.get_freeze_count():  # whoever froze the modules wants them to stay so, and nothing besides
+    if gc.get_freeze_count():  # the modules were frozen on purpose, and only they stay so
         yield
         return
     gc.freeze()

@@ -82,7 +82,7 @@ class CopiedCheckpoint:
             return self._writer.write_data(self._plan, self._planner).value()
         except OSError as error:
             return error
-        except Exception as error:  # noqa: BLE001 (whoever waits for this rank hears of it, whatever it is)
+        except Exception as error:  # noqa: BLE001 (reported to the process that waits for this rank, whatever it is)
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):  # torch's word for a full disk
                 return OSError(str(error))
             return RuntimeError(f"{type(error).__name__}: {error}")  # which can be pickled, whatever it was
@@ -118,7 +118,7 @@ class CopiedCheckpoint:
             everyone = [written, *(self._await_report(rank) for rank in range(1, self._world_size))]
             self.raise_first(everyone)
             self.finish(everyone)
-        except Exception as failure:  # noqa: BLE001 (whoever waits for the checkpoint hears of it, whatever it is)
+        except Exception as failure:  # noqa: BLE001 (reported to the process that waits for the checkpoint)
             error = failure
             self._make_room()
         tell_outcome(self._path, error)

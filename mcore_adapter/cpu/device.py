@@ -147,7 +147,7 @@ class CpuDevice:
         megatron_moe.te_general_gemm = None
         megatron_mla.TELinear = CpuDuplicatedLinear  # the only one that it lets compute the projections down
         dispatcher: Any = MoEAlltoAllTokenDispatcher
-        dispatcher.cuda_dtoh_stream = ()  # not None: nobody makes a stream
+        dispatcher.cuda_dtoh_stream = ()  # not None: no stream is made
         dispatcher._maybe_dtoh_and_synchronize = _splits_on_host
         _is_set_up = True
 

@@ -88,7 +88,7 @@ class CpuCoreAttention(MegatronModule):
         """Attend in float32: query [t, h, d], key [t, g, d], value [t, g, e] -> [t, h * e] in value's format. t is this
         context-parallel rank's share."""
         width, wide = value.size(-1), value.float()
-        if width < query.size(-1):  # latent attention; the kernels want one head_dim
+        if width < query.size(-1):  # latent attention; the kernels need one head_dim
             wide = F.pad(wide, (0, query.size(-1) - width))
         assert wide.size(-1) == query.size(-1), "no supported family has wider values than keys"
         out = self._attend(query.float(), key.float(), wide, packed_seq_params)

@@ -48,7 +48,7 @@ class SelectiveMLP(MLP):
         def unpack(kept: torch.Tensor | torch.Size) -> torch.Tensor:
             if hasattr(weight, "main_grad"):
                 # Through these hooks TransformerEngine gets a copy of the weight's object: it adds the gradient to the
-                # buffer, but cannot say so, which the wrapper that reduces gradients waits for.
+                # buffer, but cannot report it, which the wrapper that reduces gradients waits for.
                 weight.grad_added_to_main_grad = True
                 weight.grad = weight.detach().new_empty(()).expand(weight.shape)
             return kept if isinstance(kept, torch.Tensor) else swiglu(halves.detach()).view(kept)

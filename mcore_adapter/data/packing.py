@@ -23,7 +23,7 @@ from mcore_adapter.data.shared_prompts import SharedPromptParams, share_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class PackingLayout:
-    """What the parallel layout asks of a packed microbatch."""
+    """What the parallel layout requires of a packed microbatch."""
 
     cp_size: int = 1
     cp_rank: int = 0

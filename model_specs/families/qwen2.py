@@ -10,7 +10,7 @@ from model_specs.family import Family
 
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
-    # It always has biases of q, k and v and never one of the output, whatever attention_bias says.
+    # It always has biases of q, k and v and never one of the output, whatever attention_bias is.
     return parse_decoder(raw, qkv_bias=True, attention_bias=None)
 
 

@@ -43,7 +43,7 @@ class PromptFormat:
     system: str | None = None
     """Message that a conversation begins with, unless it has one."""
     instruction: str = ""
-    """What the user's turn of a prompt of one text ends with, unless the prompt asks for a box already."""
+    """What the user's turn of a prompt of one text ends with, unless the prompt mentions a box already."""
     chat_template: str | None = None
     """A jinja file. None: the tokenizer's template."""
     chat_options: Mapping[str, Any] = field(default_factory=dict)

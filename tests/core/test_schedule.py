@@ -101,7 +101,7 @@ class Store:
         self.state = RunState(**json.loads(json.dumps(asdict(state))))
 
 
-def make_housekeeping(
+def make_periodic(
     store: Store, *, evaluated: list[int] | None = None, saved: list[str] | None = None
 ) -> PeriodicActions:
     return PeriodicActions(
@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
     evaluated: list[int] = []
     saved: list[str] = []
     for last in (6, 10):  # the second run begins at step 5
-        periodic = make_housekeeping(store, evaluated=evaluated, saved=saved)
+        periodic = make_periodic(store, evaluated=evaluated, saved=saved)
         for step in range(store.state.step + 1, last + 1):
             periodic.after_step(step, timer)
             periodic.after_report(step, timer)
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
 
 def test_a_checkpoint_that_failed_ends_the_run_after_the_next_step_though_none_is_due() -> None:
     store, timer = Store(), StepTimer(lambda phase: None)
-    periodic = make_housekeeping(store)
+    periodic = make_periodic(store)
     for step in (1, 2):
         periodic.after_report(step, timer)
     assert store.state.step == 2

@@ -239,7 +239,7 @@ def train(
             timer=StepTimer(run.phases.append),
             mean_batch_tokens=96.0,
         )
-        periodic: Any = _Housekeeping(run)
+        periodic: Any = _Periodic(run)
         if checkpoints is not None:
             periodic = _saving(schedule, checkpoints, start, lambda: (monitor.elapsed_seconds, trainer.state))
             stack.enter_context(checkpoints)
@@ -503,7 +503,7 @@ class _Push:
         )
 
 
-class _Housekeeping:
+class _Periodic:
     """In place of the actions after a step, of which none is due."""
 
     def __init__(self, run: Run) -> None:

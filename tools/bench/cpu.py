@@ -77,7 +77,7 @@ def alternate(first: Callable[[], float], second: Callable[[], float], rounds: i
 
 
 def allocation(scene: Scene) -> Iterator[Figure]:
-    """Parsing a device map for 10,000 GPUs."""
+    """Yield the time to parse a device map for 10,000 GPUs."""
     seconds = []
     for _ in range(20):
         start = time.perf_counter()
@@ -336,7 +336,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
         for round_, precision in itertools.product(range(2), PRECISIONS):
             changes = {"ppo.gen.min_new_tokens": new_tokens, "actor.bf16": precision == "bfloat16"}
             config = ppo_config(scene, model, new_tokens=new_tokens, **changes)
-            # Three single-threaded processes on two cores: whoever waits leaves its core to the others.
+            # Three single-threaded processes on two cores: a process that waits leaves its core to the others.
             config |= {"allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3}
             config |= {"launch.threads_per_process": 1, "generator.interrupt": "in_place"}
             trial = f"loop{new_tokens}-{precision}-{round_}"
@@ -358,7 +358,8 @@ def loop(scene: Scene) -> Iterator[Figure]:
 def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
     """Run TRL's loop, in its own environment."""
     command = [
-        str(scene.trl_python), "tools/bench/trl_baseline.py", "--model", str(model), "--prompts", str(scene.prompts()),
+        str(scene.trl_python), str(Path(__file__).with_name("trl_baseline.py")), "--model", str(model),
+        "--prompts", str(scene.prompts()),
         "--new-tokens", str(new_tokens), "--steps", str(steps), "--precision", precision,
     ]  # fmt: skip
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout

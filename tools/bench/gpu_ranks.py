@@ -133,7 +133,7 @@ def _data_parallel_rank(rank: int, scene: Scene, _: Any, results: Any, overlappe
         norms: list[float] = []
         seconds = median_seconds(device, lambda: norms.append(ppo_update(engine, batch, 16384)["grad_norm"]))
         results.put((rank, (batch.num_tokens / seconds, norms[0])))
-        engine.logprobs(batch, max_tokens_per_mb=16384)  # nobody leaves while another one communicates
+        engine.logprobs(batch, max_tokens_per_mb=16384)  # no rank leaves while another one communicates
 
 
 def _tensor_parallel_rank(rank: int, scene: Scene, tasks: Any, results: Any) -> None:

@@ -67,27 +67,27 @@ def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
     began = time.monotonic()
     hide_progress_bars()
     empty(output)
-    say(f"1. Data and model -> {output}")
+    announce(f"1. Data and model -> {output}")
     files = make_ingredients(output, seed=seed)
     run = partial(run_quickstart, environment={"SLIPSTREAM_DEMO": str(output)})
 
-    say("2. Supervised warm-up, until it is right sometimes")
+    announce("2. Supervised warm-up, until it is right sometimes")
     run("sft", f"seed={seed}", *PLACES[gpus][0], log=output / "sft.log")
     measure = partial(accuracy, data=files.held_out)
     warm, before = first_at_least(saved_models(output, "demo-sft"), WARM_UP_TARGET, measure)
     print(f"  {warm.name.partition('globalstep')[2]} steps: {before:.1%} of the held-out problems right")
 
-    say("3. Asynchronous PPO: the generator may be two steps ahead of the trainer")
+    announce("3. Asynchronous PPO: the generator may be two steps ahead of the trainer")
     run("ppo-math", *ppo_changes(warm, seed=seed, gpus=gpus, steps=steps), log=output / "ppo.log")
     trained = saved_models(output, "demo-ppo")[-1]
     after = measure(trained)
 
-    say("4. The saved folder, in transformers")
+    announce("4. The saved folder, in transformers")
     show_answers(trained, files)
     picture = output / "reward_curve.png"
     draw(picture, output, before=before, after=after)
     gain = after - before
-    say("Summary")
+    announce("Summary")
     print(f"  held-out accuracy  {before:.1%} -> {after:.1%} ({gain * 100:+.1f} points)")
     print(f"  reward curve       {picture}")
     print(f"  trained model      {trained}")
@@ -104,7 +104,7 @@ def ppo_changes(model: Path, *, seed: int, gpus: int, steps: int | None) -> list
     return [f"seed={seed}", f"actor.path={model}", *length, *PLACES[gpus][1]]
 
 
-def say(text: str) -> None:
+def announce(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 

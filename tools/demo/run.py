@@ -61,8 +61,8 @@ def show_progress(lines: Sequence[str]) -> None:
     if not found or int(found.group(1)) % _PROGRESS_EVERY_STEPS:
         return
     text = "".join(lines)
-    told = re.findall(r"'(task_reward)': ([-\d.e]+)", text) or re.findall(r"'(loss)': ([-\d.e]+)", text)
-    figures = "".join(f", {name} {float(value):.3f}" for name, value in told[-1:])
+    rewards = re.findall(r"'(task_reward)': ([-\d.e]+)", text) or re.findall(r"'(loss)': ([-\d.e]+)", text)
+    figures = "".join(f", {name} {float(value):.3f}" for name, value in rewards[-1:])
     print(f"  step {found.group(1):>3}{figures}, {float(found.group(2)):.2f} s", flush=True)
 
 

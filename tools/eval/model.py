@@ -120,12 +120,12 @@ def weights_identity(path: Path) -> str:
 def _convert(path: Path, checkpoint: Path, target: Path) -> None:
     command = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(checkpoint)]
     done = subprocess.run([*command, "--output_path", str(target)], capture_output=True, text=True)
-    said = (done.stderr.strip().splitlines() or ["no error message"])[-1].removeprefix("error: ")
+    message = (done.stderr.strip().splitlines() or ["no error message"])[-1].removeprefix("error: ")
     if done.returncode == _CONVERT_REFUSED:
-        raise EvalError(f"--model_path {path}: {said}")
+        raise EvalError(f"--model_path {path}: {message}")
     if done.returncode:
         how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
-        raise EvalFailure(f"--model_path {path}: its conversion was ended by {how}: {said}")
+        raise EvalFailure(f"--model_path {path}: its conversion was ended by {how}: {message}")
 
 
 def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool]:

@@ -38,7 +38,7 @@ class TestRun:
 
     @property
     def tail(self) -> str:
-        """The lines that say why."""
+        """The last lines, with the reason."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         return "\n".join(lines[-8:])
 

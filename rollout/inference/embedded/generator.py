@@ -111,7 +111,7 @@ class EmbeddedGenerator:
         self._error: GeneratorError | None = None
         self._changed = threading.Condition()
         self._commands: list[tuple[Callable[[], Any], _Waiter | None]] = []
-        self._pending: dict[str, _Waiter | None] = {}  # request id -> who waits; None: drain() hands it out
+        self._pending: dict[str, _Waiter | None] = {}  # request id -> the waiting call; None: drain() returns it
         self._drained: list[tuple[str, Completion]] = []
         self._drainers: list[_Waiter] = []
         self._thread = threading.Thread(target=self._run, name="embedded-generator", daemon=True)
@@ -268,7 +268,7 @@ class EmbeddedGenerator:
                 while self._take_commands():
                     if not self._paused:
                         self._deliver(self._engine.step())
-        except BaseException as e:  # noqa: BLE001 (whatever it is, those who wait must hear of it)
+        except BaseException as e:  # noqa: BLE001 (raised in every call that waits, whatever it is)
             logger.exception("the engine failed")
             error = GeneratorError(f"the engine failed: {type(e).__name__}: {e}")
             error.__cause__ = e

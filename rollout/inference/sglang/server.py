@@ -220,7 +220,7 @@ class SGLangServer:
                 start_new_session=True,
             )  # fmt: skip
         assert self._process.stdin is not None, "stdin is a pipe"
-        with suppress(BrokenPipeError), self._process.stdin as stdin:  # a process that died is found by start()
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # a process that has exited is found by start()
             stdin.write(json.dumps({"parent": os.getpid(), "flags": dict(flags)}).encode())
 
     def _check_alive(self) -> None:
