@@ -133,7 +133,7 @@ def test_ctrl_c_saves_and_the_same_command_continues_where_it_was(assets, run_co
         generator={"mock_seconds_per_token": 0.02},  # so that the signal comes before the end
         exp_ctrl={"total_train_epochs": 5, "save_freq_epochs": None, "ckpt_freq_steps": 1},
     )
-    starting = run_command("ppo-math", config)
+    starting = run_command("ppo-math", config, fresh=True)
     starting.wait_for("Launching experiments with RAY")
     starting.process.send_signal(signal.SIGINT)
     assert starting.finish() == 130 and "Interrupted. " in starting.output(), starting.output()[-4000:]
