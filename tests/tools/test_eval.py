@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,16 @@ def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
         (["--data_names", "own"], "no prompt among the columns ['ask', 'gold']"),
         (["--answer_field", "target"], "answer_field='target' is not among the columns ['answer', 'id', 'problem']"),
         (["--model_path", "/nowhere"], "--model_path /nowhere: no such folder"),
+        pytest.param(
+            ["--generator", "sglang"],
+            "--generator sglang: SGLang is not installed here; run pip install",
+            marks=pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed here"),
+        ),
+        (["--generator", "sglang", "--sglang_python", "/no/python"], "--sglang_python /no/python: no such interpreter"),
+        (
+            ["--generator", "sglang", "--sglang_python", sys.executable, "--sglang", "mem_fracton_static=0.8"],
+            "--sglang mem_fracton_static: SGLang 0.5.17 has no such server argument; did you mean",
+        ),
         (["--model_path", "{data}"], "neither a Hugging Face folder"),
         (["--temperature", "0"], "must be greater than 0"),
         (["--prompt_template", "Q:"], "has no {prompt}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -58,6 +59,20 @@ class GeneratorChoice:
     def resolved(self) -> str:
         """Return the name of the backend; auto: the default of GPUs, if there are any, or of the CPU."""
         return self.backend if self.backend != "auto" else DEFAULT_BACKEND[GPU if query_gpus() else CPU]
+
+    def check(self) -> None:
+        """Raise EvalError where its servers cannot start, or not with these arguments."""
+        if (name := self.resolved()) != "sglang":
+            return
+        if self.sglang_python is None and importlib.util.find_spec("sglang") is None:
+            raise EvalError(
+                "--generator sglang: SGLang is not installed here; run pip install 'slipstream[gpu]', or name an "
+                "interpreter that has it with --sglang_python"
+            )
+        if self.sglang_python is not None and not os.access(self.sglang_python, os.X_OK):
+            raise EvalError(f"--sglang_python {self.sglang_python}: no such interpreter")
+        for flag, message in BACKENDS[name].refused_flags(self.sglang):
+            raise EvalError(f"--sglang {flag}: {message}")
 
 
 def find_model(path: Path) -> tuple[Path, bool]:

@@ -88,6 +88,11 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
     twice = {b.name for b in found if sum(other.name == b.name for other in found) > 1}
     if twice:
         raise EvalError(f"--data_names: {', '.join(sorted(twice))} twice; their answers would go into one file")
+    generator = GeneratorChoice(
+        backend=given.generator, tensor_parallel=given.tensor_parallel, max_running=given.max_running,
+        dtype=given.dtype, sglang_python=given.sglang_python, sglang=server_arguments(given.sglang),
+    )  # fmt: skip
+    generator.check()
     if given.overwrite:
         check_may_be_emptied(given.output_path, needed=[given.model_path, *(Path(b.source.path) for b in found)])
     return EvalSettings(
@@ -101,10 +106,7 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
         ),
         seed=given.seed,
         judging=judging,
-        generator=GeneratorChoice(
-            backend=given.generator, tensor_parallel=given.tensor_parallel, max_running=given.max_running,
-            dtype=given.dtype, sglang_python=given.sglang_python, sglang=server_arguments(given.sglang),
-        ),
+        generator=generator,
         reward_workers=given.reward_workers,
         overwrite=given.overwrite,
     )  # fmt: skip
