@@ -59,6 +59,7 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.bench.__main__", "cpu --only push", "--only push: not measured on cpu"),
         ("tools.bench.__main__", "cpu --output /proc/x", "argument --output: /proc/x: cannot write in /proc"),
         ("tools.bench.__main__", "gpu --shape 2B", "argument --shape: invalid choice: '2B'"),
+        ("tools.bench.__main__", "gpu", "gpu: nvidia-smi shows none on this host; write cpu, or add --trial"),
         ("tools.bench.__main__", "gpu --trial --sglang-python /no/python", "/no/python: no such interpreter"),
         ("tools.chaos", "--kills 0", "argument --kills: 0 must be at least 1"),
         ("tools.conformance.__main__", "--peer trl", "--peer and --python belong together, once for each peer"),
@@ -87,6 +88,7 @@ def test_bad_input_is_refused_before_a_slow_library_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, words: str, said: str
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *args: None)
+    monkeypatch.setenv("PATH", "/no/nvidia-smi")
     assert run(monkeypatch, module, *words.split()) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 

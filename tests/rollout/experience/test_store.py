@@ -383,3 +383,7 @@ def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_wha
 def test_ages_are_averaged_over_trajectories_whatever_their_groups() -> None:
     groups = [group(0, 3) + group(0, 1) + group(0, 1), group(1, 3)]
     assert age_metrics(groups, 3, 2) == {"staleness/mean": 1.0, "staleness/max": 2.0}
+
+
+def test_a_bound_that_is_no_bound_costs_nothing() -> None:
+    assert age_metrics([group(0, 18), group(1, 15)], 18, 10**12) == {"staleness/mean": 1.5, "staleness/max": 3.0}
