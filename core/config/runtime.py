@@ -16,7 +16,7 @@ _EVALUATION_DATA = "evaluation.path (sft, dpo: dataset.valid_path)"
 
 _DEBUGGED = "a process that waits in a debugger exceeds its deadline; debug workflow and reward by themselves"
 NOT_IN_A_RUN = {
-    "RAY_PROFILING": "Ray keeps no events of tasks in a run; metrics.jsonl has the time of every phase",
+    "RAY_PROFILING": "Ray keeps no events of tasks in a run; `python -m tools.timeline` draws what each process did",
     "RAY_DEBUG": _DEBUGGED,
     "RAY_DEBUG_POST_MORTEM": _DEBUGGED,
 }
