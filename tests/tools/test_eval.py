@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from rollout.answer_file import Answer, read_answers
 from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
+from rollout.inference.sglang.arguments import is_installed
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from tools.eval.__main__ import BAD_INPUT, FAILED, main
 from tools.eval.data import EvalError
@@ -142,7 +142,7 @@ def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
         pytest.param(
             ["--generator", "sglang"],
             "--generator sglang: SGLang is not installed here; run pip install",
-            marks=pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed here"),
+            marks=pytest.mark.skipif(is_installed(), reason="SGLang is installed here"),
         ),
         (["--generator", "sglang", "--sglang_python", "/no/python"], "--sglang_python /no/python: no such interpreter"),
         (

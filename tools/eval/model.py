@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from allocation import CPU, GPU
 from rollout.inference.backend import BackendSettings, WeightFormat
 from rollout.inference.gpus import query_gpus
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
+from rollout.inference.sglang.arguments import is_installed
 from rollout.types import Generator
 from tools.eval.data import EvalError, EvalFailure
 
@@ -64,7 +64,7 @@ class GeneratorChoice:
         """Raise EvalError where its servers cannot start, or not with these arguments."""
         if (name := self.resolved()) != "sglang":
             return
-        if self.sglang_python is None and importlib.util.find_spec("sglang") is None:
+        if self.sglang_python is None and not is_installed():
             raise EvalError(
                 "--generator sglang: SGLang is not installed here; run pip install 'slipstream[gpu]', or name an "
                 "interpreter that has it with --sglang_python"

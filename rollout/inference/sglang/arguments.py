@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 
 from rollout.inference.backend import FlagValue
 from rollout.inference.sglang.server_arguments import KINDS, VERSION
@@ -44,6 +45,11 @@ def decided_elsewhere(key: str) -> str | None:
     """Return the key or mechanism that determines the server argument `key`; None where users may set it."""
     name = key.replace("-", "_")
     return FROM_ELSEWHERE.get(_SYNONYMS.get(name, name))
+
+
+def is_installed() -> bool:
+    """Return whether this interpreter can import SGLang."""
+    return importlib.util.find_spec("sglang") is not None
 
 
 def refusal(key: str, value: FlagValue) -> str | None:
