@@ -163,4 +163,5 @@ def test_another_batch_size_continues_after_the_same_prompts_also_where_the_run_
     found = RunState(step=20, version=20, elapsed_seconds=0.0, extra={})
     start = Start(state=found, rollout_state=None, checkpoint=None, identity=identity, changes=("batch size",))
     schedule = Schedule(num_prompts=1000, batch_size=8, total_epochs=1, total_steps_limit=12)
-    assert fit_to_schedule(start, schedule).state.step == 10
+    state = fit_to_schedule(start, schedule).state
+    assert (state.step, state.version) == (10, 10)

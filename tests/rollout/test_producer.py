@@ -338,6 +338,17 @@ def test_a_prompt_whose_workflow_keeps_failing_is_skipped_and_another_takes_its_
     assert "q1: skipped after 2 attempts (workflow.on_error=skip; 2 prompts so far): ZeroDivisionError" in caplog.text
 
 
+def test_skipped_prompts_take_no_place_of_max_in_flight() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow(fails_for(*range(4)))
+        settings: dict[str, object] = {"max_retries": 0, "errors": skipping(), "num_epochs": 1, "max_in_flight": 2}
+        async with make_producer(workflow, **settings) as producer, asyncio.timeout(100):
+            taken = await train(producer, workflow, range(4))
+        assert len(taken) == 16 and not {"q0", "q1", "q2", "q3"} & set(taken)
+
+    run_virtual(main())
+
+
 def test_too_many_skipped_prompts_end_the_run_with_the_error_and_the_limit() -> None:
     async def main() -> None:
         workflow = CallWorkflow(fails_for(*range(20)))

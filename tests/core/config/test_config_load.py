@@ -368,6 +368,10 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ("ppo.disable_value=false", "critic.path: required with a critic"),
         ("actor.type.is_critic=true", "actor.type.is_critic: actor is a language model"),
         ("actor.optimizer.type=empty", "actor.optimizer.type: actor is trained"),
+        (
+            "ppo.disable_value=false critic.path=c critic.optimizer.type=empty",
+            "critic.optimizer.type: the critic is trained; write adam",
+        ),
         ("ppo.gen.top_k=0", "ppo.gen.top_k: top_k=0 leaves no token"),
         ("mode=local n_nodes=2", "mode: mode=local is for one node"),
         ("mode=local launch.ray_address=head:6379", "mode: mode=local is for this machine"),
