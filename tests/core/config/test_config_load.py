@@ -127,6 +127,8 @@ def test_the_columns_of_pairs_are_keys_of_the_data_set() -> None:
         ("rollout_batch_size: 4", "write dataset.train_bs_n_seqs"),
         ("num_return_sequences_in_group: 4", "write group_size"),
         ("system_envs: {A: b}", "write external_configs.envs"),
+        ("algorithm: {clip_ratio_high: 0.28}", "write algorithm.clip_high"),
+        ("algorithm: {ppo_epochs: 2}", "write ppo.actor_sample_reuse"),
         ("profiler_output_dir: /tmp", "there is no profiler output; metrics.jsonl has the time of every phase"),
         ("model: {path: /m}", "write actor (ref and critic for the other models)"),
         ("push: {xyzzy: 1}", "keys here are type, verify, bucket_mib, timeout_seconds"),
