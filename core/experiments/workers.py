@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
 from core.config.push import choose_transport
@@ -51,8 +52,7 @@ class TrainerGroups:
 
     def __init__(self, cluster: Cluster, *, port: int, threads: int, seed: int) -> None:
         self._cluster = cluster
-        self._options: dict[str, Any] = {"threads": threads, "seed": seed}
-        self._port = port
+        self._port, self._threads, self._seed = port, threads, seed
         self._groups: dict[tuple[ParallelLayout, tuple[Slot, ...]], TrainerGroup] = {}
 
     def group(self, placed: RoleAllocation) -> TrainerGroup:
@@ -61,7 +61,9 @@ class TrainerGroups:
         if key not in self._groups:
             name = f"trainer{len(self._groups) or ''}"
             port = self._port and self._port + len(self._groups)
-            self._groups[key] = TrainerGroup(self._cluster, placed, name=name, port=port, **self._options)
+            self._groups[key] = TrainerGroup(
+                self._cluster, placed, name=name, port=port, threads=self._threads, seed=self._seed
+            )
         return self._groups[key]
 
     def wait_started(self, timeout_seconds: float) -> None:
@@ -125,16 +127,20 @@ def start_ppo_workers(
 ) -> PPOWorkers:
     """Start every process; they come up side by side, so nothing here waits for another."""
     placed, colocated = allocation.generator, allocation.shares_gpus
-    shared: dict[str, Any] = {
-        "configured": config.launch.threads_per_process, "max_staleness": config.staleness.max_staleness
-    }  # fmt: skip
-    threads = threads_per_process(allocation, gpus=allocation.trainer.on_gpu, **shared)
-    groups = TrainerGroups(cluster, port=config.launch.master_port, threads=threads, seed=config.seed)
+    threads = partial(
+        threads_per_process,
+        allocation,
+        configured=config.launch.threads_per_process,
+        max_staleness=config.staleness.max_staleness,
+    )
+    groups = TrainerGroups(
+        cluster, port=config.launch.master_port, threads=threads(gpus=allocation.trainer.on_gpu), seed=config.seed
+    )
     generators = GeneratorPool(
         cluster,
         placed,
         backend_settings(config, allocation),
-        threads=threads_per_process(allocation, gpus=placed.on_gpu, **shared),
+        threads=threads(gpus=placed.on_gpu),
         health=HealthSettings(
             interval_seconds=config.generator.health_interval_seconds,
             timeout_seconds=config.generator.health_timeout_seconds,
@@ -175,14 +181,12 @@ def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers
 
 
 def _push(config: PPOMATHConfig, workers: PPOWorkers) -> WeightPush:
-    push = config.push
-    common: dict[str, Any] = {"bucket_bytes": push.bucket_mib * 2**20, "timeout_seconds": push.timeout_seconds}
-    trainer, generators = workers.actor.group, workers.generators
-    if workers.colocated:
-        return ColocatedPush(trainer, generators, verify=push.verify, **common)
-    if workers.transport == "local":
-        return LocalPush(trainer, generators, **common)
-    return ServerPush(trainer, generators, verify=push.verify, **common)
+    push, trainer, generators = config.push, workers.actor.group, workers.generators
+    bucket_bytes, seconds = push.bucket_mib * 2**20, push.timeout_seconds
+    if workers.transport == "local" and not workers.colocated:
+        return LocalPush(trainer, generators, bucket_bytes=bucket_bytes, timeout_seconds=seconds)
+    through_servers = ColocatedPush if workers.colocated else ServerPush
+    return through_servers(trainer, generators, verify=push.verify, bucket_bytes=bucket_bytes, timeout_seconds=seconds)
 
 
 def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> None:
@@ -216,25 +220,22 @@ def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, grou
 
 def build_ppo_engines(config: PPOMATHConfig, workers: PPOWorkers, *, total_updates: int) -> None:
     """Load actor, critic and reference on their ranks."""
-    common: dict[str, Any] = {"on_gpu": workers.on_gpu}
-    build_engine(
+    build = partial(build_engine, on_gpu=workers.on_gpu)
+    build(
         workers.actor,
         config.actor,
         path=config.actor.path,
         total_updates=total_updates * config.ppo.actor_sample_reuse,
         seed=config.seed,
-        **common,
     )
     if workers.critic is not None:
-        build_engine(
+        build(
             workers.critic, config.critic, path=config.critic_path,
             total_updates=total_updates * config.ppo.critic_sample_reuse, seed=config.seed + 1,
-            is_critic=True, **common,
+            is_critic=True,
         )  # fmt: skip
     if workers.reference is not None:
-        build_engine(
-            workers.reference, config.ref, path=config.ref_path, total_updates=None, seed=config.seed, **common
-        )
+        build(workers.reference, config.ref, path=config.ref_path, total_updates=None, seed=config.seed)
 
 
 def build_engine(

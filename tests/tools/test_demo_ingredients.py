@@ -132,7 +132,7 @@ def test_the_curve_of_any_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
 
 def test_a_run_that_was_never_evaluated_is_no_picture(tmp_path: Path) -> None:
     done = plot_command(tmp_path, {"step": 1, "task_reward": -0.2})
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "1 steps and 0 evaluations; one of each is needed" in done.stderr
     assert not (tmp_path / "curve.png").exists()
 
