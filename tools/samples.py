@@ -188,9 +188,10 @@ def _panel(sample: Sample, arguments: argparse.Namespace) -> Panel:
             parts.append(_marked(f"[{turn.by}] {shortened(turn.text, chars)}", arguments, style))
     else:
         parts.append(_marked(shortened(sample.answer, chars), arguments))
+    parts.append(Text(headline(sample), style="bold"))  # in the panel: a narrow terminal would cut a subtitle off
     return Panel(
         Group(*parts), title=Text(f"step {sample.step}{_of(sample)}{notable}"), title_align="left",
-        subtitle=Text(headline(sample)), subtitle_align="left", border_style="green" if sample.reward > 0 else "red",
+        border_style="green" if sample.reward > 0 else "red",
     )  # fmt: skip
 
 

@@ -76,13 +76,17 @@ def test_conditions_select_by_step_reward_end_prompt_text_and_rank(rows) -> None
 
 
 def test_answers_of_evaluations_are_shown_and_selected(
-    logs: Path, rows, capsys: pytest.CaptureFixture[str]
+    logs: Path, rows, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     file = SampleFile(logs, continue_after=2, max_bytes=10**9, keep=2)
     file.write([sample(2, "1+1", 0.0, "Hm. 1 or 2", evaluation="hard"), sample(2, "9+9", 1.0, "18", evaluation="easy")])
     file.close()
     assert main([str(logs)]) == 0
     assert "step 2, evaluation hard" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main([str(logs), "--of", "hard"]) == 0
+    assert "prompt 1+1, answer 0" in " ".join(capsys.readouterr().out.replace("│", "").split())
+    monkeypatch.setenv("COLUMNS", "200")
     assert rows("--of", "training") == ["Two, I see", "Six or sev"]
     assert rows("--of", "evaluation") == ["Hm. 1 or 2", "18"] and rows("--of", "easy") == ["18"]
     assert len(rows()) == 4
