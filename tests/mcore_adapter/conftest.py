@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.mcore_ranks import RankPool
-from helpers.tiny_models import MODELS, write_model
+from helpers.tiny_models import write_model
 
 torch.set_num_threads(1)  # beside the ranks, which run one each
 
@@ -31,8 +31,18 @@ def gpu_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+class ModelFolders(dict[str, tuple[Path, Any]]):
+    """name of tiny_models.MODELS -> (its Hugging Face folder, the transformers model), written where it is used."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, name: str) -> tuple[Path, Any]:
+        self[name] = self._root / name, write_model(name, self._root / name)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """name of tiny_models.MODELS -> (its Hugging Face folder, the transformers model)"""
-    root = tmp_path_factory.mktemp("models")
-    return {name: (root / name, write_model(name, root / name)) for name in MODELS}
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
+    return ModelFolders(tmp_path_factory.mktemp("models"))

@@ -43,9 +43,7 @@ CASES = [(name, layout) for name in MODELS for layout in (*layouts_of(name), UNE
 
 @pytest.fixture(scope="module")
 def one_process(ranks: RankPool, model_folders: Any) -> dict[str, Any]:
-    return {
-        name: ranks.run(run_of(name), 1, ParallelLayout(), str(folder)) for name, (folder, _) in model_folders.items()
-    }
+    return {name: ranks.run(run_of(name), 1, ParallelLayout(), str(model_folders[name][0])) for name in MODELS}
 
 
 def run_of(name: str) -> Any:
