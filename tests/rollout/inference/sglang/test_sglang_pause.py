@@ -11,7 +11,7 @@ from helpers.sglang_attached import at_the_server, check, request, run
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.weights import Parameters
-from rollout.inference.errors import GeneratorCallError
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.types import WeightBucket
@@ -204,6 +204,20 @@ def test_weights_are_not_changed_while_requests_may_be_sampled(folder: Path) -> 
 
     double = run(use, folder)
     assert [call.path for call in double.calls] == ["/continue_generation"]
+
+
+def test_a_paused_server_is_healthy_while_its_scheduler_is_busy_with_weights(folder: Path) -> None:
+    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+        double.faults.refuse("/slipstream_alive", "busy", times=2)
+        with pytest.raises(GeneratorGone, match="is not healthy"):
+            await generator.health()
+        await generator.pause()
+        assert (await generator.health()).version == 0
+        double.faults.refuse("/model_info", "gone")
+        with pytest.raises(GeneratorGone, match="is not healthy"):
+            await generator.health()
+
+    run(use, folder)
 
 
 def test_a_generator_that_could_not_go_on_keeps_its_version_and_its_requests(folder: Path) -> None:
