@@ -78,7 +78,7 @@ class SavedSteps(Algorithm):
         return {**self._algorithm.state_dict(), "saved_step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._algorithm.load_state_dict(state)
+        self._algorithm.load_state_dict({key: value for key, value in state.items() if key != "saved_step"})
         self._step = state.get("saved_step", self._step)
 
 
