@@ -208,7 +208,7 @@ EQUIVALENTS = {
     "per_device_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
     "ppo_epochs": "write ppo.actor_sample_reuse",
     "ppo_mini_batch_size": "write ppo.ppo_n_minibatches, the number of minibatches of a step",
-    "profiler_output_dir": "there is no profiler output; metrics.jsonl has the time of every phase",
+    "profiler_output_dir": "write monitor.timeline_mib, and see python -m tools.timeline",
     "repeat_times": "write group_size",
     "resume_from_path": "write resume_from",
     "rollout_batch_size": "write dataset.train_bs_n_seqs",

@@ -129,7 +129,7 @@ def test_the_columns_of_pairs_are_keys_of_the_data_set() -> None:
         ("system_envs: {A: b}", "write external_configs.envs"),
         ("algorithm: {clip_ratio_high: 0.28}", "write algorithm.clip_high"),
         ("algorithm: {ppo_epochs: 2}", "write ppo.actor_sample_reuse"),
-        ("profiler_output_dir: /tmp", "there is no profiler output; metrics.jsonl has the time of every phase"),
+        ("profiler_output_dir: /tmp", "write monitor.timeline_mib, and see python -m tools.timeline"),
         ("model: {path: /m}", "write actor (ref and critic for the other models)"),
         ("push: {xyzzy: 1}", "keys here are type, verify, bucket_mib, timeout_seconds"),
     ],
