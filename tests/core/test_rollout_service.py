@@ -173,7 +173,7 @@ def test_prompts_start_by_the_requests_that_run_and_the_debug_log_shows_both(
     """Below 4 a group of two begins: 5 at most, and never the eight of the step."""
 
     async def main() -> tuple[int, int]:
-        generator = Watched(MockGenerator(str(assets.model), seconds_per_token=0.01))
+        generator = Watched(MockGenerator(str(assets.model), seconds_per_token=0.1))
         made = service(assets, generator, [str(assets.prompts)])
         try:
             await made.start()
