@@ -361,6 +361,16 @@ def test_too_many_skipped_prompts_end_the_run_with_the_error_and_the_limit() -> 
     run_virtual(main())
 
 
+def test_a_share_of_failing_prompts_within_the_limit_never_ends_a_run() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow(fails_for(1, 11))
+        async with make_producer(workflow, max_retries=0, errors=skipping(0.12)) as producer:
+            await train(producer, workflow, range(60))
+        assert producer.stats()["rollout/num_skipped"] > 20
+
+    run_virtual(main())
+
+
 def test_errors_of_the_run_itself_are_not_skipped() -> None:
     async def main() -> None:
         workflow = CallWorkflow(fails_for(*range(20), error=ConnectionError))

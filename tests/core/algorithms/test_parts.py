@@ -28,7 +28,10 @@ def test_the_adapted_coefficient_counts_from_the_next_step_on_and_comes_back_fro
     chosen = algorithm("rloo", **changes)
     _, metrics = chosen.advantages(batch, fields)
     assert metrics["kl_reward"] == pytest.approx(-0.5 * 2.0)
-    assert chosen.settings.kl_ctl == pytest.approx(0.5 * (1 + 0.2 * 2 / 4)) == chosen.settings.kl_coeff
+    adapted = chosen.settings.kl_ctl
+    assert adapted == pytest.approx(0.5 * (1 + 0.2 * 2 / 4)) == chosen.settings.kl_coeff
+    _, metrics = chosen.advantages(batch, fields)
+    assert metrics["kl_reward"] == pytest.approx(-adapted * 2.0)
     fresh, constant = algorithm("rloo", **changes), algorithm("rloo", **{**changes, "kl_target": None})
     fresh.load_state_dict(chosen.state_dict())
     assert fresh.settings == chosen.settings

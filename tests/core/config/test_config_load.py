@@ -367,6 +367,8 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
         ),
         ("group_adv_norm=true", "group_adv_norm: group_adv_norm=true normalizes within a group"),
         ("exp_ctrl.eval_freq_steps=5", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),
+        ("exp_ctrl.eval_freq_epochs=1", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),
+        ("exp_ctrl.eval_freq_secs=60", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),
         ("ppo.disable_value=false", "critic.path: required with a critic"),
         ("actor.type.is_critic=true", "actor.type.is_critic: actor is a language model"),
         ("actor.optimizer.type=empty", "actor.optimizer.type: actor is trained"),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from core.config.load import load_config
+from core.experiments import context
 from core.experiments.common import Start
 from core.experiments.ppo import continued_state, kind_of_algorithm
+from core.paths import RunPaths
+from core.processes.supervise import Attempt
 from core.recovery.recover import RunState
 from helpers.config_inputs import write_run
+from tracing import record_spans
 
 
 def begin(tmp_path: Path, before: str | None, *words: str) -> tuple[Any, Start]:
@@ -51,3 +57,16 @@ def test_the_beginning_has_no_state(tmp_path: Path) -> None:
     config, _ = begin(tmp_path, None)
     nothing = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
     assert continued_state(config, Start(state=nothing, rollout_state=None, checkpoint=None)) is nothing
+
+
+def test_memory_limits_of_the_checkpoint_hold_in_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, start = begin(tmp_path, "grpo", "monitor.tensorboard=false")
+    start = replace(start, state=replace(start.state, extra={"memory": {"actor_train": 100.0}}))
+    monkeypatch.setattr(context, "find_start", lambda *_: start)
+    cluster = config.external_configs.cluster_config
+    paths = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name)
+    opened = context.RunContext.open(config, paths, Console(quiet=True), Attempt(number=1, memory={"actor_inf": 50}))
+    assert (opened.memory.tokens("actor_train", 200), opened.memory.tokens("actor_inf", 200)) == (100, 50)
+    record_spans("nothing", tmp_path, limit_mib=0)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rollout.data.encoder import BOXED_INSTRUCTION, Encoder, PromptFormat
-from rollout.data.examples import MaskedSequence, encode_examples
+from rollout.data.examples import MaskedSequence, encode_answers, encode_examples
 from rollout.data.prompts import PromptDataset
 from rollout.data.rows import Example, Row, read_examples, scan_rows
 from rollout.data.source import DatasetError
@@ -75,6 +75,8 @@ def test_a_sequence_begins_with_one_token_of_its_beginning(template: str | None)
     encoder = Encoder(tokenizer(template, begins=True))
     begun = "" if template == CHATML else "<s>"  # a chat template writes all of its special tokens itself
     assert encoded(encoder).startswith(begun) and encoded(encoder).count("<s>") == len(begun) // 3
+    start, _ = encode_answers(encoder, "1+1?", ["2", "3"], place="d:1")  # of preference pairs
+    assert text_of(encoder, start) == encoded(encoder)
     plain = Encoder(tokenizer(template, begins=True), PromptFormat(template="<s>{prompt}"))
     assert encoded(plain) == "<s>1+1?"
     assert encoded(Encoder(tokenizer(template, begins=True), PromptFormat(template="{prompt}"))) == "<s>1+1?"

@@ -157,6 +157,7 @@ def test_many_groups_at_once_get_their_own_scores_in_order() -> None:
             groups = await asyncio.gather(*(pool.score_many(make_prompt(solution), texts) for _ in range(20)))
             assert groups == [right] * 20
         assert pool.stats()["reward/num_unparsable"] == 40
+        assert pool.stats()["reward/num_scored"] == 160, "with and without a worker"
 
     with_pool(body, "math", num_workers=2)
 
