@@ -23,7 +23,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         settings = settings_for(model.write(Path(name) / "model"), Path(name) / "server.log", tp=tp, env=env)
         with running_server(settings) as server:
-            entries = Recorder(server.address.url, tp=tp, folder=Path(name)).record()
+            entries = Recorder(server.endpoint.url, tp=tp, folder=Path(name)).record()
     stored(tp).write_text(text_of(entries), encoding="utf-8")
     print(f"{stored(tp)}: {len(entries)} calls")
 

@@ -38,5 +38,5 @@ def test_the_real_server_still_answers_as_it_was_recorded(tp: int, tmp_path: Pat
     env = environment() | (TWO_RANKS if tp > 1 else {})
     settings = settings_for(model.write(tmp_path / "model"), tmp_path / "generator-0.log", tp=tp, env=env)
     with running_server(settings) as server:
-        transcript = Recorder(server.address.url, tp=tp, folder=tmp_path).record()
+        transcript = Recorder(server.endpoint.url, tp=tp, folder=tmp_path).record()
     compare(json.loads(stored(tp).read_text()), json.loads(json.dumps(transcript)))
