@@ -70,7 +70,6 @@ def record_spans(name: str, folder: Path, *, limit_mib: float) -> None:
             _recorder = _Recorder(name, folder / FOLDER, int(limit_mib * 2**19))
         except OSError:
             return
-        os.register_at_fork(after_in_child=_forget)  # a child is another process
 
 
 def worker_environment() -> dict[str, str]:
@@ -86,6 +85,9 @@ def record_worker(name: str, folder: Path) -> None:
 def _forget() -> None:
     global _recorder
     _recorder = None
+
+
+os.register_at_fork(after_in_child=_forget)  # a child is another process
 
 
 class span:  # noqa: N801 (used as a function: with span("push"):)
@@ -110,8 +112,6 @@ class span:  # noqa: N801 (used as a function: with span("push"):)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if _recorder is None:
-            return
         if kind is not None:
             self._details["error"] = kind.__name__
         _add(self._name, self._lane, self._begin, time.time_ns(), self._details)
