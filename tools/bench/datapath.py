@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
+from core.monitoring.memory import peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
@@ -76,11 +76,6 @@ class Usage:
     driver_gib: float
     rollout_gib: float
     rank_gib: float
-
-
-def peak_gib() -> float:
-    """Peak of this process's resident memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def append(path: str, **row: float) -> None:
