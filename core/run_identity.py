@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-CONFIG_KEYS = {"train_bs_n_seqs": "dataset.train_bs_n_seqs", "group_size": "group_size", "n_nodes": "n_nodes"}
+CONFIG_KEYS = {
+    "train_bs_n_seqs": "dataset.train_bs_n_seqs",
+    "group_size": "group_size",
+    "n_nodes": "n_nodes",
+    "algorithm": "algorithm.name",
+}
 """Field of RunIdentity -> the key that sets it."""
 
 _NAME = re.compile(r"globalstep(\d+)")
@@ -19,16 +24,21 @@ _NAME = re.compile(r"globalstep(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """The rules of the tutorial: batch size, group size and nodes."""
+    """The rules of the tutorial (batch size, group size and nodes), and the algorithm."""
 
     train_bs_n_seqs: int
     group_size: int
     n_nodes: int
+    algorithm: str = ""
+    """Algorithms of the same value continue each other's state: "preset", or the import path of one. Empty where there
+    is no such state, and in checkpoints of earlier releases."""
 
     def changes_since(self, before: RunIdentity) -> dict[str, str]:
         """Return {field: what it is now and was before} of the fields that differ."""
         now, then = asdict(self), asdict(before)
-        return {key: f"{key}={now[key]} (the checkpoint has {then[key]})" for key in now if now[key] != then[key]}
+        return {
+            key: f"{key}={now[key]} (the checkpoint has {then[key] or 'none'})" for key in now if now[key] != then[key]
+        }
 
 
 def recover_checkpoints(folder: Path) -> list[Path]:

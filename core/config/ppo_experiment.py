@@ -230,7 +230,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def run_identity(self) -> RunIdentity:
         return RunIdentity(
-            train_bs_n_seqs=self.dataset.train_bs_n_seqs, group_size=self.group_size, n_nodes=self.n_nodes
+            train_bs_n_seqs=self.dataset.train_bs_n_seqs,
+            group_size=self.group_size,
+            n_nodes=self.n_nodes,
+            algorithm="preset" if self.algorithm_name in PRESETS else self.algorithm_name,
         )
 
     @property

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from core.algorithms import PRESETS
 from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import build_algorithm, case_settings
 from core.config.allocation import resolve_allocation
@@ -31,18 +29,14 @@ if TYPE_CHECKING:
     from allocation import Allocation
     from core.algorithms.base import Algorithm
     from core.config.experiments import PPOMATHConfig
-    from core.experiments.common import Start
     from core.monitoring.monitor import Monitor
     from core.paths import RunPaths
     from core.processes.supervise import Attempt
-    from core.recovery.recover import RunState
     from core.rollout_settings import DataFacts
     from core.weight_sync.base import RunPush
     from rollout.experience import Schedule
 
 logger = logging.getLogger(__name__)
-
-_KIND = "kind_of_algorithm"
 
 
 def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
@@ -107,7 +101,6 @@ def _train(
 ) -> None:
     """Connect loop and periodic actions, give the generators their first weights, and run."""
     algorithm, start = _algorithm(config, context), context.start
-    state = continued_state(config, start)
     trainer = PPOTrainer(
         actor=workers.actor,
         critic=workers.critic,
@@ -139,36 +132,14 @@ def _train(
         tokenizer_from=config.actor.path,
         evaluate=evaluate if evaluates else None,
         rollout_state=workers.rollout.state_dict,
-        driver_state=lambda: (monitor.elapsed_seconds, {**trainer.state, _KIND: kind_of_algorithm(config)}),
+        driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
     )
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None and config.exp_ctrl.eval_at_start:
         evaluate(0)
     workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
     with context.recover, periodic.saved_at_interrupt():
-        trainer.run(state, periodic)
-
-
-def kind_of_algorithm(config: PPOMATHConfig) -> str:
-    """Return which algorithms can continue each other's state: all presets, and each import path alone."""
-    return "preset" if config.algorithm_name in PRESETS else config.algorithm_name
-
-
-def continued_state(config: PPOMATHConfig, start: Start) -> RunState:
-    """Return the state to continue from. Raises ValueError where another kind of algorithm wrote the checkpoint, unless
-    recover_ignore_changes is set: then that algorithm's state is dropped."""
-    before, now = start.state.extra.get(_KIND), kind_of_algorithm(config)
-    if start.checkpoint is None or before == now:
-        return start.state
-    wrong = f"{start.checkpoint} has the state of {before or 'an algorithm as an earlier release stored it'}"
-    if not config.recover_ignore_changes:
-        raise ValueError(
-            f"algorithm.name={config.algorithm_name}: {wrong}; restore the name, or set recover_ignore_changes=true to "
-            "keep model and optimizer and drop the rest, or take another trial_name"
-        )
-    logger.warning("%s. Dropped: %s begins without it.", wrong, config.algorithm_name)
-    extra = {key: value for key, value in start.state.extra.items() if key != "algorithm"}
-    return replace(start.state, extra=extra)
+        trainer.run(start.state, periodic)
 
 
 def _algorithm(config: PPOMATHConfig, context: RunContext) -> Algorithm:

@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -239,21 +239,25 @@ class RecoverStore:
         return could_not_write(f"the recover checkpoint of step {step}", self._folder, error)
 
     def load(self, checkpoint: Path, *, ignore_changes: bool = False) -> Recovered:
-        """Return the driver's and the rollout's state; no file of the checkpoint can run code.
+        """Return the driver's and the rollout's state, without the state of another algorithm; no file of the
+        checkpoint can run code.
 
         Raises RecoverError if the configuration changed in a way that the checkpoint cannot follow, unless
         recover_ignore_changes is set, and where an earlier release wrote it."""
         if (checkpoint / _PICKLED_ROLLOUT).exists():
             raise RecoverError(_earlier_format(checkpoint))
         identity, state = _read_run(checkpoint)
-        changes = self._identity.changes_since(identity).values()
+        changes = self._identity.changes_since(identity)
         if changes and not ignore_changes:
-            raise RecoverError(f"{', '.join(changes)}: {cannot_continue(checkpoint)}")
+            raise RecoverError(f"{', '.join(changes.values())}: {cannot_continue(checkpoint)}")
+        if "algorithm" in changes:
+            logger.warning("%s: the state of that algorithm is dropped.", changes["algorithm"])
+            state = replace(state, extra={key: value for key, value in state.extra.items() if key != "algorithm"})
         try:
             rollout_state = read_state(checkpoint, _ROLLOUT)
         except StateError as error:
             raise RecoverError(f"{error}; remove {checkpoint} to continue from the checkpoint before it") from error
-        return Recovered(state=state, rollout_state=rollout_state, identity=identity, changes=tuple(changes))
+        return Recovered(state=state, rollout_state=rollout_state, identity=identity, changes=tuple(changes.values()))
 
 
 def _read_run(checkpoint: Path) -> tuple[RunIdentity, RunState]:

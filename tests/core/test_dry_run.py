@@ -95,7 +95,8 @@ def test_variables_for_tracing_in_the_shell_are_refused_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("key", "field"), [("group_size", "group_size"), ("dataset.train_bs_n_seqs", "train_bs_n_seqs")]
+    ("key", "field"),
+    [("group_size", "group_size"), ("dataset.train_bs_n_seqs", "train_bs_n_seqs"), ("algorithm.name", "algorithm")],
 )
 def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, field: str
