@@ -190,6 +190,7 @@ def _start(
         silence_seconds=config.deadlines.driver_seconds,
         end_seconds=2 * config.deadlines.interrupt_seconds + 30,
         log_folder=paths.logs,
+        interrupted=lambda attempt: _interrupted(config, paths, attempt, command),
     )
 
 
@@ -202,9 +203,7 @@ def _attempt(
         logger.info("Training is complete. %s", where_the_model_is(config, paths))
         return DONE
     except KeyboardInterrupt:
-        logger.error("Interrupted. %s", how_to_continue(config, paths, command))
-        attempt.report(final=True, cause="interrupted")
-        return INTERRUPTED
+        return _interrupted(config, paths, attempt, command)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # What a user can act on: the message is enough. The log file has the traceback, of a worker's too.
         logger.error("%s", str(error) or type(error).__name__, exc_info=error)
@@ -213,6 +212,12 @@ def _attempt(
     except BaseException as error:
         attempt.report(final=True, cause=f"{type(error).__name__}: {first_line(error)}")
         raise
+
+
+def _interrupted(config: ExperimentConfig, paths: RunPaths, attempt: Attempt, command: Sequence[str]) -> int:
+    logger.error("Interrupted. %s", how_to_continue(config, paths, command))
+    attempt.report(final=True, cause="interrupted")
+    return INTERRUPTED
 
 
 def _run(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:

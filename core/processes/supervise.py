@@ -93,6 +93,7 @@ def run_attempts(
     silence_seconds: float,
     log_folder: Path,
     end_seconds: float = 2 * _END_SECONDS,
+    interrupted: Callable[[Attempt], int] = lambda attempt: INTERRUPTED,
 ) -> int:
     """Call `run(attempt)`, in processes of their own, until one ends well or in a way that is final: its exit code.
 
@@ -100,14 +101,20 @@ def run_attempts(
     without progress the run ends with a summary of all attempts. A process that gave no sign of life for
     `silence_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed; so is one that
     still runs `end_seconds` after Ctrl-C or SIGTERM. `retries` 0: one attempt, whose exit code is returned.
+    `interrupted(attempt)`: in place of `run`, for a Ctrl-C that comes before `run` can handle it.
     """
     with _Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
         limits = _Limits(silence_seconds=silence_seconds, end_seconds=end_seconds)
-        return _supervise(run, retries, limits, log_folder, forwarding)
+        return _supervise(run, interrupted, retries, limits, log_folder, forwarding)
 
 
 def _supervise(
-    run: Callable[[Attempt], int], retries: int, limits: _Limits, log_folder: Path, forwarding: _Forwarding
+    run: Callable[[Attempt], int],
+    interrupted: Callable[[Attempt], int],
+    retries: int,
+    limits: _Limits,
+    log_folder: Path,
+    forwarding: _Forwarding,
 ) -> int:
     attempts: list[Attempt] = []
     without_progress = 0
@@ -117,14 +124,10 @@ def _supervise(
         code = _in_child(attempt, limits, log_folder, forwarding)
         if code is None:
             try:
-                register_process(_DRIVER, log_folder)
-            except OSError as error:
-                cause = f"external_configs.cluster_config.fileroot: {log_folder} cannot be written ({error})"
-                logger.error("%s; free disk space, or use another folder", cause)
-                attempt.report(final=True, cause=cause)
-                return FAILED
-            threading.Thread(target=_beat, args=(attempt,), name="heartbeat", daemon=True).start()
-            return run(attempt)
+                forwarding.unblock()
+                return _drive(run, attempt, log_folder)
+            except KeyboardInterrupt:
+                return interrupted(attempt)
         attempts.append(attempt)
         if code in (DONE, INTERRUPTED) or attempt.final:
             if len(attempts) > 1:
@@ -146,6 +149,19 @@ def _supervise(
             "Attempt %d failed after step %d: %s. Restarting from the last recover checkpoint (%d of %d).",
             attempt.number, attempt.step, attempt.cause, without_progress, retries,
         )  # fmt: skip
+
+
+def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) -> int:
+    """Run an attempt in this process, its driver."""
+    try:
+        register_process(_DRIVER, log_folder)
+    except OSError as error:
+        cause = f"external_configs.cluster_config.fileroot: {log_folder} cannot be written ({error})"
+        logger.error("%s; free disk space, or use another folder", cause)
+        attempt.report(final=True, cause=cause)
+        return FAILED
+    threading.Thread(target=_beat, args=(attempt,), name="heartbeat", daemon=True).start()
+    return run(attempt)
 
 
 def _table(attempts: list[Attempt]) -> str:
@@ -303,8 +319,10 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
 
     def fork(self) -> int:
         """Call os.fork(): the signals go to the child from now on, those that came already included. Both are blocked
-        until the child has its own handlers: in those that it inherits a signal would be lost."""
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        until the child has its own handlers, in which it calls unblock(): in those that it inherits a signal would be
+        lost."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        child = -1
         try:
             child = os.fork()
             if child == 0:
@@ -318,8 +336,13 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
                 for number in self._numbers:
                     os.kill(child, number)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if child != 0:
+                self.unblock()
         return child
+
+    def unblock(self) -> None:
+        """Let the signals through that fork() has blocked."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._first = min(self._first, time.monotonic())

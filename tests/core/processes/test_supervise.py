@@ -191,6 +191,7 @@ def attempt(self):
 """
     code, said = run(body, retries=2)
     assert code == INTERRUPTED and "came to its end" not in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
