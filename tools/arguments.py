@@ -12,6 +12,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+class BadRequest(ValueError):
+    """The command line names something that does not exist or cannot be read."""
+
+
+def run_with(path: Path, name: str, *, without: str) -> Path:
+    """Return the log folder of a run at or below `path`: the one that has a file or folder `name`. `without`: why a run
+    may have none. Raises BadRequest unless there is exactly one."""
+    path = path.expanduser()
+    found = [path] if (path / name).exists() else sorted(p.parent for p in path.rglob(name))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadRequest(f"{path}: {len(found)} runs are below it; choose one of " + ", ".join(map(str, found)))
+    raise BadRequest(
+        f"{path}: no {name} there or below; give the log folder of a run, which the run shows at its start ({without})"
+    )
+
+
 def integer(*, least: int, most: int | None = None) -> Callable[[str], int]:
     """Return a type for integers from `least` to `most`."""
 

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from core.monitoring.sample_file import read_samples
 from core.monitoring.samples import Sample, headline, printable, shortened
-from tools.arguments import step_range
+from tools.arguments import BadRequest, run_with, step_range
 
 Keep = Callable[[Sample], bool]
 
@@ -39,10 +39,6 @@ _OPERATORS = {
     "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
 _SHORT, _FULL = 800, sys.maxsize
-
-
-class BadRequest(ValueError):
-    """What was requested does not exist, or cannot be read."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,16 +97,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _folder(path: Path) -> Path:
     """Return the folder with samples.jsonl at or below `path`. Raises BadRequest unless there is exactly one."""
-    path = path.expanduser()
-    found = [path] if (path / "samples.jsonl").exists() else sorted(p.parent for p in path.rglob("samples.jsonl"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise BadRequest(f"{path}: {len(found)} runs are below it; choose one of " + ", ".join(map(str, found)))
-    raise BadRequest(
-        f"{path}: no samples.jsonl there or below; give the log folder of a run, which the run shows at its start "
-        "(samples.share=0 writes none)"
-    )
+    return run_with(path, "samples.jsonl", without="samples.share=0 writes none")
 
 
 def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) -> list[Sample]:

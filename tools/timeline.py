@@ -3,9 +3,10 @@
     python -m tools.timeline RUN                     # timeline.json and timeline.png in RUN, of the last 3 steps
     python -m tools.timeline RUN --step 40..45 --output FOLDER
 
-RUN is the log folder of a run, {fileroot}/logs/<user>/<experiment>/<trial>. timeline.json is in Chrome's trace format:
-open it at https://ui.perfetto.dev or chrome://tracing. The table has seconds of each kind of span per step, and the
-share of the time in which at least one ran. Runs record spans unless monitor.timeline_mib=0.
+RUN is the log folder of a run, {fileroot}/logs/<user>/<experiment>/<trial>, or any folder above it with one run.
+timeline.json is in Chrome's trace format: open it at https://ui.perfetto.dev or chrome://tracing. The table has seconds
+of each kind of span per step, and the share of the time in which at least one ran. Runs record spans unless
+monitor.timeline_mib=0.
 """
 
 from __future__ import annotations
@@ -22,17 +23,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tools.arguments import integer, new_folder, step_range
+from tools.arguments import BadRequest, integer, new_folder, run_with, step_range
 from tracing.spans import EARLIER, FOLDER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DRIVER, _STEPS = "driver", "steps"
-
-
-class BadRequest(ValueError):
-    """What was requested does not exist, or cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write trace, picture and table; return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        spans = read_spans(arguments.run)
+        run = run_with(arguments.run, FOLDER, without="it needs monitor.timeline_mib > 0")
+        spans = read_spans(run)
         steps = chosen_steps(spans, arguments.step, arguments.steps)
         window = (min(s.begin for s in steps), max(s.end for s in steps))
         spans = clipped(spans, window)
-        folder = arguments.output or arguments.run
+        folder = arguments.output or run
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.json").write_text(json.dumps(chrome_trace(spans)))
         draw(spans, window, folder / "timeline.png")
@@ -80,10 +78,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_spans(run: Path) -> list[Span]:
-    """Return the spans of all processes of a run, in the order of their begin. Raises BadRequest."""
+    """Return the spans of all processes of a run, in the order of their begin."""
     files = sorted((run / FOLDER).glob(f"*{EARLIER}")) + sorted((run / FOLDER).glob("*.jsonl"))
-    if not files:
-        raise BadRequest(f"{run / FOLDER}: no spans; is it the log folder of a run with monitor.timeline_mib > 0?")
     return sorted((span for file in files for span in _spans_of(file)), key=lambda span: (span.begin, -span.end))
 
 
