@@ -43,8 +43,8 @@ EXPERT_LAYOUTS = {
 }
 """For models with experts."""
 _MOST_GLOO_THREADS = 30
-"""In a process between two calls. DistributedDataParallel is in a cycle with the hooks of its parameters, which nothing
-collects; its groups stay, and the threads of each wake up a hundred times a second."""
+"""In a process between two calls. Around a model with experts, DistributedDataParallel is in a cycle with the hooks of
+its parameters, which nothing collects (an engine's is): its groups stay, and their threads wake up all the time."""
 _GRACE_SECONDS = 3.0  # after a first failure: time for the other ranks to report theirs
 
 
