@@ -4,8 +4,9 @@ Started with the read end of a pipe as standard input, whose other end the drive
 driver is gone. Until then it records the driver's descendants, by process id and start time; then it kills those that
 are left, and theirs. Nothing else is ever killed.
 
-Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The watchdog removes what came
-there during the run, is this user's, bears a name as the run's libraries give it, and is used by no running process.
+Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The watchdog removes what it saw
+one of the driver's processes use, bears a name as the run's libraries give it, and is used by no running process. Other
+containers may share /dev/shm: what their processes use looks unused from here, and is not removed.
 
 A driver that did not announce its end cannot report the reason: Ray ends the process that it runs in without a message
 when its own processes exit. The watchdog then reports it. It also ends a driver that Ray does not end: one that waits
@@ -76,6 +77,49 @@ def _is_child(process: psutil.Process, parent: psutil.Process, names: Sequence[s
         return False
 
 
+class _Named:
+    """Files in /dev/shm that the driver's processes have open or mapped, with names as the run's libraries give."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._judged = set(self._files())
+        self._inodes: set[int] = set()
+
+    def new(self) -> set[int]:
+        """Return the inodes of the files that have come since the last judge()."""
+        files = set(self._files())
+        self._judged &= files  # a number may be given again
+        return files - self._judged
+
+    def judge(self, new: set[int], processes: set[psutil.Process]) -> None:
+        """Take note of those that one of `processes` uses: what runs after new() was called."""
+        for process in processes if new else ():
+            with contextlib.suppress(OSError):
+                self._inodes |= new & set(shared_inodes(Path(f"/proc/{process.pid}")))
+        self._judged |= new
+
+    def remove_unused(self) -> None:
+        """Remove those that no running process uses."""
+        unused = unused_shared_memory()
+        for inode, path in self._files().items():
+            if inode in self._inodes and path in unused:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _files(self) -> dict[int, Path]:
+        return {inode: path for inode, path in _own_files().items() if path.name.startswith(self._names)}
+
+
+def _own_files() -> dict[int, Path]:
+    """Return this user's files in /dev/shm by their inodes."""
+    mine: dict[int, Path] = {}
+    for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if (status := path.stat()).st_uid == os.getuid():
+                mine[status.st_ino] = path
+    return mine
+
+
 def _wait_gone(processes: set[psutil.Process]) -> None:
     """Return when they hold nothing any more; that their parent has not taken note yet does not matter."""
     deadline = time.monotonic() + _GONE_SECONDS
@@ -94,11 +138,7 @@ def unused_shared_memory() -> set[Path]:
     """Return this user's files in /dev/shm that no running process has open or mapped, as far as this process may see.
 
     Files are known by their inode: a semaphore is mapped under another name than its final one."""
-    mine: dict[int, Path] = {}
-    for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
-        with contextlib.suppress(OSError):
-            if (status := path.stat()).st_uid == os.getuid():
-                mine[status.st_ino] = path
+    mine = _own_files()
     for process in psutil.process_iter() if mine else ():
         with contextlib.suppress(OSError, psutil.Error):
             for inode in shared_inodes(Path(f"/proc/{process.pid}")):
@@ -132,12 +172,14 @@ def state_of(process: psutil.Process) -> str:
 def watchdog(driver: psutil.Process, names: Sequence[str]) -> bool:
     """Return when the driver and everything it started are gone: whether it ended in order. See start_watchdog()."""
     me = psutil.Process()
-    before = set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
+    named = _Named(names)
     family: set[psutil.Process] = set()
     rays: set[psutil.Process] = set()
     with_ray = time.monotonic()
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_SECONDS)[0]:
+        new = named.new()
         family |= descendants(driver)
+        named.judge(new, family | {driver})
         rays |= {p for p in family - rays if _is_child(p, driver, _RAYS)}
         if not (why := ", ".join(filter(None, map(state_of, rays)))):
             with_ray = time.monotonic()
@@ -147,16 +189,15 @@ def watchdog(driver: psutil.Process, names: Sequence[str]) -> bool:
                 sys.stderr.write(_KILLED.format(seconds=seconds, why=why))
         # psutil compares process id and start time: an id that was given anew is not in the family.
         family = {p for p in family if p.is_running()} - {me}
+    new = named.new()
     for process in family.copy():
         family |= descendants(process)
+    named.judge(new, family)
     for process in family - {me}:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     _wait_gone(family - {me})
-    for path in unused_shared_memory() - before:
-        if path.name.startswith(tuple(names)):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    named.remove_unused()
     return sys.stdin.buffer.read() == _GOODBYE
 
 

@@ -2,14 +2,20 @@
 
 import multiprocessing
 import os
+import queue
+import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 
+from core.launch import watchdog
 from core.launch.watchdog import state_of, unused_shared_memory
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -30,6 +36,52 @@ def test_what_a_living_process_uses_is_no_leftover() -> None:
         leftover.unlink()
         segment.close()
         segment.unlink()
+
+
+HOLDS_A_FILE = """
+import mmap, tempfile, time
+input()
+file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="psm_", delete=False)
+file.truncate(64)
+held = mmap.mmap(file.fileno(), 64)
+print(file.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_only_what_a_process_of_the_driver_was_seen_to_use_is_removed(monkeypatch) -> None:
+    """Processes of another container that shares /dev/shm are not to be seen: what they use looks unused."""
+    foreign = SHARED_MEMORY / f"psm_foreign-{os.getpid()}"
+    looks: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def select_and_count(*args: Any) -> Any:
+        looks.put(None)
+        return select.select(*args)
+
+    reading, writing = os.pipe()
+    monkeypatch.setattr(watchdog, "select", SimpleNamespace(select=select_and_count))
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reading))
+    driver = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_A_FILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with driver, ThreadPoolExecutor(1) as pool, os.fdopen(writing, "wb") as goodbye:
+        watching = pool.submit(watchdog.watchdog, psutil.Process(driver.pid), ["psm_"])
+        looks.get()
+        foreign.touch()
+        try:
+            print(file=driver.stdin, flush=True)
+            held = Path(driver.stdout.readline().strip())
+            looks.get()
+            looks.get()  # a whole look since
+            assert held.exists()
+            driver.kill()
+            goodbye.write(b"done")
+            goodbye.close()
+            assert watching.result() is True
+            assert foreign.exists() and not held.exists()
+        finally:
+            driver.kill()
+            foreign.unlink()
 
 
 def test_a_process_that_is_stopped_does_not_run() -> None:
