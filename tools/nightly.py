@@ -2,7 +2,7 @@
 
     python -m tools.nightly                          # all parts
     python -m tools.nightly --parts chaos mutants
-    python -m tools.nightly --write                  # also into docs/testing.md
+    python -m tools.nightly --write                  # also into docs/testing.md, where the rows of other parts stay
 
 Every layout of every model family, whole runs in new interpreters, the live SGLang suites where SLIPSTREAM_SGLANG_ENV
 is set, 50 kills of a run, and the catalogue of bugs. Exit code 1: a part failed.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ WHOLE_RUNS = ("tests/core/experiments", "tests/core/processes/test_attempts.py",
 FRESH = "SLIPSTREAM_TEST_FRESH"
 """Set: tests start whole runs in new interpreters, not as forks of one that has imported the libraries."""
 
+_HEAD = "| part | result | minutes | when, where |\n|---|---|---|---|"
 _SIDE_BY_SIDE = max(1, (os.cpu_count() or 1) // 8)
 """Test processes: a layout has up to eight ranks."""
 
@@ -93,17 +93,21 @@ def run_part(part: Part, console: Console) -> Outcome:
     return Outcome(name=part.name, result=result, failed=code != 0, seconds=seconds)
 
 
-def markdown(outcomes: Sequence[Outcome], *, when: str, where: str) -> str:
-    """Return the results as the documentation shows them."""
-    rows = [f"| {o.name} | {o.result.replace('|', ' ')} | {_minutes(o.seconds)} |" for o in outcomes]
-    return "\n".join([f"{when}, {where}:", "", "| part | result | minutes |", "|---|---|---|", *rows]) + "\n"
+def row(outcome: Outcome, *, when: str, where: str) -> str:
+    """Return the result of a part as a row of the documentation's table."""
+    result = outcome.result.replace("|", " ")
+    return f"| {outcome.name} | {result} | {_minutes(outcome.seconds)} | {when}, {where} |"
 
 
-def with_results(page: str, results: str) -> str:
-    """Return the page with these results between its marks. Raises ValueError where it has no marks."""
+def with_results(page: str, rows: Sequence[str]) -> str:
+    """Return the page with these rows between its marks; rows of other parts stay. Raises ValueError without marks."""
     if BEGIN not in page or END not in page:
         raise ValueError(f"{PAGE} must have the lines {BEGIN.strip()!r} and {END.strip()!r}")
-    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{results}\n{END}", page, flags=re.DOTALL)
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    parts = {line.split("|")[1].strip(): line for line in [*old.splitlines(), *rows] if line.startswith("|")}
+    table = [_HEAD, *(parts[part.name] for part in PARTS if part.name in parts)]
+    return before + BEGIN + "\n" + "\n".join(table) + "\n\n" + END + after
 
 
 def _minutes(seconds: float | None) -> str:
@@ -131,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(outcome.name, outcome.result, _minutes(outcome.seconds))
     console.print(table)
     if options.write:
-        results = markdown(outcomes, when=time.strftime("%Y-%m-%d"), where=_where())
-        PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+        rows = [row(outcome, when=time.strftime("%Y-%m-%d"), where=_where()) for outcome in outcomes]
+        PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return int(any(outcome.failed for outcome in outcomes))
 
 

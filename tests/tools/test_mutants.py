@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from helpers.source import PACKAGES
 from tools.mutants import __main__ as command
 from tools.mutants.catalogue import CatalogueError, Mutant, check, load, sample, select
 from tools.mutants.copies import copy_tree
-from tools.mutants.report import problems, score
+from tools.mutants.report import problems, score, show
 from tools.mutants.trial import TestRun, Tree, Verdict, judge, try_mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +193,12 @@ def test_a_score_below_95_percent_fails_whatever_the_reasons() -> None:
     verdicts = [verdict("killed")] * 18 + [verdict("survived", survives="equal")] * 2
     assert score(verdicts) == 0.9
     assert problems(verdicts) == ["score 90.0% is below 95%"]
+
+
+def test_the_last_line_is_the_score_of_all() -> None:
+    output = io.StringIO()
+    show([verdict("killed"), verdict("killed by timeout"), verdict("survived")], Console(file=output))
+    assert output.getvalue().splitlines()[-1] == "2 of 3 bugs killed (66.7%)"
 
 
 def test_entries_are_chosen_by_id_by_file_and_by_seed() -> None:

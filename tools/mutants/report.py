@@ -70,7 +70,7 @@ def problems(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def show(verdicts: Sequence[Verdict], console: Console) -> None:
-    """Print the kills by timeout, the survivors and the score of every area."""
+    """Print the kills by timeout, the survivors, the score of every area and, as the last line, that of all."""
     timeouts = [v.mutant.id for v in verdicts if v.outcome == "killed by timeout"]
     if timeouts:
         console.print(f"Killed by timeout: {', '.join(timeouts)}", soft_wrap=True)
@@ -88,6 +88,9 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
     table.add_section()
     table.add_row(*_row("all", verdicts))
     console.print(table)
+    console.print(
+        f"{sum(v.outcome in KILLED for v in verdicts)} of {len(verdicts)} bugs killed ({score(verdicts):.1%})"
+    )
 
 
 def _row(area: str, verdicts: Sequence[Verdict]) -> tuple[str, ...]:
