@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine
@@ -113,6 +112,8 @@ def oracle_logprobs(model: Any, prompt_ids: Sequence[int] | np.ndarray, token_id
 
 def follows(drawn: np.ndarray, probs: np.ndarray) -> bool:
     """Whether a chi-square test accepts that tokens `drawn` come from `probs`; rare ones are counted together."""
+    from scipy import stats  # here: it takes a second or two, in every test process
+
     counts, expected = np.bincount(drawn, minlength=len(probs)), probs * len(drawn)
     common = expected >= 5
     if expected[~common].sum() >= 1:

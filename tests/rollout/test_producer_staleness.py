@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from scipy.stats import ks_2samp
 
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset
 from helpers.virtual_clock import run_virtual
@@ -89,6 +88,8 @@ async def _train(
 def test_trajectories_stay_within_the_bound_unbiased_and_each_prompt_once(
     max_staleness: int, max_in_flight: int | None, num_epochs: int
 ) -> None:
+    from scipy.stats import ks_2samp  # here: it takes a second or two, in every test process
+
     run = run_virtual(_train(max_staleness, num_epochs=num_epochs, max_in_flight=max_in_flight))
     assert sum(run.ages.values()) == 20_000 * num_epochs
     assert run.oldest_token == max_staleness, "the bound holds, and is used: otherwise this test could not fail"

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from helpers.embedded_models import follows
 from rollout.inference.embedded.sampler import draw, num_blocks, padded_size, restrict, sample, uniforms
@@ -18,6 +17,8 @@ def padded(logits: torch.Tensor) -> torch.Tensor:
 
 
 def test_uniforms_are_uniform_over_places_and_over_neighbouring_seeds() -> None:
+    from scipy import stats  # here: it takes a second or two, in every test process
+
     one_stream = uniforms(np.array([7], dtype=np.uint64), np.array([0]), 20_000)[0]
     many_seeds = uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.int64), 2)
     for numbers in (one_stream, many_seeds[:, 0], many_seeds[:, 1]):
