@@ -20,6 +20,7 @@ from allocation.layout import (
 )
 from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
 from allocation.resolve import parse
+from allocation.suggestions import Checks
 
 __all__ = [
     "CPU",
@@ -33,6 +34,7 @@ __all__ = [
     "AllocationError",
     "AllocationRow",
     "Backend",
+    "Checks",
     "Device",
     "DeviceChoice",
     "DeviceDecision",

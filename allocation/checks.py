@@ -6,6 +6,8 @@ Invariant: the `*_errors` functions find every broken rule and raise nothing; `c
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from allocation.errors import AllocationError, divisors, nearest_of
 from allocation.layout import GENERATOR_ROLE, ParallelLayout
@@ -105,10 +107,16 @@ def check_batch(
 
 
 def batch_errors(
-    layout: ParallelLayout, role: str, *, train_bs_n_seqs: int, group_size: int = 1, ppo_n_minibatches: int = 1
+    layout: ParallelLayout,
+    role: str,
+    *,
+    train_bs_n_seqs: int,
+    group_size: int = 1,
+    ppo_n_minibatches: int = 1,
+    beside: Mapping[str, ParallelLayout] | None = None,
 ) -> list[AllocationError]:
     """Return every way in which a batch of train_bs_n_seqs prompts x group_size answers cannot be dealt out to the
-    role.
+    role. `beside`: layouts of the other roles that take the batch, for which a suggested number works, too.
 
     The data-parallel ranks are world_size / tp / pp / cp; expert parallelism does not divide. Every role but the
     generator needs a sequence for each of them. A training role makes ppo_n_minibatches updates of a batch and needs
@@ -127,41 +135,58 @@ def batch_errors(
     ]
     if errors or role == GENERATOR_ROLE:
         return errors
-    updates = ppo_n_minibatches if role in _TRAINING_ROLES else 1
-    error = _dealing_error(layout, role, train_bs_n_seqs, group_size, updates)
+    layouts = {**(beside or {}), role: layout}
+    error = _dealing_error(layout, role, _Batch(train_bs_n_seqs, group_size, ppo_n_minibatches), layouts)
     return [error] if error else []
 
 
+class _Batch(NamedTuple):
+    prompts: int
+    group_size: int
+    minibatches: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.group_size
+
+    def units(self, role: str, layout: ParallelLayout) -> int:
+        """Return what the sequences must be a multiple of for a role: 1 for those that make no updates."""
+        return self.minibatches * layout.dp if role in _TRAINING_ROLES else 1
+
+    def deals(self, role: str, layout: ParallelLayout) -> bool:
+        """Return whether the role can take the batch."""
+        return self.sequences >= layout.dp and self.sequences % self.units(role, layout) == 0
+
+
 def _dealing_error(
-    layout: ParallelLayout, role: str, prompts: int, group_size: int, updates: int
+    layout: ParallelLayout, role: str, batch: _Batch, layouts: Mapping[str, ParallelLayout]
 ) -> AllocationError | None:
-    trains = role in _TRAINING_ROLES
-    sequences, unit = prompts * group_size, updates * layout.dp
-    batch = f"{prompts} prompts x group_size={group_size} = {sequences} sequences"
+    if batch.deals(role, layout):
+        return None
+    prompts, updates, unit = batch.prompts, batch.minibatches, batch.units(role, layout)
+    text = f"{prompts} prompts x group_size={batch.group_size} = {batch.sequences} sequences"
     ranks = f"{layout.dp} data-parallel ranks of {role}:{layout}"
-    if sequences < layout.dp:
+    nearest_batches = _nearest_batches(batch, layouts)
+    if batch.sequences < layout.dp:
         return AllocationError(
-            f"{batch} are fewer than the {ranks}",
+            f"{text} are fewer than the {ranks}",
             key="dataset.train_bs_n_seqs",
             value=prompts,
-            nearest=_nearest_batches(prompts, group_size, unit) if trains else str(-(-layout.dp // group_size)),
+            nearest=nearest_batches,
         )
-    if not trains or sequences % unit == 0:
-        return None
-    nearest_batches = _nearest_batches(prompts, group_size, unit)
-    nearest_updates = _nearest_updates(sequences, updates, layout.dp) or f"dataset.train_bs_n_seqs={nearest_batches}"
-    if sequences < unit:
+    nearest_updates = _nearest_updates(batch, layouts) or f"dataset.train_bs_n_seqs={nearest_batches}"
+    if batch.sequences < unit:
         return AllocationError(
-            f"an update has {sequences // updates} of the {batch}, fewer than the {ranks}: a rank without sequences "
-            f"has no step to schedule",
+            f"an update has {batch.sequences // updates} of the {text}, fewer than the {ranks}: a rank without "
+            f"sequences has no step to schedule",
             nearest_updates,
             key="ppo.ppo_n_minibatches",
             value=updates,
         )
-    if sequences % updates:
-        return AllocationError(f"must divide {batch}", nearest_updates, key="ppo.ppo_n_minibatches", value=updates)
+    if batch.sequences % updates:
+        return AllocationError(f"must divide {text}", nearest_updates, key="ppo.ppo_n_minibatches", value=updates)
     return AllocationError(
-        f"{batch} must be a multiple of ppo_n_minibatches={updates} x {layout.dp} = {unit}, for the {ranks} "
+        f"{text} must be a multiple of ppo_n_minibatches={updates} x {layout.dp} = {unit}, for the {ranks} "
         f"(world size {layout.world_size} / m{layout.tp} / p{layout.pp} / c{layout.cp}; e does not divide)",
         nearest_batches,
         key="dataset.train_bs_n_seqs",
@@ -169,13 +194,22 @@ def _dealing_error(
     )
 
 
-def _nearest_batches(prompts: int, group_size: int, unit: int) -> str:
-    """Return the numbers of prompts next to `prompts` whose sequences are a multiple of `unit`."""
-    step = unit // math.gcd(unit, group_size)
-    below = prompts // step * step
-    return f"{below} or {below + step}" if below else str(step)
+def _nearest_batches(batch: _Batch, layouts: Mapping[str, ParallelLayout]) -> str | None:
+    """Return the numbers of prompts next to that of `batch` that every role can take."""
+    units = math.lcm(*(batch.units(role, layout) for role, layout in layouts.items()))
+    # Whole groups go into each minibatch, so the number of prompts is a multiple of the minibatches as well.
+    step = math.lcm(units // math.gcd(units, batch.group_size), batch.minibatches)
+    fewest = -(-max(layout.dp for layout in layouts.values()) // batch.group_size)
+    below, above = batch.prompts // step * step, max(batch.prompts // step + 1, -(-fewest // step)) * step
+    return f"{below} or {above}" if below >= fewest else str(above)
 
 
-def _nearest_updates(sequences: int, updates: int, dp: int) -> str | None:
-    """Return the numbers of minibatches next to `updates` that deal `sequences` out evenly; None if no number does."""
-    return nearest_of(updates, divisors(sequences // dp)) if sequences % dp == 0 else None
+def _nearest_updates(batch: _Batch, layouts: Mapping[str, ParallelLayout]) -> str | None:
+    """Return the numbers of minibatches next to that of `batch` for which every role can take it; None if no number
+    does."""
+
+    def works(minibatches: int) -> bool:
+        changed = batch._replace(minibatches=minibatches)
+        return all(changed.deals(role, layout) for role, layout in layouts.items())
+
+    return nearest_of(batch.minibatches, filter(works, divisors(batch.prompts)))

@@ -25,11 +25,12 @@ from allocation.layout import (
     check_generator_layout,
     chosen_backend,
     generator_layout_for,
-    nearest_layout,
+    nearest_layouts,
 )
 from allocation.placement import Cluster
 from allocation.plan import FALLBACK, Allocation, RoleAllocation, Slot, spans
 from allocation.sizes import make_cluster
+from allocation.suggestions import Checks
 
 DeviceMapping: TypeAlias = tuple[str | Sequence[int], ParallelLayout | str | None]
 """(slots in rank order, layout). None for the layout: data parallel over all of them."""
@@ -41,13 +42,14 @@ def parse_device_mappings(
     n_nodes: int,
     n_gpus_per_node: int,
     default_backend: Backend | Callable[[], Backend] = "embedded",
+    checks: Checks | None = None,
 ) -> Allocation:
     """Place every role on the slots written for it: {"actor_train": ("list(range(0,8))", layout), ...}.
 
     Slot i is GPU i % n_gpus_per_node of node i // n_gpus_per_node. Roles whose slots overlap are colocated. A role
     without a mapping takes that of the role it falls back to (plan.FALLBACK; the generator: the trainer's slots). The
     layout of actor_gen may name its backend ('sglang.d4m2p1'). Raises AllocationError; its key is the device_mapping
-    or the layout.
+    or the layout. The layouts that it suggests suit `checks`.
     """
     cluster = make_cluster(n_nodes, n_gpus_per_node)
     slots = [Slot(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus_per_node)]
@@ -66,7 +68,7 @@ def parse_device_mappings(
             backend, degrees = _role_layout(role, layout, len(devices), default_backend)
         except AllocationError as error:
             raise error.within(f"{name}.layout", layout) from None
-        _check_count(degrees, len(devices), key=f"{name}.device_mapping", value=mapping)
+        _check_count(role, degrees, len(devices), checks or Checks(), key=f"{name}.device_mapping", value=mapping)
         read[str(mapping)] = devices
         used.update(devices)
         roles[role] = RoleAllocation(role, backend, degrees, tuple(slots[i] for i in devices))
@@ -134,13 +136,16 @@ def _role_layout(
     return backend, degrees
 
 
-def _check_count(degrees: ParallelLayout, num_devices: int, *, key: str, value: object) -> None:
+def _check_count(
+    role: str, degrees: ParallelLayout, num_devices: int, checks: Checks, *, key: str, value: object
+) -> None:
     if degrees.world_size != num_devices:
+        near = checks.nearest(role, nearest_layouts(degrees, num_devices))
         raise AllocationError(
             f"lists {num_devices} slots for the {degrees.world_size} ranks of {degrees}",
             key=key,
             value=value,
-            nearest=f"{degrees.world_size} slots, or layout {nearest_layout(degrees, num_devices)}",
+            nearest=f"{degrees.world_size} slots" + ("" if near is None else f", or layout {near}"),
         )
 
 

@@ -7,7 +7,7 @@ resolve.py and checks.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,6 +132,11 @@ def chosen_backend(default: Backend | Callable[[], Backend]) -> Backend:
 def nearest_layout(layout: ParallelLayout, world_size: int) -> ParallelLayout:
     """Return the layout closest to `layout` on exactly `world_size` ranks: d moves first, then c, p and m; e and v
     follow."""
+    return next(nearest_layouts(layout, world_size))
+
+
+def nearest_layouts(layout: ParallelLayout, world_size: int) -> Iterator[ParallelLayout]:
+    """Yield the layouts on exactly `world_size` ranks, those closest to `layout` first."""
 
     def distance(shape: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
         steps = (abs(math.log2(a / b)) for a, b in zip(shape, (layout.tp, layout.pp, layout.cp), strict=True))
@@ -139,7 +144,7 @@ def nearest_layout(layout: ParallelLayout, world_size: int) -> ParallelLayout:
 
     sizes = divisors(world_size)
     shapes = [(tp, pp, cp) for tp in sizes for pp in sizes for cp in {1, layout.cp} if world_size % (tp * pp * cp) == 0]
-    tp, pp, cp = min(shapes, key=distance)
-    dp = world_size // (tp * pp * cp)
-    ep, etp = (layout.ep, layout.etp) if (dp * tp * cp) % (layout.ep * layout.etp) == 0 else (1, 1)
-    return ParallelLayout(dp, tp, pp, cp, ep, layout.vpp if pp > 1 else 1, etp)
+    for tp, pp, cp in sorted(shapes, key=distance):
+        dp = world_size // (tp * pp * cp)
+        ep, etp = (layout.ep, layout.etp) if (dp * tp * cp) % (layout.ep * layout.etp) == 0 else (1, 1)
+        yield ParallelLayout(dp, tp, pp, cp, ep, layout.vpp if pp > 1 else 1, etp)

@@ -7,6 +7,7 @@ many slots per role as the layout has ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from allocation.errors import AllocationError, did_you_mean
 from allocation.grammar import REST, Spec, parse_spec
@@ -18,11 +19,11 @@ from allocation.layout import (
     check_generator_layout,
     chosen_backend,
     generator_layout_for,
-    nearest_layout,
 )
 from allocation.placement import Cluster
-from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, format_layouts, place
+from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation
 from allocation.sizes import check_sizes, make_cluster
+from allocation.suggestions import Checks, Layouts, nearest_to
 
 
 def parse(
@@ -33,47 +34,66 @@ def parse(
     key: str = "allocation_mode",
     default_backend: Backend | Callable[[], Backend] = "embedded",
     trainer_only: bool = False,
+    checks: Checks | None = None,
 ) -> Allocation:
     """Place every role of `text` on a cluster of n_nodes x n_gpus_per_node slots.
 
     The grammar is in grammar.py; without '+' every role uses all slots. `default_backend` is the generator's where the
     text names none; a function is called only then, and may raise AllocationError. `trainer_only`: nothing is sampled,
-    so a side for the generator is an error. Raises AllocationError.
+    so a side for the generator is an error. What an error suggests passes `checks`. Raises AllocationError.
     """
     cluster = make_cluster(n_nodes, n_gpus_per_node)
     if not isinstance(text, str):
         raise AllocationError("expected text", key=key, value=text, nearest="'sglang.d4m2p1+d2m4p1'")
     try:
-        return _resolve(text.strip(), cluster, default_backend, trainer_only)
+        return _resolve(text.strip(), cluster, default_backend, trainer_only, checks or Checks())
     except AllocationError as error:
         raise error.within(key, text) from None
 
 
 def _resolve(
-    text: str, cluster: Cluster, default_backend: Backend | Callable[[], Backend], trainer_only: bool
+    text: str,
+    cluster: Cluster,
+    default_backend: Backend | Callable[[], Backend],
+    trainer_only: bool,
+    checks: Checks,
 ) -> Allocation:
     def heuristic() -> Spec:
         return _heuristic(cluster, chosen_backend(default_backend), trainer_only)
 
     if text in ("manual", "search"):
         way = "set device_mapping for each role, or" if text == "manual" else "no search over layouts is made here:"
-        raise AllocationError(f"{way} write the layouts", nearest=f"heuristic, or {_format(heuristic())}")
-    if text != "heuristic" and (near := did_you_mean(text, ["heuristic"])):
-        raise AllocationError(f"neither a layout nor a rule{near}", nearest="heuristic")
+        near = nearest_to(cluster, _layouts(heuristic(), default_backend), checks)
+        as_heuristic = near == _layouts(heuristic(), default_backend)
+        nearest = None if near is None else f"{'heuristic, or ' if as_heuristic else ''}{_text(near, trainer_only)}"
+        raise AllocationError(f"{way} write the layouts", nearest=nearest)
+    if text != "heuristic" and (meant := did_you_mean(text, ["heuristic"])):
+        raise AllocationError(f"neither a layout nor a rule{meant}", nearest="heuristic")
     spec = heuristic() if text == "heuristic" else parse_spec(text)
-    trainer = _layouts_by_role(spec.trainer)
-    backend = spec.backend or chosen_backend(default_backend)
-    generator = spec.generator
-    if trainer_only and generator is not None:
+    if trainer_only and spec.generator is not None:
+        alone = _layouts(replace(spec, generator=None, disaggregated=False), default_backend)
+        near = nearest_to(cluster, alone, checks)
         raise AllocationError(
             "this experiment has no generators; remove the generator side",
-            nearest=str(nearest_layout(trainer[TRAINER_ROLE], cluster.num_slots)),
+            nearest=None if near is None else _text(near, trainer_only),
         )
-    if generator is None:
-        generator = generator_layout_for(spec.trainer.get(REST, trainer[TRAINER_ROLE]), backend)
-    check_generator_layout(generator, backend)
-    check_sizes(cluster, backend, generator, trainer, disaggregated=spec.disaggregated)
-    return place(cluster, backend=backend, generator=generator, trainer=trainer, disaggregated=spec.disaggregated)
+    layouts = _layouts(spec, default_backend)
+    check_generator_layout(layouts.generator, layouts.backend)
+    check_sizes(cluster, layouts, checks)
+    return layouts.place(cluster)
+
+
+def _layouts(spec: Spec, default_backend: Backend | Callable[[], Backend]) -> Layouts:
+    """Return the layouts of every role, also of those for which the text has none."""
+    trainer = _layouts_by_role(spec.trainer)
+    backend = spec.backend or chosen_backend(default_backend)
+    shared = spec.trainer.get(REST, trainer[TRAINER_ROLE])
+    generator = spec.generator or generator_layout_for(shared, backend)
+    return Layouts(backend=backend, generator=generator, trainer=trainer, disaggregated=spec.disaggregated)
+
+
+def _text(layouts: Layouts, trainer_only: bool) -> str:
+    return str(layouts.trainer[TRAINER_ROLE]) if trainer_only else str(layouts)
 
 
 def _heuristic(cluster: Cluster, backend: Backend, trainer_only: bool) -> Spec:
@@ -94,14 +114,6 @@ def _heuristic(cluster: Cluster, backend: Backend, trainer_only: bool) -> Spec:
         generator=ParallelLayout(dp=sampling),
         trainer={REST: ParallelLayout(dp=cluster.num_slots - sampling)},
     )
-
-
-def _format(spec: Spec) -> str:
-    trainer = _layouts_by_role(spec.trainer)
-    if spec.generator is None:
-        return str(trainer[TRAINER_ROLE])
-    assert spec.backend, "a heuristic spec names the backend"
-    return format_layouts(spec.backend, spec.generator, trainer, disaggregated=spec.disaggregated)
 
 
 def _layouts_by_role(written: Mapping[str, ParallelLayout]) -> dict[str, ParallelLayout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -13,6 +14,7 @@ from allocation import (
     Allocation,
     AllocationError,
     Backend,
+    Checks,
     Device,
     DeviceDecision,
     DeviceMapping,
@@ -28,15 +30,33 @@ _BY_MAPPING = ("", "manual")
 _TRAINER_DEVICE = "launch.trainer_device"
 
 
-def resolve_allocation(config: ExperimentConfig) -> Allocation:
-    """Return the slots and device of every role, and the reason. Raises AllocationError."""
+def resolve_allocation(config: ExperimentConfig, checks: Checks | None = None) -> Allocation:
+    """Return the slots and device of every role, and the reason. Raises AllocationError; the layouts that it suggests
+    pass `checks`."""
     default = _Default(config)
     allocation = _placed(
         config,
         n_nodes=config.n_nodes,
         n_gpus_per_node=config.n_gpus_per_node,
         default_backend=default.backend_of_none if config.TRAINER_ONLY else default.backend,
+        checks=None if checks is None else on_devices(config, checks),
     )
+    return _on_devices(config, allocation, default)
+
+
+def on_devices(config: ExperimentConfig, checks: Checks) -> Checks:
+    """Return these checks, of allocations that have no devices yet."""
+
+    def accepts(allocation: Allocation) -> bool:
+        with suppress(AllocationError):  # of the devices: reported once the layouts fit
+            allocation = _on_devices(config, allocation, _Default(config))
+        return checks.accepts(allocation)
+
+    return replace(checks, accepts=accepts)
+
+
+def _on_devices(config: ExperimentConfig, allocation: Allocation, default: _Default) -> Allocation:
+    """Return the allocation with the device of every role. Raises AllocationError."""
     if config.TRAINER_ONLY:
         trainer = default.trainer_alone()
         return allocation.with_devices(trainer, trainer)
@@ -46,10 +66,10 @@ def resolve_allocation(config: ExperimentConfig) -> Allocation:
     return allocation.with_devices(generator, _trainer_device(config, generator))
 
 
-def _placed(config: ExperimentConfig, **where: Any) -> Allocation:
+def _placed(config: ExperimentConfig, *, checks: Checks | None, **where: Any) -> Allocation:
     mapped = {role: s for role, s in config.placed_roles.items() if s.device_mapping is not None}
     if not mapped:
-        return parse(config.allocation_mode, trainer_only=config.TRAINER_ONLY, **where)
+        return parse(config.allocation_mode, trainer_only=config.TRAINER_ONLY, checks=checks, **where)
     # A default value is not the user's choice.
     if "allocation_mode" in config.model_fields_set and config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
@@ -59,7 +79,7 @@ def _placed(config: ExperimentConfig, **where: Any) -> Allocation:
         )
     mappings: dict[str, DeviceMapping] = {role: (s.device_mapping or "", s.layout) for role, s in mapped.items()}
     try:
-        return parse_device_mappings(mappings, **where)
+        return parse_device_mappings(mappings, checks=checks, **where)
     except AllocationError as error:
         role, dot, name = error.key.partition(".")
         raise AllocationError(

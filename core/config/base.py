@@ -99,6 +99,14 @@ class Problem:
         return ": ".join(part for part in (self.where, self.key, self.message) if part)
 
 
+@dataclass(frozen=True)
+class Violation:
+    """A broken rule; the first of `keys` is the one to change."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
 def host_section(lacking: Sequence[Problem]) -> str:
     """Return the lines about what this host does not have for a run."""
     return "\n".join(["This host cannot start it:", *(f"  {problem}" for problem in lacking)])

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allocation import AllocationError, model_errors
+from allocation import AllocationError
 from core.config.algorithm import check_algorithm
 from core.config.allocation import resolve_allocation
+from core.config.allocation_rules import nearest_allocation, split_errors
 from core.config.base import Problem
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
@@ -93,15 +94,12 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
         if placed.backend in BACKENDS:
             for key, message in BACKENDS[placed.backend].model_problems(model, use.path):
                 yield Problem(key=key, message=message)
-        for error in model_errors(
-            placed.layout, role, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
-            num_layers=model.num_layers, vocab_size=model.vocab_size, intermediate_size=model.intermediate_size,
-            num_experts=model.moe.num_experts if model.moe else 0,
-            path=use.path,
-        ):  # fmt: skip
+        for error in split_errors(placed.layout, role, model, use.path):
             message = str(error).removeprefix(f"{error.key}: ")
             rule = message.removeprefix(f"{role}:")
             if rule not in seen:
+                if not seen and (near := nearest_allocation(config, allocation)):
+                    message += f", as in {near}"
                 seen.add(rule)
                 yield Problem(key=error.key, message=message)
 

@@ -1,0 +1,234 @@
+"""Rules of an allocation beside its model and batch, and which layouts to suggest in place of an impossible one.
+
+Invariant: a suggestion passes every rule that depends on layouts. Rules of the backend and the device are the same for
+all suggestions; they are reported once the layouts fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from allocation import TRAINER_ROLE, Allocation, AllocationError, Checks, ParallelLayout, batch_errors, model_errors
+from allocation.errors import divisors, nearest_of
+from allocation.plan import SAME_WEIGHTS
+from allocation.suggestions import nearest_layouts_of
+from core.config.allocation import on_devices, resolve_allocation
+from core.config.base import Violation
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.push import choose_transport
+from model_specs.config import ModelConfig
+from model_specs.model_folder import ModelFolderError, read_model_folder
+from rollout.inference.registry import BACKENDS
+
+
+def check_allocation(config: ExperimentConfig) -> Iterator[Violation]:
+    """Yield what makes the allocation impossible, or else every rule that it breaks."""
+    size = ("allocation_mode", "n_nodes", "n_gpus_per_node")
+    allocation: Allocation | None = None
+    try:
+        allocation = resolve_allocation(config, layout_checks(config))
+    except AllocationError as impossible:
+        yield _violation(impossible, *size)
+    if uneven := _minibatches(**config.batch_shape):
+        yield uneven
+    if allocation is not None:
+        yield from _allocation_rules(config, allocation)
+        yield from () if uneven else _batch(config, allocation, size)
+
+
+def _allocation_rules(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
+    yield from _numerics(config, allocation)
+    for rule in (*_BACKEND_RULES[config.NAME], *_LAYOUT_RULES[config.NAME]):
+        yield from rule(config, allocation)
+
+
+def _batch(config: ExperimentConfig, allocation: Allocation, size: Sequence[str]) -> Iterator[Violation]:
+    """Yield what keeps the batch from being dealt out to the ranks; suggested numbers work for every role."""
+    seen: set[str] = set()
+    layouts = {role: allocation.roles[role].layout for role in config.batch_roles}
+    for role, layout in layouts.items():
+        for error in batch_errors(layout, role, **config.batch_shape, beside=layouts):
+            if error.key not in seen:  # roles of one layout break the same rule
+                seen.add(error.key)
+                yield _violation(error, *size, *(_BATCH_KEYS[name] for name in config.batch_shape))
+
+
+def layout_checks(config: ExperimentConfig) -> Checks:
+    """Return what a suggested allocation must pass: the rules of layouts for this batch and the models on this host."""
+    models: dict[str, tuple[ModelConfig, str]] = {}
+    for use in config.model_uses:
+        try:
+            model = read_model_folder(use.path, weights=False, tokenizer=False)
+        except ModelFolderError:
+            continue  # reported with the models
+        models |= dict.fromkeys(use.roles, (model, use.path))
+    shape = {} if _minibatches(**config.batch_shape) else config.batch_shape
+
+    def suits(role: str, layout: ParallelLayout) -> bool:
+        if role in models and split_errors(layout, role, *models[role]):
+            return False
+        return not (shape and role in config.batch_roles and batch_errors(layout, role, **shape, beside=None))
+
+    def accepts(allocation: Allocation) -> bool:
+        if config.mode == "local" and allocation.n_nodes > 1:
+            return False
+        if any(not suits(role, placed.layout) for role, placed in allocation.roles.items()):
+            return False
+        return not any(violation for rule in _LAYOUT_RULES[config.NAME] for violation in rule(config, allocation))
+
+    return Checks(suits=suits, accepts=accepts)
+
+
+def nearest_allocation(config: ExperimentConfig, allocation: Allocation) -> str | None:
+    """Return allocation_mode with the layouts closest to these that pass the rules, or None."""
+    if "allocation_mode" not in config.model_fields_set:
+        return None
+    near = nearest_layouts_of(allocation, on_devices(config, layout_checks(config)))
+    if near is None:
+        return None
+    return str(near.trainer[TRAINER_ROLE]) if config.TRAINER_ONLY else str(near)
+
+
+def split_errors(layout: ParallelLayout, role: str, model: ModelConfig, path: str) -> list[AllocationError]:
+    """Return every way in which the model at `path` cannot be split as `layout` specifies."""
+    return model_errors(
+        layout, role, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, num_layers=model.num_layers,
+        vocab_size=model.vocab_size, intermediate_size=model.intermediate_size,
+        num_experts=model.moe.num_experts if model.moe else 0, path=path,
+    )  # fmt: skip
+
+
+def _server_arguments(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    backend = BACKENDS[allocation.generator.backend]
+    for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
+        for key, message in backend.refused_flags(flags):
+            yield Violation((f"{section}.{key}", section, "allocation_mode"), message)
+
+
+def _transport(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    try:
+        choose_transport(config.push.type, allocation)
+    except ValueError as impossible:
+        yield Violation(("push.type", "allocation_mode", "n_nodes", "n_gpus_per_node"), str(impossible))
+
+
+def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    """Check that a trained model has its weights once, on the ranks of its training."""
+    for inference, train in SAME_WEIGHTS.items():
+        a, b = allocation.roles[train], allocation.roles[inference]
+        if inference not in config.roles or (a.layout, a.slots) == (b.layout, b.slots):
+            continue
+        by_mapping = config.roles[inference].device_mapping is not None
+        yield Violation(
+            (f"{inference}.device_mapping" if by_mapping else "allocation_mode", "n_nodes", "n_gpus_per_node"),
+            f"{inference} has {b.layout} on {b.row().placement}, {train} has {a.layout} on {a.row().placement}: both "
+            f"run on the same ranks; leave {inference} out, or write the layout and the slots of {train}",
+        )
+
+
+def _weight_format(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    backend = BACKENDS[allocation.generator.backend]
+    formats = backend.capabilities.weight_formats
+    dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
+    if dtype not in formats:
+        message = f"{backend.label}s hold weights in {' or '.join(formats)}, not in {dtype}; write one of them"
+        yield Violation(("generator.dtype", "allocation_mode"), message)
+
+
+def _colocation(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    backend = BACKENDS[allocation.generator.backend]
+    if allocation.shares_gpus and not backend.capabilities.colocates:
+        message = f"{backend.label}s cannot leave the GPUs to the trainer; write + for GPUs of their own"
+        yield Violation(("allocation_mode", "n_gpus_per_node"), message)
+
+
+def _interrupt(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    generator, interrupt = allocation.generator, config.generator.interrupt
+    backend = BACKENDS[generator.backend]
+    exact = backend.capabilities.staged_interrupts
+    # Generators that take turns with the trainer abort, whatever is configured.
+    if generator.layout.pp > 1 and interrupt not in exact and not allocation.shares_gpus:
+        yield Violation(
+            ("generator.interrupt", "allocation_mode"),
+            f"interrupt={interrupt} needs p1 on the generator's side, got {generator.layout}: a {backend.label} of "
+            f"{generator.layout.pp} pipeline stages does not return per-token versions; write "
+            f"{' or '.join(exact)}, or tensor parallelism (m) instead of p",
+        )
+
+
+def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    generator = allocation.generator
+    if not config.actor.moe_routing_replay:
+        return
+    keys = ("actor.moe_routing_replay", "allocation_mode")
+    backend = BACKENDS[generator.backend]
+    if not backend.capabilities.routed_experts:
+        able = {name: b.label for name, b in BACKENDS.items() if b.capabilities.routed_experts}
+        yield Violation(
+            keys,
+            f"moe_routing_replay=true needs {' or '.join(able.values())}s, which return the experts of each token; the "
+            f"generator is {generator.backend}; write {' or '.join(able)} in allocation_mode, or false",
+        )
+    elif generator.layout.pp > 1:
+        yield Violation(
+            keys,
+            f"moe_routing_replay=true needs p1 on the generator's side, got {generator.layout}: each pipeline stage of "
+            f"a {backend.label} returns the experts of its own layers only; write tensor parallelism (m) instead "
+            "of p, or false",
+        )
+
+
+def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
+    """Yield settings that the device or the format does not support."""
+    gpus = allocation.trainer.on_gpu
+    for name, model in ((use.key, use.section) for use in config.model_uses):
+        dtype = model.dtype(on_gpu=gpus)
+        if not gpus:
+            for key, enabled in ((f"{name}.fp8", model.fp8), (f"{name}.optimizer.offload", model.optimizer.offload)):
+                if enabled:
+                    message = f"{key.rpartition('.')[2]}=true requires GPUs, but this run trains on CPU; write false"
+                    yield Violation((key, "allocation_mode"), message)
+        elif model.fp8 and dtype != "bfloat16":
+            yield Violation((f"{name}.fp8", f"{name}.bf16"), "fp8=true requires bfloat16; write bf16=true")
+        if not model.grad_reduce_in_fp32 and dtype != "bfloat16":
+            message = f"grad_reduce_in_fp32=false is for bfloat16, {name} is {dtype}; write {name}.bf16=true, or true"
+            yield Violation((f"{name}.grad_reduce_in_fp32", f"{name}.bf16"), message)
+
+
+def _minibatches(*, train_bs_n_seqs: int, ppo_n_minibatches: int = 1, group_size: int = 1) -> Violation | None:
+    parts, prompts = ppo_n_minibatches, train_bs_n_seqs
+    if prompts % parts == 0:
+        return None
+    nearest = nearest_of(parts, divisors(prompts))
+    return Violation(
+        ("ppo.ppo_n_minibatches", "dataset.train_bs_n_seqs"),
+        f"ppo_n_minibatches={parts} must divide train_bs_n_seqs={prompts}; nearest: {nearest}",
+    )
+
+
+def _violation(error: AllocationError, *others: str) -> Violation:
+    """Return an error of the allocation package; its text begins with the key, which is shown anyway."""
+    text = str(error).removeprefix(error.key).removeprefix("=").removeprefix(": ")
+    return Violation((error.key, *(key for key in others if key != error.key)), text)
+
+
+_BATCH_KEYS = {
+    "group_size": "group_size",
+    "train_bs_n_seqs": "dataset.train_bs_n_seqs",
+    "ppo_n_minibatches": "ppo.ppo_n_minibatches",
+}
+
+
+_Rule = Callable[[Any, Allocation], Iterator[Violation]]
+_LAYOUT_RULES: Mapping[str, tuple[_Rule, ...]] = {
+    "ppo-math": (_transport, _shared_ranks, _colocation, _interrupt, _routing_replay),
+    "sft": (),
+    "dpo": (),
+}
+_BACKEND_RULES: Mapping[str, tuple[_Rule, ...]] = {
+    "ppo-math": (_server_arguments, _weight_format),
+    "sft": (),
+    "dpo": (),
+}
+"""Rules that only one experiment has, by its name: those that depend on layouts, and the others."""
