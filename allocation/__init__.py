@@ -5,7 +5,7 @@
 Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and a process without GPUs.
 """
 
-from allocation.checks import batch_errors, check_batch, check_model, model_errors
+from allocation.checks import batch_errors, check_batch, check_model, model_errors, nearest_minibatches
 from allocation.device import CPU, GPU, Device, DeviceChoice, DeviceDecision
 from allocation.device_mapping import DeviceMapping, parse_device_mappings
 from allocation.errors import AllocationError
@@ -47,6 +47,7 @@ __all__ = [
     "check_model",
     "format_allocation",
     "model_errors",
+    "nearest_minibatches",
     "parse",
     "parse_device_mappings",
 ]

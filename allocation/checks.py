@@ -140,6 +140,16 @@ def batch_errors(
     return [error] if error else []
 
 
+def nearest_minibatches(
+    layouts: Mapping[str, ParallelLayout], *, train_bs_n_seqs: int, group_size: int = 1, ppo_n_minibatches: int = 1
+) -> str:
+    """Return the numbers of minibatches next to ppo_n_minibatches for which every role can take the batch; the batch
+    to write instead where there is none."""
+    batch = _Batch(train_bs_n_seqs, group_size, ppo_n_minibatches)
+    near = _nearest_updates(batch, layouts)
+    return near or f"dataset.train_bs_n_seqs={_nearest_batches(batch, layouts)}"
+
+
 class _Batch(NamedTuple):
     prompts: int
     group_size: int
@@ -174,7 +184,9 @@ def _dealing_error(
             value=prompts,
             nearest=nearest_batches,
         )
-    nearest_updates = _nearest_updates(batch, layouts) or f"dataset.train_bs_n_seqs={nearest_batches}"
+    nearest_updates = nearest_minibatches(
+        layouts, train_bs_n_seqs=prompts, group_size=batch.group_size, ppo_n_minibatches=updates
+    )
     if batch.sequences < unit:
         return AllocationError(
             f"an update has {batch.sequences // updates} of the {text}, fewer than the {ranks}: a rank without "

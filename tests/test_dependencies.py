@@ -138,7 +138,7 @@ ALIASES = {
     "core/config/ppo_experiment.py": ("actor.sglang.", "generator.sglang_python"),
     "core/config/models.py": ("actor.sglang.*", "sglang: dict[str, FlagValue]"),
     "core/config/runtime.py": ("added to actor.sglang",),
-    "core/config/rules.py": ("config.actor.sglang",),
+    "core/config/allocation_rules.py": ("config.actor.sglang",),
     "core/config/unused.py": ("actor.sglang", "critic.sglang", "{name}.sglang"),
     "core/experiments/process_settings.py": ("config.actor.sglang",),
 }

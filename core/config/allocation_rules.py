@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from allocation import TRAINER_ROLE, Allocation, AllocationError, Checks, ParallelLayout, batch_errors, model_errors
-from allocation.errors import divisors, nearest_of
+from allocation import (
+    TRAINER_ROLE,
+    Allocation,
+    AllocationError,
+    Checks,
+    ParallelLayout,
+    batch_errors,
+    model_errors,
+    nearest_minibatches,
+)
 from allocation.plan import SAME_WEIGHTS
 from allocation.suggestions import nearest_layouts_of
 from core.config.allocation import on_devices, resolve_allocation
@@ -30,11 +38,12 @@ def check_allocation(config: ExperimentConfig) -> Iterator[Violation]:
         allocation = resolve_allocation(config, layout_checks(config))
     except AllocationError as impossible:
         yield _violation(impossible, *size)
-    if uneven := _minibatches(**config.batch_shape):
-        yield uneven
+    placed = {} if allocation is None else {role: allocation.roles[role].layout for role in config.batch_roles}
+    uneven = list(_minibatches(placed, **config.batch_shape))
+    yield from uneven
     if allocation is not None:
         yield from _allocation_rules(config, allocation)
-        yield from () if uneven else _batch(config, allocation, size)
+        yield from () if uneven else _batch(config, placed, size)
 
 
 def _allocation_rules(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
@@ -43,10 +52,9 @@ def _allocation_rules(config: ExperimentConfig, allocation: Allocation) -> Itera
         yield from rule(config, allocation)
 
 
-def _batch(config: ExperimentConfig, allocation: Allocation, size: Sequence[str]) -> Iterator[Violation]:
+def _batch(config: ExperimentConfig, layouts: Mapping[str, ParallelLayout], size: Sequence[str]) -> Iterator[Violation]:
     """Yield what keeps the batch from being dealt out to the ranks; suggested numbers work for every role."""
     seen: set[str] = set()
-    layouts = {role: allocation.roles[role].layout for role in config.batch_roles}
     for role, layout in layouts.items():
         for error in batch_errors(layout, role, **config.batch_shape, beside=layouts):
             if error.key not in seen:  # roles of one layout break the same rule
@@ -63,7 +71,7 @@ def layout_checks(config: ExperimentConfig) -> Checks:
         except ModelFolderError:
             continue  # reported with the models
         models |= dict.fromkeys(use.roles, (model, use.path))
-    shape = {} if _minibatches(**config.batch_shape) else config.batch_shape
+    shape = {} if any(_minibatches({}, **config.batch_shape)) else config.batch_shape
 
     def suits(role: str, layout: ParallelLayout) -> bool:
         if role in models and split_errors(layout, role, *models[role]):
@@ -196,15 +204,17 @@ def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Viol
             yield Violation((f"{name}.grad_reduce_in_fp32", f"{name}.bf16"), message)
 
 
-def _minibatches(*, train_bs_n_seqs: int, ppo_n_minibatches: int = 1, group_size: int = 1) -> Violation | None:
-    parts, prompts = ppo_n_minibatches, train_bs_n_seqs
-    if prompts % parts == 0:
-        return None
-    nearest = nearest_of(parts, divisors(prompts))
-    return Violation(
-        ("ppo.ppo_n_minibatches", "dataset.train_bs_n_seqs"),
-        f"ppo_n_minibatches={parts} must divide train_bs_n_seqs={prompts}; nearest: {nearest}",
-    )
+def _minibatches(
+    layouts: Mapping[str, ParallelLayout], *, ppo_n_minibatches: int = 1, **batch: int
+) -> Iterator[Violation]:
+    """Yield a number of minibatches that does not divide the prompts; what is suggested suits `layouts`."""
+    prompts = batch["train_bs_n_seqs"]
+    if prompts % ppo_n_minibatches:
+        near = nearest_minibatches(layouts, ppo_n_minibatches=ppo_n_minibatches, **batch)
+        yield Violation(
+            ("ppo.ppo_n_minibatches", "dataset.train_bs_n_seqs"),
+            f"ppo_n_minibatches={ppo_n_minibatches} must divide train_bs_n_seqs={prompts}; nearest: {near}",
+        )
 
 
 def _violation(error: AllocationError, *others: str) -> Violation:

@@ -62,11 +62,11 @@ def test_every_suggested_allocation_is_accepted(tmp_path: Path, text: str) -> No
 def test_numbers_that_are_suggested_for_the_batch_work_for_every_role(tmp_path: Path) -> None:
     path = write_run(tmp_path, SMALLEST_PPO.replace("kl_ctl: 0.0", "kl_ctl: 0.1"))
     tried = 0
-    for dp, ref, group, prompts, minibatches in product((2, 3, 6), (1, 2), (1, 8), (10, 16), (1, 2)):
-        text = f"allocation_mode=mock.d1+actor_train:d{dp}m1p1,ref_inf:d{dp // ref}m{ref}p1"
-        if dp % ref:
-            continue
-        fixed = [text, f"n_gpus_per_node={dp + 1}", f"group_size={group}", "launch.trainer_device=cpu"]
+    layouts = (("d2m1p1", "d1m2p1"), ("d3m2p1", "d6m1p1"), ("d6m1p1", "d3m2p1"), ("d6m1p1", "d6m1p1"))
+    for (train, ref), group, prompts, minibatches in product(layouts, (1, 4), (4, 6, 15), (1, 3, 6)):
+        text = f"allocation_mode=mock.d1+actor_train:{train},ref_inf:{ref}"
+        slots = 3 if train == "d2m1p1" else 7
+        fixed = [text, f"n_gpus_per_node={slots}", f"group_size={group}", "launch.trainer_device=cpu"]
         batch = [f"dataset.train_bs_n_seqs={prompts}", f"ppo.ppo_n_minibatches={minibatches}"]
         for problem in _problems(path, *fixed, *batch):
             key = "ppo.ppo_n_minibatches" if ": ppo.ppo_n_minibatches: " in problem else "dataset.train_bs_n_seqs"
