@@ -8,6 +8,11 @@ code 2 and one message on stderr.
 
 from __future__ import annotations
 
+from core.processes.before_start import NOTHING_STARTED, end_at_signals, leave_signals
+
+if __name__ == "__main__":
+    end_at_signals()  # the imports below take a second or more
+
 import argparse
 import difflib
 import errno
@@ -44,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         return _main(argv)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{NOTHING_STARTED}\n")
+        return INTERRUPTED
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EIO):
             raise
@@ -76,6 +84,7 @@ def _main(argv: Sequence[str] | None) -> int:
     paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
     log_file = None if looks_only else paths.logs / "master_worker.log"
     aside: RunPaths | None = None
+    leave_signals()
     with ExitStack() as running:
         try:
             if log_file is not None:

@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "bench": ("tools.bench", (), "measure, each figure beside its baseline"),
 }
 """Command -> (module, its first arguments, description)."""
-BAD_INPUT = 2
+BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = [f"slipstream {words[0]}", *first, *words[1:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

@@ -28,11 +28,12 @@ from typing import Any
 
 import psutil
 
+from core.processes.before_start import INTERRUPTED
 from core.processes.stacks import FOLDER, collect_stacks, register_process
 
 logger = logging.getLogger(__name__)
 
-DONE, FAILED, BAD_INPUT, GAVE_UP, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, BAD_INPUT, GAVE_UP = 0, 1, 2, 3
 EXIT_CODES = {
     DONE: "training is complete",
     FAILED: "the run failed, and another attempt would too: bad data, a full disk; or recover_mode is not auto",

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from core import quickstart
 from core.paths import RunPaths
+from core.processes.before_start import end_at_signals, leave_signals
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -122,15 +124,22 @@ def test_only_recover_mode_auto_makes_further_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, retries: int
 ) -> None:
     made: list[int] = []
+    handler = signal.getsignal(signal.SIGTERM)
 
     def run_attempts(run: object, *, retries: int, **options: object) -> int:
+        assert signal.getsignal(signal.SIGTERM) is handler, "a run ends in its own order"
         made.append(retries)
         return 0
+
+    end_at_signals()
 
     monkeypatch.setattr(quickstart, "run_attempts", run_attempts)
     monkeypatch.setattr(quickstart, "log_to_terminal", lambda *_, **__: None)
     arguments = ["ppo-math", "--config", str(write_run(tmp_path)), f"recover_mode={mode}", "recover_retries=7"]
-    assert quickstart.main(arguments) == 0 and made == [retries]
+    try:
+        assert quickstart.main(arguments) == 0 and made == [retries]
+    finally:
+        leave_signals()
 
 
 def test_an_earlier_run_of_the_trial_is_set_aside_before_the_log_begins_and_not_by_a_dry_run(

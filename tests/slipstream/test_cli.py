@@ -12,7 +12,7 @@ import pytest
 import slipstream
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from rollout.plugins import ROOT, python_path
-from slipstream.cli import COMMANDS
+from slipstream.cli import COMMANDS, main
 
 MAIN = "import sys; sys.path[0] = sys.argv.pop(1); from slipstream.cli import main; sys.exit(main())"
 """As the installed script starts: the working folder is not on the path."""
@@ -43,6 +43,20 @@ def test_help_lists_every_command_and_an_unknown_one_is_bad_input(tmp_path: Path
     wrong = run("trian", cwd=tmp_path)
     assert wrong.returncode == 2 and "unknown command 'trian'; one of train, sft" in wrong.stderr
     assert run("--version", cwd=tmp_path).stdout == f"slipstream {slipstream.__version__}\n"
+
+
+def test_ctrl_c_ends_a_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runpy.run_module", interrupted)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["convert"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"dry-run"}))
