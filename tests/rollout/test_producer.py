@@ -595,6 +595,19 @@ def test_a_checkpoint_of_other_settings_begins_at_its_step_on_request() -> None:
     run_virtual(main())
 
 
+def test_a_step_behind_a_smaller_last_batch_of_an_epoch_begins_at_its_prompts() -> None:
+    async def main() -> None:
+        workflow = CallWorkflow()
+        workflow.version = 4
+        producer = make_producer(workflow, num_prompts=10, max_staleness=0)
+        producer.begin_at(4, reason="Batches are cut in another way")
+        async with producer:
+            await train(producer, workflow, range(4, 6))
+        assert workflow.order[:6] == names(make_dataset(10), range(14, 20)), "steps 0 to 3 took 4, 4, 2 and 4 prompts"
+
+    run_virtual(main())
+
+
 def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
     async def main() -> None:
         workflow = CallWorkflow()

@@ -107,6 +107,12 @@ def test_exchanging_chosen_and_rejected_turns_the_gradient_round() -> None:
     assert torch.equal(turned, -grad) and grad.any()
 
 
+def test_a_policy_equal_to_the_reference_prefers_no_answer() -> None:
+    for kind in ("sigmoid", "ipo"):
+        _, _, metrics = loss_of(DPO(kind=kind), batch(), torch.zeros_like(CHANGES))  # type: ignore[arg-type]
+        assert metrics["margin"] == 0.0 and metrics["accuracy"] == 0.0
+
+
 def test_an_empty_microbatch_has_no_loss() -> None:
     nothing = torch.zeros(0)
     fields = {"loss_mask": nothing.bool(), PAIR: nothing.long(), "ref_logprobs": nothing, "token_weights": nothing}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
-from core.processes.signals import Interrupts, raise_if_interrupted
+from core.processes import signals
+from core.processes.signals import EndNow, Interrupts, postponed, raise_if_interrupted
 
 
 class SignalledInItsDestructor:
@@ -31,3 +34,19 @@ def test_a_signal_whose_exception_is_lost_still_ends_the_next_wait(number: int) 
             raise_if_interrupted()
     raise_if_interrupted()
     assert signal.getsignal(number) is before
+
+
+def test_what_begins_after_a_signal_has_its_own_time_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    with Interrupts():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        now = 100.0  # the step that was under way took so long to finish
+        with pytest.raises(KeyboardInterrupt) as end, postponed(30.0):  # the save
+            now = 129.0
+            raise_if_interrupted()
+            now = 131.0
+            with pytest.raises(EndNow, match="not finished 30 s later"):
+                raise_if_interrupted()
+    assert end.type is KeyboardInterrupt, "it finished all the same"

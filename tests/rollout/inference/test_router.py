@@ -412,6 +412,9 @@ class Scripted(Silent):
             finish_reason=reason,
         )  # fmt: skip
 
+    async def partial(self) -> dict[str, Completion]:
+        return {}
+
     async def health(self) -> Health:
         return Health(version=0, num_running=1, num_waiting=0)
 
@@ -423,5 +426,40 @@ def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() 
         assert completion.finish_reason == "stop" and len(completion.token_ids) == 7
         with pytest.raises(ConnectionResetError):
             await Router([Scripted("token", *["failure"] * 4, "stop")]).generate(request(0, prompt(5)))
+
+    play(scene())
+
+
+class AnswerLost(Silent):
+    """A generator that has finished a request, as partial() reports, and dies before its answer arrives."""
+
+    def __init__(self, finished: Completion) -> None:
+        self._finished, self.dies = finished, asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await self.dies.wait()
+        raise ConnectionResetError
+
+    async def partial(self) -> dict[str, Completion]:
+        return {"r0": self._finished}
+
+    async def health(self) -> Health:
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_completion_that_was_reported_as_finished_is_the_answer_when_its_generator_dies(reason: Any) -> None:
+    async def scene() -> None:
+        finished = Completion(
+            token_ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32), versions=np.zeros(3, np.int32),
+            finish_reason=reason,
+        )  # fmt: skip
+        first = AnswerLost(finished)
+        router = Router([first, Scripted()])
+        running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
+        await asyncio.sleep(0)
+        assert (await router.partial())["r0"] is finished
+        first.dies.set()
+        assert await running is finished, "no other generator continues it"
 
     play(scene())
