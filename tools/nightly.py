@@ -80,7 +80,7 @@ def run_part(part: Part, console: Console) -> Outcome:
     console.rule(part.name)
     start, last = time.monotonic(), ""
     command = [sys.executable, *part.arguments]
-    env = os.environ | ({part.sets: "1"} if part.sets else {})
+    env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({part.sets: "1"} if part.sets else {})
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -14,6 +14,7 @@ from rollout.inference.backend import Transport
 from rollout.inference.registry import BACKENDS
 
 Verify = Literal["never", "first", "always"]
+Changes = Literal["auto", "always", "never"]
 
 SHARED_MEMORY_NAMES = (
     *("sem.mp-", "psm_", "torch_", "nccl-", "plasma"),
@@ -35,6 +36,12 @@ class PushConfig(Section):
         "first",
         "After which updates to compare the checksums of all tensors on the servers with what was sent",
         needs="servers",
+    )
+    changes: Changes = key(
+        "auto",
+        "Send only the values that differ from the last update. auto: where the times of earlier updates show that it "
+        "is faster; always; never. Unless never, the first trainer rank keeps a copy of the weights in host memory",
+        needs="push.type=disk",
     )
     bucket_mib: int = key(1024, "Bucket size of weight updates in MiB", ge=1)
     timeout_seconds: float = key(120.0, "Timeout of a weight update; a longer one ends the attempt", gt=0)

@@ -93,7 +93,10 @@ def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
 
 def _generators(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
     backend = allocation.generator.backend
-    if choose_transport(config.push.type, allocation) == "local":
+    transport = choose_transport(config.push.type, allocation)
+    if transport != "disk":
+        yield f"weights travel by push.type={transport}, not through files", ("push.changes",)
+    if transport == "local":
         servers = ("actor.sglang", "generator.flags", "generator.python", "push.verify")
         yield f"{backend} generators are no servers", servers
     if BACKENDS[backend].capabilities.holds_weights:

@@ -24,6 +24,8 @@ class PushReport:
     """Before the pause: gathering, converting and laying out what fits."""
     send_seconds: float
     num_bytes: int
+    changed: float | None = None
+    """Share of the values that have changed, where only those were sent."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -32,6 +34,7 @@ class PushReport:
             "push/gather_seconds": self.gather_seconds,
             "push/send_seconds": self.send_seconds,
             "push/gigabytes": self.num_bytes / 1e9,
+            **({} if self.changed is None else {"push/changed_values": self.changed}),
         }
 
 

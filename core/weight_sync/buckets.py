@@ -56,6 +56,8 @@ class SendReport:
     num_buckets: int
     compared: str = ""
     """Result of compare_checksums, where it was requested."""
+    changed: float | None = None
+    """Share of the values that have changed, where only those were sent."""
 
 
 class Sender(Protocol):
@@ -219,8 +221,8 @@ def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
 
 
 def call_all(
-    servers: Sequence[WeightEndpoint], call: Callable[[WeightEndpoint, float], None], deadline: Deadline
-) -> dict[str, Future[None]]:
+    servers: Sequence[WeightEndpoint], call: Callable[[WeightEndpoint, float], Any], deadline: Deadline
+) -> dict[str, Future[Any]]:
     """Run `call(server, timeout_seconds)` on many servers at once; return server name -> future of its answer."""
     left = deadline.left()
     return {server.name: in_background(call, server, left + 5) for server in servers}

@@ -2,20 +2,28 @@
 
 The folder is written while generation continues; the pause is as long as the servers take to read it. Each server rank
 reads what it needs, so this is also the way into servers with pipeline stages.
+
+Unless push.changes=never, rank 0 keeps the weights of the last push in host memory, and writes only the values that
+differ from them (rollout/inference/changes.py); with auto, where that is expected to take less time. A server that
+cannot take changes, as one that has just started, gets all weights at once.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from core.config.push import Changes
 from core.weight_sync.buckets import (
     Buckets,
     Deadline,
@@ -26,19 +34,81 @@ from core.weight_sync.buckets import (
     compare_checksums,
 )
 from rollout.inference.backend import WeightEndpoint
+from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
+from rollout.inference.errors import GeneratorCallError
+
+logger = logging.getLogger(__name__)
+
+_FORGET_AFTER = 10
+
+
+@dataclass
+class _Costs:
+    """What pushes through files have cost, written and read: the rule by which everything or only changes are sent."""
+
+    whole: float | None = None
+    """Seconds of the last push of everything."""
+    changes: tuple[float, int] | None = None
+    """Seconds and bytes of the last push of changes."""
+    _since: int = 0
+    """Pushes of everything since then."""
+
+    def measured(self, *, changes: bool, seconds: float, num_bytes: int) -> None:
+        """Take note of a push. What changes have cost is forgotten after ten pushes of everything, and measured
+        again."""
+        if changes:
+            self.changes, self._since = (seconds, num_bytes), 0
+            return
+        self.whole, self._since = seconds, self._since + 1
+        if self._since >= _FORGET_AFTER:
+            self.changes = None
+
+    def changes_pay(self, num_bytes: int, num_all_bytes: int) -> bool:
+        """Return whether changes of `num_bytes` are expected to take less time than everything: what the last changes
+        took, and more in proportion where there are more bytes. Before they were measured, the bytes decide."""
+        if self.changes is None or self.whole is None:
+            return num_bytes < num_all_bytes
+        seconds, before = self.changes
+        return seconds * max(1.0, num_bytes / max(1, before)) < self.whole
+
+
+@dataclass
+class _Written:
+    """A folder that has been written and not yet read."""
+
+    folder: Path
+    buckets: Buckets
+    num_bytes: int
+    seconds: float
+    changed: float | None
+    """Share of the values, where it holds only changes."""
 
 
 class DiskSender:
     """See core.weight_sync.buckets.Sender."""
 
-    def __init__(self, settings: SenderSettings, device: torch.device, *, folder: Path, model_path: str) -> None:
+    def __init__(
+        self,
+        settings: SenderSettings,
+        device: torch.device,
+        *,
+        folder: Path,
+        model_path: str,
+        changes: Changes = "never",
+    ) -> None:
         """`folder`: where pushes of this run alone are written, on a file system that the servers share. `model_path`:
-        a Hugging Face folder whose config.json the pushed ones get."""
+        a Hugging Face folder whose config.json the pushed ones get. `changes`: whether to write only changes."""
         self._settings = settings
         self._folder, self._model_path = folder, model_path
         self._servers: Sequence[WeightEndpoint] = ()
         self._count = 0
-        self._written: tuple[Path, Buckets] | None = None
+        self._written: _Written | None = None
+        self._changes: Changes = changes if settings.rank == 0 else "never"
+        self._last: dict[str, Tensor] = {}
+        """With changes: what the last prepare() was given."""
+        self._identity = ""
+        """Of `_last`."""
+        self._costs = _Costs()
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Remove what an attempt that was killed in the middle of a push left."""
@@ -49,61 +119,170 @@ class DiskSender:
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""
-        rank0 = self._settings.rank == 0
+        start = time.perf_counter()
         flat = Buckets(buckets, self._settings, torch.device("cpu"), self._servers, verify=verify)
+        if self._settings.rank != 0:
+            for _ in flat:
+                pass
+            self._written = _Written(self._folder, flat, 0, 0.0, None)
+            return
+        target = self._new_folder()
+        try:
+            num_bytes, changed, in_vain = self._write(flat, target)
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)
+            self._last = {}  # the next push is whole: what the servers have is no longer what is here
+            raise
+        self._written = _Written(target, flat, num_bytes, time.perf_counter() - start - in_vain, changed)
+
+    def _new_folder(self) -> Path:
         target = self._folder / f"push-{self._count}"
         self._count += 1
-        if rank0:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        try:
-            self._write(flat, target)
-        except BaseException:
-            if rank0:
-                shutil.rmtree(target, ignore_errors=True)
-            raise
-        self._written = (target, flat)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        return target
 
-    def _write(self, buckets: Buckets, target: Path) -> None:
-        weight_map: dict[str, str] = {}
-        total = 0
-        for number, bucket in enumerate(buckets):
-            if bucket is None:
-                continue
-            file = f"model-{number:05d}.safetensors"
-            save_file(bucket.tensors(), target / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(bucket.names, file)
-            total += bucket.num_bytes
-        if self._settings.rank == 0:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-            shutil.copy(Path(self._model_path) / "config.json", target)
+    def _write(self, buckets: Buckets, target: Path) -> tuple[int, float | None, float]:
+        """Write all weights, or what has changed of them. Return the bytes; the share of values that changed, where
+        only those are there; and the seconds that went into changes which are not used."""
+        base, self._identity = self._identity, uuid.uuid4().hex
+        if not self._last:
+            whole = _WholeWriter(target)
+            for bucket in buckets:
+                tensors = bucket.tensors() if bucket is not None else {}
+                whole.add(tensors)
+                if self._changes != "never":
+                    self._last |= tensors
+            whole.finish(self._model_path, self._identity)
+            return whole.num_bytes, None, 0.0
+        changes = ChangesWriter(target)
+        num_all_bytes = 0
+        for bucket in buckets:
+            if bucket is not None:
+                tensors = bucket.tensors()
+                changes.add(tensors, self._last)
+                self._last |= tensors
+                num_all_bytes += bucket.num_bytes
+        if self._changes == "always" or self._costs.changes_pay(changes.num_bytes, num_all_bytes):
+            changes.finish(base=base, identity=self._identity)
+            return changes.num_bytes, changes.num_changed / max(1, changes.num_values), 0.0
+        for file in target.iterdir():
+            file.unlink()
+        return self._write_last(target), None, changes.seconds
+
+    def _write_last(self, target: Path) -> int:
+        """Write what the last prepare() was given; return the bytes."""
+        whole = _WholeWriter(target)
+        limit, part, size = self._settings.bucket_bytes, dict[str, Tensor](), 0
+        for name, tensor in self._last.items():
+            if part and size + tensor.nbytes > limit:
+                whole.add(part)
+                part, size = {}, 0
+            part[name] = tensor
+            size += tensor.nbytes
+        whole.add(part)
+        whole.finish(self._model_path, self._identity)
+        return whole.num_bytes
 
     def send(self) -> SendReport | None:
+        """Let every server load the folder; the report on rank 0. Raises PushError."""
         written, self._written = self._written, None
         if written is None:
             raise PushError("send() without prepare()")
         if self._settings.rank != 0:
             return None
-        target, buckets = written
         start = time.perf_counter()
         try:
-            num_files, num_bytes, compared = self._read_by_servers(target, buckets)
+            deadline = Deadline(self._settings.timeout_seconds)
+            num_files = len(list(written.folder.glob("*.safetensors")))
+            self._load(written, deadline)
+            compared = compare_checksums(self._servers, written.buckets, deadline)
+        except BaseException:
+            self._last = {}
+            raise
         finally:  # A server that starts again reads its original folder.
-            shutil.rmtree(target, ignore_errors=True)
+            shutil.rmtree(written.folder, ignore_errors=True)
         seconds = time.perf_counter() - start
-        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=num_files, compared=compared)
+        return SendReport(
+            seconds=seconds,
+            num_bytes=written.num_bytes,
+            num_buckets=num_files,
+            compared=compared,
+            changed=written.changed,
+        )
 
-    def _read_by_servers(self, target: Path, buckets: Buckets) -> tuple[int, int, str]:
-        """Return (number of files, bytes, result of the comparison) once every server has loaded the folder."""
-        deadline = Deadline(self._settings.timeout_seconds)
-        files = list(target.glob("*.safetensors"))
-        num_bytes = sum(file.stat().st_size for file in files)
-        loading = call_all(self._servers, lambda s, left: s.load_folder(str(target), timeout_seconds=left), deadline)
-        deadline.wait(loading, f"reading {target}")
-        return len(files), num_bytes, compare_checksums(self._servers, buckets, deadline)
+    def _load(self, written: _Written, deadline: Deadline) -> None:
+        """Return once every server has loaded the folder, or all weights where it refused changes."""
+        start = time.perf_counter()
+        changes = written.changed is not None
+        loading = call_all(self._servers, lambda s, left: _refusal(s, written.folder, left, changes), deadline)
+        deadline.wait(loading, f"reading {written.folder}")
+        self._costs.measured(
+            changes=changes, seconds=written.seconds + time.perf_counter() - start, num_bytes=written.num_bytes
+        )
+        reasons = {name: future.result() for name, future in loading.items() if future.result()}
+        if reasons:
+            self._load_all([s for s in self._servers if s.name in reasons], list(reasons.values()), deadline)
+
+    def _load_all(self, servers: Sequence[WeightEndpoint], reasons: Sequence[str], deadline: Deadline) -> None:
+        """Let servers that refused changes load all weights, of the same push."""
+        for reason in reasons:
+            logger.warning("Changes were refused, so all weights are sent: %s", reason)
+        if not all(NOT_THE_BASE in reason for reason in reasons):
+            logger.warning("No more changes are sent: the servers cannot apply them")
+            self._changes = "never"
+        target = self._new_folder()
+        try:
+            self._write_last(target)
+            loading = call_all(servers, lambda s, left: s.load_folder(str(target), timeout_seconds=left), deadline)
+            deadline.wait(loading, f"reading {target}")
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+        if self._changes == "never":
+            self._last = {}
 
     def close(self) -> None:
         """Remove a folder that was written and not sent."""
         if self._written is not None and self._settings.rank == 0:
-            shutil.rmtree(self._written[0], ignore_errors=True)
+            shutil.rmtree(self._written.folder, ignore_errors=True)
+
+
+def _refusal(server: WeightEndpoint, folder: Path, seconds: float, changes: bool) -> str:
+    """Let a server load a folder; return why it refused changes, or an empty string. Raises GeneratorCallError where it
+    refused all weights."""
+    try:
+        server.load_folder(str(folder), timeout_seconds=seconds)
+    except GeneratorCallError as error:
+        if not changes:
+            raise
+        return str(error)
+    return ""
+
+
+class _WholeWriter:
+    """Writes a Hugging Face folder, one file for each bucket."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._weight_map: dict[str, str] = {}
+        self._num_files = 0
+        self._total = 0
+        self.num_bytes = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write a bucket; nothing where it is empty. Raises OSError."""
+        if not tensors:
+            return
+        file = f"model-{self._num_files:05d}.safetensors"
+        save_file(dict(tensors), self._folder / file, metadata={"format": "pt"})
+        self._weight_map |= dict.fromkeys(tensors, file)
+        self._num_files += 1
+        self._total += sum(tensor.nbytes for tensor in tensors.values())
+        self.num_bytes += (self._folder / file).stat().st_size
+
+    def finish(self, model_path: str, identity: str) -> None:
+        """Write the index, the configuration of the model in `model_path`, and the identity of the push."""
+        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        shutil.copy(Path(model_path) / "config.json", self._folder)
+        (self._folder / IDENTITY).write_text(json.dumps({"id": identity}), encoding="utf-8")

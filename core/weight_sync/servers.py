@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 
 from allocation import RoleAllocation, Slot
-from core.config.push import Verify
+from core.config.push import Changes, Verify
 from core.weight_sync.base import PushReport
 from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.disk import DiskSender
@@ -49,6 +49,8 @@ class SenderPlan:
     timeout_seconds: float
     folder: Path
     """For disk: a folder that trainer and servers share."""
+    changes: Changes = "never"
+    """For disk: whether to send only the values that have changed."""
 
 
 def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.device, host: str) -> Sender:
@@ -65,7 +67,7 @@ def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.d
     if plan.type == "ipc":
         return IpcSender(settings, device)
     assert plan.type == "disk", "local pushes have no sender"
-    return DiskSender(settings, device, folder=plan.folder, model_path=plan.model_path)
+    return DiskSender(settings, device, folder=plan.folder, model_path=plan.model_path, changes=plan.changes)
 
 
 class TrainerSide(Protocol):
@@ -160,11 +162,14 @@ def push_report(
         gather_seconds=prepared - start,
         send_seconds=sent.seconds,
         num_bytes=sent.num_bytes,
+        changed=sent.changed,
     )
     logger.info(
-        "Pushed version %d: %.2f GB in %d buckets, sent in %.3f s (%.1f GB/s) after %.3f s of gathering; "
+        "Pushed version %d: %.2f GB in %d buckets%s, sent in %.3f s (%.1f GB/s) after %.3f s of gathering; "
         "generators paused for at most %.3f s%s",
-        version, sent.num_bytes / 1e9, sent.num_buckets, sent.seconds, sent.num_bytes / 1e9 / sent.seconds,
+        version, sent.num_bytes / 1e9, sent.num_buckets,
+        "" if sent.changed is None else f" (the {sent.changed:.2%} of the values that have changed)",
+        sent.seconds, sent.num_bytes / 1e9 / sent.seconds,
         report.gather_seconds, report.longest_pause_seconds, sent.compared and f"; {sent.compared}",
     )  # fmt: skip
     return report

@@ -180,7 +180,8 @@ class WeightEndpoint(Protocol):
         ...
 
     def load_folder(self, path: str, *, timeout_seconds: float) -> None:
-        """Load a Hugging Face folder of the same architecture."""
+        """Load a Hugging Face folder of the same architecture, or a folder of changes to the weights that the last
+        folder left (changes.py)."""
         ...
 
     def expected_checksums(self) -> ExpectedChecksums: ...

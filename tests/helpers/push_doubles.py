@@ -32,13 +32,15 @@ MODEL = tempfile.TemporaryDirectory(prefix="push-doubles-")
 
 
 def sender_of(kind: str, folder: Path, **changes: Any) -> Sender:
-    """`folder`: of the model; folders of pushes are made in it."""
+    """`folder`: of the model; folders of pushes are made in it. `changes`: of SenderSettings, and `changes` itself of
+    the sender through files."""
+    with_changes = changes.pop("changes", "never")
     values: dict[str, Any] = dict(
         rank=0, world_size=1, dtype=torch.float32, timeout_seconds=30.0, bucket_bytes=1 << 20
     )  # fmt: skip
     settings = SenderSettings(**values | changes)
     if kind == "disk":
-        return DiskSender(settings, CPU, folder=folder, model_path=str(folder))
+        return DiskSender(settings, CPU, folder=folder, model_path=str(folder), changes=with_changes)
     return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, CPU)
 
 

@@ -1,8 +1,8 @@
 """What runs inside a SGLang server's processes: the start, and hooks through SGLang's own plug-in interface.
 
 The file is run by path with the server's interpreter (`python -P .../hooks.py`, settings as JSON on stdin), so it
-stands alone: of this project only the files beside it are read, by their paths. The hooks give the trainer what the
-HTTP interface lacks:
+stands alone: of this project only files that stand alone too are read, by their paths. The hooks give the trainer what
+the HTTP interface lacks:
 
 - every token carries the version of the weights that its forward pass ran with (`weight_version` of a response is
   that of the moment of output, one for the whole response);
@@ -15,6 +15,7 @@ HTTP interface lacks:
 - no step waits for a gathering of one rank's own figures;
 - prompts wait until there are places for many of them at once;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
+- a folder of changes is applied to the weights of the push before (changes.py);
 - what running and waiting requests have sampled so far is returned on request (in_flight.py);
 - whether the scheduler works is reported without waiting for a second.
 """
@@ -77,8 +78,8 @@ def position_checksum(tensor: Tensor, start: int = 0) -> Tensor:
 
 
 def beside(name: str) -> ModuleType:
-    """Return the file `name` beside this one as a module; the project itself is nothing that a server can import."""
-    path = Path(__file__).with_name(name)
+    """Return the file `name`, a path from this one's folder, as a module: a server cannot import the project itself."""
+    path = (Path(__file__).parent / name).resolve()
     spec = importlib.util.spec_from_file_location(f"slipstream_{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} is a Python file"
     module = importlib.util.module_from_spec(spec)
@@ -129,6 +130,35 @@ class Hooks:
             "per_gpu_checksum": hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest(),
             "parallelism_info": checker._parallelism_info().model_dump(),
         }
+
+
+class PushedFolders:
+    """Folders of changes in place of whole weights, and which push the weights of this process are of."""
+
+    def __init__(self) -> None:
+        self._changes = beside("../changes.py")
+        self._identity: str | None = None
+
+    def load(self, original: Any, updater: Any, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        """Load a folder around WeightUpdater.update_weights_from_disk: (whether it succeeded, message)."""
+        folder, before, self._identity = Path(model_path), self._identity, None
+        if not (folder / self._changes.INDEX).is_file():
+            success, message = original(updater, model_path, *args, **kwargs)
+            if success and (file := folder / self._changes.IDENTITY).is_file():
+                self._identity = json.loads(file.read_text(encoding="utf-8"))["id"]
+            return success, message
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+        from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+        try:
+            reader = self._changes.ChangesReader(folder, before)
+            model, device = updater.get_model(), torch.device(updater.device)
+            with set_default_torch_dtype(updater.model_config.dtype):
+                DefaultModelLoader.load_weights_and_postprocess(model, reader.tensors(device), device)
+        except Exception as error:  # noqa: BLE001  the sender must hear of it, and sends all weights then
+            return False, f"{type(error).__name__}: {error}"
+        self._identity = reader.identity
+        return True, "Succeeded to update the changed weights."
 
 
 class InFlight:
@@ -303,7 +333,7 @@ def install_hooks() -> None:
     """Register the hooks; SGLang applies them at the start of each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    hooks, sampling, in_flight = Hooks(), Sampling(), InFlight()
+    hooks, sampling, in_flight, folders = Hooks(), Sampling(), InFlight(), PushedFolders()
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     delayer = "sglang.srt.managers.prefill_delayer.PrefillDelayer."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -313,6 +343,11 @@ def install_hooks() -> None:
         (scheduler + "continue_generation", hooks.before_continue, HookType.BEFORE),
         (scheduler + "get_internal_state", in_flight.answer, HookType.AROUND),
         (scheduler + "pause_generation", hooks.wait_for_device, HookType.AFTER),
+        (
+            "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
+            folders.load,
+            HookType.AROUND,
+        ),
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
         ("sglang.srt.state_capturer.base.BaseHostCache.__init__", kept_experts, HookType.AROUND),

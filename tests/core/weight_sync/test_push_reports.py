@@ -48,9 +48,10 @@ def test_a_local_push_gathers_while_generators_sample_and_then_sends(clock: Simp
 
 @pytest.mark.parametrize(("kind", "seconds"), [(ServerPush, 9.75), (ColocatedPush, 16.75)])
 def test_a_push_to_servers_reports_what_its_sender_and_the_generators_measured(
-    kind: Any, seconds: float, clock: SimpleNamespace
+    kind: Any, seconds: float, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sent = SendReport(seconds=3.5, num_bytes=1_000_000_000, num_buckets=2)
+    caplog.set_level("INFO")
+    sent = SendReport(seconds=3.5, num_bytes=1_000_000_000, num_buckets=2, changed=0.25)
     trainer = Side(clock, {"push_prepare": 2.0, "push_send": 4.0, "offload": 3.0}, {"push_send": sent})
     generators = Side(
         clock, {"pause": 0.75, "resume": 3.0, "resume_memory": 2.375}, {"resume": [6.0, 5.0]}
@@ -59,5 +60,6 @@ def test_a_push_to_servers_reports_what_its_sender_and_the_generators_measured(
     metrics = push.push(1).metrics()
     assert metrics == {
         "push/seconds": seconds, "push/pause_seconds": 6.0, "push/gather_seconds": 2.0, "push/send_seconds": 3.5,
-        "push/gigabytes": 1.0,
+        "push/gigabytes": 1.0, "push/changed_values": 0.25,
     }  # fmt: skip
+    assert "1.00 GB in 2 buckets (the 25.00% of the values that have changed), sent in 3.500 s" in caplog.text

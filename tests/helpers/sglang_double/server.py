@@ -63,6 +63,7 @@ class SGLangDouble:
         """A server of several pipeline stages does not."""
         self._flips: dict[int, dict[str, Any]] = {}
         self._num_updates = 0
+        self.push: str | None = None
         self._samples = samples
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -263,7 +264,7 @@ class SGLangDouble:
         try:
             for rank, tensors in enumerate(await self._received(path, body)):
                 self.parameters.load(tensors, rank)
-        except (ValueError, RuntimeError, OSError, KeyError) as e:
+        except (ValueError, RuntimeError, OSError, KeyError) as e:  # ChangesError among them
             return 400, {"success": False, "message": f"Failed to update weights: {e}", **more}
         self._num_updates += 1
         if flip := self._flips.pop(self._num_updates, None):
@@ -274,4 +275,8 @@ class SGLangDouble:
         """Full tensors for each rank."""
         if path == BROADCAST:
             return await from_broadcast(body, self.groups[body["group_name"]])
-        return from_disk(body, tp=self.tp) if path == DISK else from_tensors(body, tp=self.tp)
+        if path == DISK:
+            push, self.push = self.push, None
+            received, self.push = from_disk(body, tp=self.tp, push=push)
+            return received
+        return from_tensors(body, tp=self.tp)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from helpers.sglang_double.groups import GlooRank
+from rollout.inference.changes import IDENTITY, INDEX, ChangesReader
 
 TENSORS, BROADCAST, DISK = UPDATES = tuple(
     f"/update_weights_from_{source}" for source in ("tensor", "distributed", "disk")
@@ -45,10 +46,15 @@ async def from_broadcast(body: dict[str, Any], ranks: Sequence[GlooRank]) -> lis
     return received
 
 
-def from_disk(body: dict[str, Any], *, tp: int) -> list[dict[str, Tensor]]:
-    """Read a Hugging Face folder for every rank. Raises OSError where there is none."""
+def from_disk(body: dict[str, Any], *, tp: int, push: str | None) -> tuple[list[dict[str, Tensor]], str | None]:
+    """Read a Hugging Face folder, or changes to the weights of `push`, for every rank: (tensors, the new push). Raises
+    OSError where there is none, and ChangesError."""
     folder = Path(body["model_path"])
+    if (folder / INDEX).exists():
+        reader = ChangesReader(folder, push)
+        return [dict(reader.tensors(torch.device("cpu")))] * tp, reader.identity
     json.loads((folder / "config.json").read_text(encoding="utf-8"))
     index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     files = sorted(set(index["weight_map"].values()))
-    return [{name: tensor for file in files for name, tensor in load_file(folder / file).items()}] * tp
+    tensors = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    return [tensors] * tp, json.loads((folder / IDENTITY).read_text())["id"] if (folder / IDENTITY).exists() else None

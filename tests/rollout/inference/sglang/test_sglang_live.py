@@ -30,11 +30,13 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from core.config.push import Changes  # noqa: E402
 from core.weight_sync.buckets import PushError, Sender, SenderSettings  # noqa: E402
 from core.weight_sync.disk import DiskSender  # noqa: E402
 from core.weight_sync.ipc import IpcSender  # noqa: E402
 from core.weight_sync.nccl import NcclSender  # noqa: E402
 from helpers.sglang_live import CPU, TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
+from rollout.inference.changes import NOT_THE_BASE  # noqa: E402
 from rollout.inference.embedded.sampler import restrict  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
 from rollout.inference.sglang.completions import EMPTY, generate_call  # noqa: E402
@@ -253,13 +255,13 @@ def test_a_request_that_cannot_be_served_is_refused_here(server: SGLangServer) -
     with_generator(server, "abort", run)
 
 
-def sender_of(kind: str, models: Models, folder: Path, **changes: Any) -> Sender:
+def sender_of(kind: str, models: Models, folder: Path, *, changes: Changes = "never", **other: Any) -> Sender:
     values: dict[str, Any] = dict(
         rank=0, world_size=1, dtype=torch.float32, timeout_seconds=60.0, bucket_bytes=1 << 20,
     )  # fmt: skip
-    settings = SenderSettings(**values | changes)
+    settings = SenderSettings(**values | other)
     if kind == "disk":
-        return DiskSender(settings, CPU, folder=folder, model_path=str(models.folder))
+        return DiskSender(settings, CPU, folder=folder, model_path=str(models.folder), changes=changes)
     return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, CPU)
 
 
@@ -297,6 +299,40 @@ def test_a_push_reaches_running_requests_and_every_checksum_agrees(
         expected = models.logprobs(version, prompt, completion.token_ids)
         np.testing.assert_allclose(completion.logprobs[mine], expected[mine], atol=TOLERANCE)
     assert not list(tmp_path.glob("push-*")), "a folder that was read is not needed any more"
+
+
+def test_changes_make_the_weights_that_everything_makes_and_only_of_the_push_before(
+    server: SGLangServer, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = sender_of("disk", models, tmp_path, changes="always")
+    sender.connect([address_of(server)])
+
+    async def push(generator: SGLangGenerator, version: int) -> float | None:
+        for tensor in models.weights(60).values():
+            tensor.view(-1)[version::50] += 0.01
+        sender.prepare(models.buckets(60), verify=True)
+        await generator.pause()
+        report = await asyncio.to_thread(sender.send)
+        await generator.resume(version)
+        assert report is not None and report.compared == "all checksums equal"
+        return report.changed
+
+    async def run(generator: SGLangGenerator) -> Completion:
+        assert await push(generator, 3) is None
+        assert await push(generator, 4) == pytest.approx(0.02, abs=0.002)
+        await generator.pause()
+        await generator.load_folder(str(models.folder))
+        await generator.resume(5)
+        with caplog.at_level("WARNING"):
+            assert await push(generator, 6) == pytest.approx(0.02, abs=0.002)
+        assert NOT_THE_BASE in caplog.text
+        assert await push(generator, 7) == pytest.approx(0.02, abs=0.002)
+        return await generator.generate(request("x", prompt_of(3, 16), max_new_tokens=20))
+
+    completion = with_generator(server, "abort", run)
+    assert caplog.text.count(NOT_THE_BASE) == 1
+    expected = models.logprobs(60, prompt_of(3, 16), completion.token_ids)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
 
 
 def test_a_server_with_other_weights_than_were_sent_is_found(

@@ -62,6 +62,14 @@ def test_a_push_reaches_running_requests_and_every_rank_s_checksums_agree(
     live.test_a_push_reaches_running_requests_and_every_checksum_agrees(server, models, tmp_path, kind, None)
 
 
+def test_changes_make_the_weights_that_everything_makes_on_every_rank(
+    server: SGLangServer, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live.test_changes_make_the_weights_that_everything_makes_and_only_of_the_push_before(
+        server, models, tmp_path, caplog
+    )
+
+
 def test_a_rank_with_other_weights_than_were_sent_is_found(
     server: SGLangServer, models: Models, tmp_path: Path
 ) -> None:
