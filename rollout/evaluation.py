@@ -120,7 +120,8 @@ class EvaluationGenerator:
                 request,
                 sampling=sampling,
                 request_id=f"{self._name}/{request.request_id}",
-                group_id=f"{self._name}/{request.group_id}",
+                # One without a group stays one: the router would send those of a shared group to one generator.
+                group_id=request.group_id and f"{self._name}/{request.group_id}",
             )  # fmt: skip
         )
 

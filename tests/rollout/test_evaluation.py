@@ -194,6 +194,21 @@ def test_an_answer_is_no_longer_than_the_context_has_room_for() -> None:
         PLAN.check_room("a", replace(prompt, token_ids=np.full(64, 3, np.int32)))
 
 
+def test_requests_of_an_evaluation_share_a_group_only_where_the_workflow_gives_them_one() -> None:
+    groups: list[str] = []
+
+    class Groups:
+        async def generate(self, request: GenerateRequest) -> Completion:
+            groups.append(request.group_id)
+            return Completion(token_ids=np.empty(0), logprobs=np.empty(0), versions=np.empty(0), finish_reason="stop")
+
+    generator = EvaluationGenerator(Groups(), "a", context_tokens=64)  # type: ignore[arg-type]
+    for group in ("", "q1/0/0"):
+        request = GenerateRequest(request_id="0", prompt_ids=[3], sampling=PLAN.sampling, group_id=group)
+        asyncio.run(generator.generate(request))
+    assert groups == ["", "a/q1/0/0"], "a router sends a group to one generator"
+
+
 def test_an_answer_is_in_the_file_before_the_next_one_is_known(tmp_path: Path) -> None:
     answer = Answer(
         query_id="1", mode="greedy", number=0, prompt="p", completion="c", answer="c", score=1.0, tokens=1,
