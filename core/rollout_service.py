@@ -236,7 +236,7 @@ def _demonstrations(settings: RolloutSettings, encoder: Encoder) -> Demonstratio
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
     return {
-        "accuracy": float(np.mean([e.score > 0 for e in episodes])),
+        "accuracy": float(np.mean([e.is_correct for e in episodes])),
         "reward": float(np.mean([e.score for e in episodes])),
         "mean_length_tokens": float(np.mean([e.tokens for e in episodes])),
         "no_eos_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),

@@ -56,6 +56,11 @@ class Episode:
     outcomes: Sequence[Outcome] = ()
     """How judging ended, each time; empty if the workflow judges without the reward pool."""
 
+    @property
+    def is_correct(self) -> bool:
+        """Whether it counts as correct, in training and in `tools.eval`: its score is above 0."""
+        return self.score > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
@@ -249,7 +254,7 @@ async def answer_questions(
             set_name,
             Answer(
                 query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=episode.text,
-                answer=extracted_answer(episode.text), score=float(episode.score > 0), reward=episode.score,
+                answer=extracted_answer(episode.text), score=float(episode.is_correct), reward=episode.score,
                 tokens=episode.tokens, finish_reason=episode.finish_reason,
                 unjudged=None if failed is None else failed.name.lower(),
             ),

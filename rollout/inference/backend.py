@@ -246,6 +246,11 @@ class Backend(Protocol):
         """Yield (configuration key, message) of each reason why this backend cannot sample with the model at `path`."""
         ...
 
+    def lacking(self, python: str | None) -> str | None:
+        """Return why no replica can start on this host for want of software; None if one can. `python`: the interpreter
+        that runs it; None: this one."""
+        ...
+
     async def start(self, settings: BackendSettings) -> Replica:
         """Return when the replica is ready for weights. Raises ValueError for settings that cannot work and
         GeneratorStartError where it does not come up."""

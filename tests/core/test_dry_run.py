@@ -17,6 +17,7 @@ from core.config.load import load_config
 from core.paths import RunPaths
 from core.quickstart import main
 from helpers.config_inputs import write_run
+from rollout.inference.sglang import arguments
 
 SERVERS = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2", "actor.sglang={}"]
 
@@ -72,6 +73,35 @@ def test_a_ray_cluster_that_does_not_respond_is_a_fact_of_this_host(
     assert dry_run(path, closed) == 0
     assert "launch.ray_address=127.0.0.1:9: nothing listens there" in capsys.readouterr().out
     assert dry_run(path, closed, flag="--preflight") == 2
+
+
+def test_sglang_that_is_not_installed_is_a_fact_of_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, servers = write_run(tmp_path), [*SERVERS, "generator.device=cpu", "launch.trainer_device=cpu"]
+    monkeypatch.setattr(arguments, "is_installed", lambda: False)
+    assert dry_run(path, *servers) == 0
+    said = f"generator.python: SGLang is not installed for {sys.executable}; pip install -e '.[gpu]'"
+    assert f"This host cannot start it:\n  {said}" in capsys.readouterr().out
+    assert dry_run(path, *servers, flag="--preflight") == 2
+    assert said in capsys.readouterr().err
+    assert dry_run(path, *servers, "launch.ray_address=127.0.0.1:9") == 0
+    assert "SGLang" not in capsys.readouterr().out, "the servers run on machines of the cluster"
+    monkeypatch.setattr(arguments, "is_installed", lambda: True)
+    assert dry_run(path, *servers, flag="--preflight") == 0
+
+
+def test_the_interpreter_of_the_servers_is_looked_at_and_not_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "is_installed", lambda: False)
+    python = tmp_path / "python"
+    for exit_code, said in ((0, None), (1, f"SGLang is not installed for {python}; ")):
+        python.write_text(f"#!/bin/sh\nexit {exit_code}\n")
+        python.chmod(0o755)
+        found = arguments.why_not_installed(str(python))
+        assert found is None if said is None else str(found).startswith(said)
+    assert str(arguments.why_not_installed("/no/python")).startswith("/no/python: No such file or directory; ")
 
 
 def test_a_start_still_refuses_all_of_it(tmp_path: Path) -> None:

@@ -96,7 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", help="system message of the chat template")
     add("--instruction", help="text after a question in the chat template")
     add("--workflow", help="workflow.type; default: that of the run that saved the model, or math")
-    add("--reward", help="reward.function; default: that of the run that saved the model, or math")
+    add(
+        "--reward",
+        help="reward.function; default: that of the run that saved the model, or math. A completion is correct if its "
+        "reward is above 0, as in evaluations of a run",
+    )
     add("--config", type=Path, help="configuration of the run; default: {fileroot}/logs/{trial}/config.yaml")
     add("--ignore_run", action="store_true", help="do not use the configuration of the run that saved the model")
     add("--generator", choices=("auto", "sglang", "embedded"), default="auto", help="auto: sglang if there is a GPU")

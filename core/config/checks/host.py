@@ -24,6 +24,7 @@ from core.config.runtime import NOT_IN_A_RUN
 from core.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
+from rollout.inference.registry import BACKENDS
 
 _FEWEST_FILES = 512
 _SHORTEST_TOKENS = 32
@@ -178,6 +179,18 @@ def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem(key="allocation_mode", message=str(error))
 
 
+def _software(config: PPOMATHConfig) -> Iterator[Problem]:
+    """Yield what generators need and this machine does not have installed; those of a joined cluster run elsewhere."""
+    if joined_cluster(config) or config.n_nodes > 1:
+        return
+    try:
+        backend = BACKENDS[resolve_allocation(config).generator.backend]
+    except AllocationError:
+        return  # reported with the configuration
+    if why := backend.lacking(config.generator.python):
+        yield Problem(key="generator.python", message=why)
+
+
 def _connection(config: ExperimentConfig) -> Iterator[Problem]:
     """Check that the Ray cluster to join responds."""
     cluster = joined_cluster(config)
@@ -192,14 +205,16 @@ def _connection(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {"ppo-math": (_running,)}
-"""The checks that only one experiment has, by its name."""
+_LOOKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {"ppo-math": (_software,)}
+"""The checks that only one experiment has, by its name: of every start, and of --dry-run and --preflight."""
 
 
 def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
-    """Return the checks of this host. `connections`: of --dry-run and --preflight; a start connects anyway, with the
-    same message."""
+    """Return the checks of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
+    servers anyway."""
     own = _CHECKS.get(config.NAME, ())
-    return (*own, _monitors, _fileroot, _ray, _tracing, _limits, _port, _gpus, *((_connection,) if connections else ()))
+    looks = (_connection, *_LOOKS.get(config.NAME, ())) if connections else ()
+    return (*own, _monitors, _fileroot, _ray, _tracing, _limits, _port, _gpus, *looks)
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:

@@ -30,6 +30,10 @@ class EmbeddedBackend:
             message = f"the embedded generator samples dense models, and {path} is of type {model.model_type!r}"
             yield "allocation_mode", f"{message}; use sglang"
 
+    def lacking(self, python: str | None) -> str | None:
+        """Return None: it needs nothing that this package does not."""
+        return None
+
     async def start(self, settings: BackendSettings) -> Replica:
         """Start a generator; without `load_weights` it starts paused. Raises ValueError for a model that cannot be
         loaded."""

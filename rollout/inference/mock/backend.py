@@ -31,5 +31,9 @@ class MockBackend:
         """Accept every model: each has a vocabulary."""
         return iter(())
 
+    def lacking(self, python: str | None) -> str | None:
+        """Return None: it needs nothing that this package does not."""
+        return None
+
     async def start(self, settings: BackendSettings) -> Replica:
         return MockGenerator(settings.model_path, seconds_per_token=settings.seconds_per_token)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import subprocess
+import sys
 
 from rollout.inference.backend import FlagValue
 from rollout.inference.sglang.server_arguments import KINDS, VERSION
@@ -50,6 +52,23 @@ def decided_elsewhere(key: str) -> str | None:
 def is_installed() -> bool:
     """Return whether this interpreter can import SGLang."""
     return importlib.util.find_spec("sglang") is not None
+
+
+_FIND_SECONDS = 30.0
+_FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+
+
+def why_not_installed(python: str | None) -> str | None:
+    """Return why the interpreter `python` (None: this one) cannot run a server; None if it can import SGLang."""
+    install = "pip install -e '.[gpu]', or set this to an interpreter that has SGLang"
+    if python is None:
+        return None if is_installed() else f"SGLang is not installed for {sys.executable}; {install}"
+    try:
+        found = subprocess.run([python, "-P", "-c", _FIND], capture_output=True, timeout=_FIND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = "gives no answer" if isinstance(error, subprocess.TimeoutExpired) else f"{error.strerror}"
+        return f"{python}: {why}; set this to a Python interpreter that has SGLang"
+    return None if found.returncode == 0 else f"SGLang is not installed for {python}; {install}"
 
 
 def refusal(key: str, value: FlagValue) -> str | None:

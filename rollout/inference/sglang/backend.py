@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from model_specs.families import FAMILIES
 from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, MemoryFlag, Replica
-from rollout.inference.sglang.arguments import refusal
+from rollout.inference.sglang.arguments import refusal, why_not_installed
 
 if TYPE_CHECKING:
     from model_specs.config import ModelConfig
@@ -42,6 +42,9 @@ class SGLangBackend:
                 f"{path} is a {model.model_type} whose config.json uses {key}, which SGLang servers ignore; take "
                 "a model with experts in every layer and an output layer of its own",
             )
+
+    def lacking(self, python: str | None) -> str | None:
+        return why_not_installed(python)
 
     async def start(self, settings: BackendSettings) -> Replica:
         """Start a server. Raises ValueError where GPUs are missing or in use, GeneratorStartError with the server's
