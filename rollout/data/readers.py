@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.data.files import Record, known_formats, read_file, suffix_of
+from rollout.data.hub import offline_without_network
 from rollout.data.source import SPLIT_NAMES, DatasetError, DataSource
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -163,7 +164,8 @@ def _hub_records(source: DataSource) -> Iterator[Record]:
         ) from error
     datasets.disable_progress_bars()
     try:
-        loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+        with offline_without_network():
+            loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
     except Exception as error:  # noqa: BLE001 - the library raises errors of requests, of hub, of arrow and its own
         raise DatasetError(_hub_problem(source.path, error)) from error
     rows = loaded if source.split is not None else loaded[choose_split(source, list(loaded))]
