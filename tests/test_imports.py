@@ -116,7 +116,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "pyarrow and datasets load for seconds: only for their formats": {
         "rollout.data.files": "pyarrow",
-        "rollout.data.hub": "datasets huggingface_hub",
+        "rollout.data.hub": "datasets",
         "rollout.data.readers": "datasets",
     },
     "triton: only where there is a GPU": {

@@ -15,16 +15,14 @@ _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 @contextmanager
 def offline_without_network() -> Iterator[None]:
     """Let `datasets` use its cache alone inside this block if the hub cannot be reached. Needs that library."""
-    import datasets
-    from huggingface_hub import constants
+    from datasets import config
 
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if not any(before) and not _is_reachable(constants.ENDPOINT):
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = before or not _is_reachable(config.HF_ENDPOINT)
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        config.HF_HUB_OFFLINE = before
 
 
 def _is_reachable(endpoint: str) -> bool:

@@ -9,6 +9,7 @@ import sys
 
 from rollout.inference.backend import FlagValue
 from rollout.inference.sglang.server_arguments import KINDS, VERSION
+from rollout.inference.sglang.server_choices import CHOICES
 
 FROM_ELSEWHERE = {
     "model_path": "set by actor.path",
@@ -87,7 +88,10 @@ def _wrong_value(name: str, value: FlagValue) -> str | None:
     kind = KINDS[name]
     if kind == "flag":
         return None if isinstance(value, bool) else f"must be true or false, got {value!r}"
-    if kind == "list" or name == "context_length":  # one value is a list, too; 32k is a length
+    if kind == "list":  # one value is a list, too
+        items = value if isinstance(value, list) else [value]
+        return next((why for item in items if (why := _wrong_choice(name, item))), None)
+    if name == "context_length":  # 32k is a length
         return None
     if isinstance(value, (list, bool)):
         return f"must be {_ONE.get(kind, 'one value')}, got {value!r}"
@@ -95,7 +99,15 @@ def _wrong_value(name: str, value: FlagValue) -> str | None:
         {"integer": int, "number": float}.get(kind, str)(str(value))
     except ValueError:
         return f"must be {_ONE[kind]}, got {value!r}"
-    return None
+    return _wrong_choice(name, value)
+
+
+def _wrong_choice(name: str, value: FlagValue) -> str | None:
+    choices = CHOICES.get(name)
+    if choices is None or str(value) in choices:
+        return None
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return f"must be one of {', '.join(choices)}, got {value!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 _ONE = {"integer": "an integer", "number": "a number"}

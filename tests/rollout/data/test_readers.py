@@ -198,7 +198,6 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again_and_again(
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     offline: list[bool] = []
 
     def load_dataset(*arguments: object, **options: object) -> None:
@@ -208,7 +207,7 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again_and_again(
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{port}")
         with pytest.raises(DatasetError, match="Without network: run"):
             scan_rows("slipstream-tests/nothing")
     with pytest.raises(DatasetError, match="Without network: run"):

@@ -175,6 +175,16 @@ def test_flags_that_are_decided_elsewhere_are_refused_by_the_backend() -> None:
         ("stream_interval", True, "must be an integer, got True"),
         ("disable_radix_cache", 1, "must be true or false, got 1"),
         ("attention_backend", [1, 2], "must be one value, got [1, 2]"),
+        (
+            "grammar-backend",
+            "xgrammer",
+            "must be one of xgrammar, outlines, llguidance, none, got 'xgrammer'; did you mean 'xgrammar'?",
+        ),
+        ("log_requests_level", 9, "must be one of 0, 1, 2, 3, got 9"),
+        ("rl_on_policy_target", "fsdp2", "must be one of fsdp, got 'fsdp2'; did you mean 'fsdp'?"),
+        ("lora_target_modules", ["q_proj", "all"], None),
+        ("log_requests_level", 3, None),
+        ("attention_backend", "fa3", None),
         ("mem_fraction_static", 1, None),
         ("schedule_conservativeness", "0.5", None),
         ("context_length", "32k", None),
@@ -186,6 +196,11 @@ def test_flags_that_are_decided_elsewhere_are_refused_by_the_backend() -> None:
 )
 def test_server_arguments_are_checked_without_sglang(flag: str, value: FlagValue, message: str | None) -> None:
     assert dict(BACKENDS["sglang"].refused_flags({flag: value})).get(flag) == message
+
+
+def test_a_wrong_item_of_a_list_is_named() -> None:
+    (message,) = dict(BACKENDS["sglang"].refused_flags({"lora_target_modules": ["q_proj", "q_prj"]})).values()
+    assert message.startswith("must be one of q_proj, k_proj, ") and "got 'q_prj'; did you mean 'q_proj'?" in message
 
 
 def test_the_checked_arguments_are_those_of_the_pinned_sglang() -> None:
