@@ -59,6 +59,7 @@ MEASUREMENTS = {
         "datapath": "datapath:datapath",
         "convert": "convert:both_ways",
         "spans": "spans:spans",
+        "push_changes": "push_changes:push_changes",
     },
     "gpu": {
         "update": "gpu:update",
