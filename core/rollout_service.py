@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -247,5 +248,6 @@ def named(sets: Sequence[DataSource]) -> dict[str, DataSource]:
     """Return the evaluation sets by the names of their metrics; numbered where two are the same."""
     by_name: dict[str, DataSource] = {}
     for source in sets:
-        by_name[source.name if source.name not in by_name else f"{source.name}-{len(by_name)}"] = source
+        numbers = (f"{source.name}-{number}" for number in count(len(by_name)))
+        by_name[next(name for name in chain([source.name], numbers) if name not in by_name)] = source
     return by_name

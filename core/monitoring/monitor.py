@@ -195,8 +195,8 @@ class Monitor:
         self._finished_here += 1
         self._spent_here += seconds
         eta = ""
-        # The first two steps carry warm-up: an estimate from them would mislead.
-        if step > 2:
+        # The first two steps of every attempt carry warm-up: an estimate from them would mislead.
+        if self._finished_here > 2:
             left = self._spent_here / self._finished_here * (self._total_steps - step)
             eta = f" Estimated remaining time: {left:.3f}s."
         logger.info(

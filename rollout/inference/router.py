@@ -57,6 +57,8 @@ class _Member:
     index: int
     outstanding_tokens: int = 0
     sampled_tokens: int = 0
+    counted_at: float = field(default_factory=lambda: time.monotonic())
+    """Since when sampled_tokens is counted."""
     is_slow: bool = False
     attempts: set[asyncio.Task[Completion]] = field(default_factory=set)
     failure: BaseException | None = None
@@ -97,7 +99,6 @@ class Router:
         self._patience = patience_seconds
         self._none_since: float | None = None
         self._replaced = asyncio.Event()
-        self._counted_at = time.monotonic()
         self._watcher: asyncio.Task[None] | None = None
         self._sampling = asyncio.Event()
         self._sampling.set()
@@ -206,12 +207,14 @@ class Router:
         """Return the number of working generators, and the slowest one's share of the fastest one's tokens per second
         since the last call. Logs a slow generator."""
         now, alive = time.monotonic(), self._alive()
-        seconds, self._counted_at = now - self._counted_at, now
-        rates = {member.index: member.sampled_tokens / max(seconds, 1e-9) for member in alive}
+        seconds = {member.index: now - member.counted_at for member in alive}
+        rates = {m.index: m.sampled_tokens / max(seconds[m.index], 1e-9) for m in alive}
         for member in alive:
-            member.sampled_tokens = 0
+            member.sampled_tokens, member.counted_at = 0, now
         fastest = max(rates.values(), default=0.0)
-        for member in alive if len(alive) > 1 and seconds > _LEAST_SECONDS_TO_JUDGE else ():
+        for member in alive if len(alive) > 1 else ():
+            if seconds[member.index] <= _LEAST_SECONDS_TO_JUDGE:
+                continue
             slow = rates[member.index] < _SLOW_SHARE * fastest
             if slow and not member.is_slow:
                 logger.warning(

@@ -266,3 +266,5 @@ def test_sets_are_called_after_their_files_or_folders() -> None:
     sets = [DataSource(path=path) for path in paths]
     assert list(named(sets)) == ["aime24", "amc23", "amc23-2", "aime25", "train-00000"]
     assert list(named(sets).values()) == sets
+    taken = [DataSource(path=path) for path in ("x/a.jsonl", "x/a-2.jsonl", "y/a.jsonl")]
+    assert list(named(taken)) == ["a", "a-2", "a-3"], "no set takes the place of another"

@@ -46,16 +46,18 @@ def test_a_phase_that_runs_twice_in_a_step_reports_the_sum_and_the_next_step_beg
 def test_the_remaining_time_is_that_of_the_steps_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
     monitor = Monitor(console=Console(quiet=True), sinks=[], consumed=None, total_steps=10, done_steps=4, elapsed=50.0)
     with caplog.at_level(logging.INFO):
-        for step, seconds in ((5, 2.0), (6, 4.0)):
+        for step, seconds in ((5, 5.0), (6, 1.0), (7, 3.0), (8, 7.0)):
             monitor.step(
                 step=step, epoch=1, total_epochs=1, epoch_step=step, steps_per_epoch=10, mean_batch_tokens=8.0,
                 seconds=seconds, phases={"update": 1.0}, metrics={}, headline="",
             )  # fmt: skip
     finished = [record.getMessage() for record in caplog.records if "finishes" in record.getMessage()]
-    # Two steps of this attempt took 3 s each: 5 and then 4 of them are left. 50 s were spent before.
-    assert finished[0].endswith("Total time consumption: 52.000s. Estimated remaining time: 10.000s.")
-    assert finished[1].endswith("Total time consumption: 56.000s. Estimated remaining time: 12.000s.")
-    assert monitor.elapsed_seconds == 56.0
+    # The first two steps of an attempt are warm-up. Then its steps took 3 s each, and 4 s: 3 and 2 of them are left.
+    assert finished[0].endswith("Total time consumption: 55.000s.")
+    assert finished[1].endswith("Total time consumption: 56.000s.")
+    assert finished[2].endswith("Total time consumption: 59.000s. Estimated remaining time: 9.000s.")
+    assert finished[3].endswith("Total time consumption: 66.000s. Estimated remaining time: 8.000s.")
+    assert monitor.elapsed_seconds == 66.0
 
 
 AGES = Histogram(np.array([0, 0, 1, 16, 17, 32, 33, 1000]))
