@@ -82,7 +82,7 @@ def ours(folder: Path, warm: Path, model: Path, lr: float, precision: str, seed:
 def theirs(python: Path, warm: Path, model: Path, lr: float, precision: str, seed: int) -> float:
     """Run TRL's loop, in its own environment."""
     command = [
-        str(python), "tools/bench/trl_accuracy.py", "--model", str(model), "--train", str(warm / "data/train.jsonl"),
+        str(python), "tools/bench/trl/accuracy.py", "--model", str(model), "--train", str(warm / "data/train.jsonl"),
         "--held-out", str(warm / "data/held_out.jsonl"), "--lr", str(lr), "--precision", precision,
         "--steps", str(STEPS), "--eval-steps", str(EVAL_STEPS), "--target", str(TARGET), "--seed", str(seed),
     ]  # fmt: skip

@@ -358,7 +358,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
 def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
     """Run TRL's loop, in its own environment."""
     command = [
-        str(scene.trl_python), str(Path(__file__).with_name("trl_baseline.py")), "--model", str(model),
+        str(scene.trl_python), str(Path(__file__).with_name("trl") / "samples.py"), "--model", str(model),
         "--prompts", str(scene.prompts()),
         "--new-tokens", str(new_tokens), "--steps", str(steps), "--precision", precision,
     ]  # fmt: skip

@@ -72,7 +72,7 @@ class _Cost:
 
 
 def _measure(folder: Path, namespace: str, changes: str, rate: float) -> _Cost:
-    """Raises RuntimeError where the server's weights are not those of the sender at the end."""
+    """Measure PUSHES pushes after a first one. Raises RuntimeError where the server ends with other weights."""
     settings = SenderSettings(
         rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=300.0, bucket_bytes=256 * 2**20
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _digest(weights: Mapping[str, Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def _limited_link() -> Iterator[str]:
-    """A network namespace with a link of GBIT Gbit/s in each direction; this end has the address .1, that one .2."""
+    """Make a network namespace with a link of GBIT Gbit/s in each direction; this end is .1, that one .2."""
     name, (here, there) = f"slipstream-{os.getpid()}", (f"sl{os.getpid() % 10**7}{end}" for end in "ab")
 
     def run(*words: str) -> None:

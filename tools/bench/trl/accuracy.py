@@ -4,7 +4,7 @@ Invariant: imports nothing of this repository, so that an environment with trl a
 right sum and -1 else; what is not given here is TRL's default for one update per generation. Start-up and evaluations
 are not timed.
 
-    /path/to/trl-env/bin/python tools/bench/trl_accuracy.py --model DIR --train FILE.jsonl --held-out FILE.jsonl
+    /path/to/trl-env/bin/python tools/bench/trl/accuracy.py --model DIR --train FILE.jsonl --held-out FILE.jsonl
 """
 
 from __future__ import annotations

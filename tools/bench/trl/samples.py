@@ -4,7 +4,7 @@ Invariant: imports nothing of this repository, so that an environment with trl a
 exactly --new-tokens tokens; the reward costs nothing; everything else is TRL's default for one step per generation. TRL
 trains in bfloat16 unless configured otherwise: autocast over float32 weights.
 
-    /path/to/trl-env/bin/python tools/bench/trl_baseline.py --model DIR --prompts FILE.jsonl --new-tokens 16
+    /path/to/trl-env/bin/python tools/bench/trl/samples.py --model DIR --prompts FILE.jsonl --new-tokens 16
 """
 
 from __future__ import annotations
