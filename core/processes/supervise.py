@@ -9,6 +9,7 @@ started.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import logging
@@ -19,12 +20,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -124,11 +126,7 @@ def _supervise(
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
         code = _in_child(attempt, limits, log_folder, forwarding)
         if code is None:
-            try:
-                forwarding.unblock()
-                return _drive(run, attempt, log_folder)
-            except KeyboardInterrupt:
-                return interrupted(attempt)
+            _be_the_driver(run, interrupted, attempt, log_folder, forwarding)
         attempts.append(attempt)
         if code in (DONE, INTERRUPTED) or attempt.final:
             if len(attempts) > 1:
@@ -150,6 +148,34 @@ def _supervise(
             "Attempt %d failed after step %d: %s. Restarting from the last recover checkpoint (%d of %d).",
             attempt.number, attempt.step, attempt.cause, without_progress, retries,
         )  # fmt: skip
+
+
+def _be_the_driver(
+    run: Callable[[Attempt], int],
+    interrupted: Callable[[Attempt], int],
+    attempt: Attempt,
+    log_folder: Path,
+    forwarding: _Forwarding,
+) -> NoReturn:
+    """Run an attempt in this process and end it: what follows in the caller is for the process that the user
+    started."""
+    code = FAILED
+    try:
+        forwarding.unblock()
+        code = _drive(run, attempt, log_folder)
+    except KeyboardInterrupt:
+        code = interrupted(attempt)
+    except BaseException:
+        if forwarding.in_main_thread:
+            raise
+        traceback.print_exc()
+    if forwarding.in_main_thread:
+        raise SystemExit(code)
+    # The thread that forked is the only one here, and an exception in it would end the thread alone.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) -> int:
@@ -288,11 +314,12 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
     of them: the next one gets them at once."""
 
     def __enter__(self) -> _Forwarding:
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
         self._child: int | None = None
         self._numbers: list[int] = []
         self._first = math.inf
         self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # Python has signals handled there only
+        if self.in_main_thread:  # Python has signals handled there only
             self._before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 

@@ -450,7 +450,9 @@ def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch:
     assert problems(path, *nodes, "allocation_mode=sglang.d1+d1") == []
 
 
-def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_one_and_a_home_folder_that_does_not_exist_are_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), 'external_configs.cluster_config.fileroot="/a\\0b"')
+    assert "fileroot: '/a\\x00b': a path has no NUL; remove it" in message
     (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
     assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message
 
