@@ -123,7 +123,10 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.expert_products": "mcore_adapter.cuda.experts",
     },
-    "sglang: hooks are installed before its modules load": {"rollout.inference.sglang.hooks": "sglang"},
+    "sglang: hooks are installed before its modules load": {
+        "rollout.inference.sglang.hooks": "sglang",
+        "rollout.inference.sglang.pushed_folders": "sglang",
+    },
     "math_verify loads sympy: only in the reward workers": {"rollout.rewards.math": "math_verify"},
     "an optional extra": {
         "core.monitoring.tracked_runs": "mlflow wandb",

@@ -96,6 +96,8 @@ def _generators(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]
     transport = choose_transport(config.push.type, allocation)
     if transport != "disk":
         yield f"weights travel by push.type={transport}, not through files", ("push.changes",)
+    elif allocation.shares_gpus:
+        yield "servers that share GPUs with the trainer release their weights: all are sent", ("push.changes",)
     if transport == "local":
         servers = ("actor.sglang", "generator.flags", "generator.python", "push.verify")
         yield f"{backend} generators are no servers", servers

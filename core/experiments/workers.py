@@ -200,7 +200,7 @@ def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOW
         bucket_bytes=config.push.bucket_mib * 2**20,
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
-        changes=config.push.changes,
+        changes="never" if workers.colocated else config.push.changes,
     )
     workers.actor.group.push_connect(plan, workers.generators.endpoints(allocation.trainer))
 

@@ -65,8 +65,9 @@ def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
 def running_server(settings: ServerSettings) -> Iterator[SGLangServer]:
     """A server, which leaves no process behind."""
     server = SGLangServer(settings)
+    others = set(psutil.Process().children(recursive=True))
     asyncio.run(server.start())
-    family = psutil.Process().children(recursive=True)
+    family = set(psutil.Process().children(recursive=True)) - others
     yield server
     server.stop()
     _, alive = psutil.wait_procs(family, timeout=5)

@@ -132,35 +132,6 @@ class Hooks:
         }
 
 
-class PushedFolders:
-    """Folders of changes in place of whole weights, and which push the weights of this process are of."""
-
-    def __init__(self) -> None:
-        self._changes = beside("../changes.py")
-        self._identity: str | None = None
-
-    def load(self, original: Any, updater: Any, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        """Load a folder around WeightUpdater.update_weights_from_disk: (whether it succeeded, message)."""
-        folder, before, self._identity = Path(model_path), self._identity, None
-        if not (folder / self._changes.INDEX).is_file():
-            success, message = original(updater, model_path, *args, **kwargs)
-            if success and (file := folder / self._changes.IDENTITY).is_file():
-                self._identity = json.loads(file.read_text(encoding="utf-8"))["id"]
-            return success, message
-        from sglang.srt.model_loader.loader import DefaultModelLoader
-        from sglang.srt.model_loader.utils import set_default_torch_dtype
-
-        try:
-            reader = self._changes.ChangesReader(folder, before)
-            model, device = updater.get_model(), torch.device(updater.device)
-            with set_default_torch_dtype(updater.model_config.dtype):
-                DefaultModelLoader.load_weights_and_postprocess(model, reader.tensors(device), device)
-        except Exception as error:  # noqa: BLE001  the sender must hear of it, and sends all weights then
-            return False, f"{type(error).__name__}: {error}"
-        self._identity = reader.identity
-        return True, "Succeeded to update the changed weights."
-
-
 class InFlight:
     """Tokens that requests have sampled, returned between two steps of the scheduler; without a request it costs
     nothing."""
@@ -333,7 +304,12 @@ def install_hooks() -> None:
     """Register the hooks; SGLang applies them at the start of each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    hooks, sampling, in_flight, folders = Hooks(), Sampling(), InFlight(), PushedFolders()
+    hooks, sampling, in_flight, folders = (
+        Hooks(),
+        Sampling(),
+        InFlight(),
+        beside("pushed_folders.py").PushedFolders(beside("../changes.py")),
+    )
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     delayer = "sglang.srt.managers.prefill_delayer.PrefillDelayer."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -348,6 +324,9 @@ def install_hooks() -> None:
             folders.load,
             HookType.AROUND,
         ),
+        (updater + "release_memory_occupation", folders.forget, HookType.AFTER),
+        (updater + "update_weights_from_tensor", folders.forget, HookType.AFTER),
+        (updater + "update_weights_from_distributed", folders.forget, HookType.AFTER),
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
         ("sglang.srt.state_capturer.base.BaseHostCache.__init__", kept_experts, HookType.AROUND),

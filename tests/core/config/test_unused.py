@@ -7,12 +7,14 @@ import io
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from core.config import unused
+from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError, Section, all_keys, fields_by_key
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.load import load_config
@@ -96,6 +98,28 @@ def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
     assert reported(config).keys() == {"generator.interrupt"}
     assert "aborted and continued (interrupt=abort)" in reported(config)["generator.interrupt"]
     assert not reported(load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m1p1 generator.interrupt=in_place"))
+
+
+def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They release theirs at every step, so there is nothing that changes could be applied to."""
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    through_files = "push.type=disk push.changes=always ppo.ppo_n_minibatches=1"
+    colocated = load(tmp_path, f"allocation_mode=sglang.d2m1p1 {through_files}")
+    assert "all are sent" in reported(colocated)["push.changes"]
+    apart = load(tmp_path, f"allocation_mode=sglang.d1m1p1+d1m1p1 {through_files}")
+    assert "push.changes" not in reported(apart)
+    for config, changes in ((colocated, "never"), (apart, "always")):
+        allocation = resolve_allocation(config)
+        plans: list[Any] = []
+        group = SimpleNamespace(push_connect=lambda plan, endpoints, plans=plans: plans.append(plan))
+        running: Any = SimpleNamespace(
+            transport="disk", colocated=allocation.shares_gpus, actor=SimpleNamespace(group=group),
+            generators=SimpleNamespace(endpoints=lambda trainer: []),
+        )  # fmt: skip
+        workers.connect_senders(config, allocation, running, tmp_path)
+        assert plans[0].changes == changes
 
 
 class Anything:

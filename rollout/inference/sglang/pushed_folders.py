@@ -1,0 +1,52 @@
+"""What a SGLang server does with pushed folders: whole weights, or changes to those of the push before.
+
+Read by the server's processes beside hooks.py, and stands alone as it does.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+class PushedFolders:
+    """State of one scheduler process: which push its weights are of, where they came from a folder."""
+
+    def __init__(self, changes: ModuleType) -> None:
+        """`changes`: rollout/inference/changes.py as a module."""
+        self._changes = changes
+        self._identity: str | None = None
+
+    def forget(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """Take no more changes until everything has been loaded: the weights came another way, or were released."""
+        self._identity = None
+
+    def load(self, original: Any, updater: Any, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        """Load a folder around WeightUpdater.update_weights_from_disk; return (whether it succeeded, message)."""
+        folder, before, self._identity = Path(model_path), self._identity, None
+        if not (folder / self._changes.INDEX).is_file():
+            success, message = original(updater, model_path, *args, **kwargs)
+            if success and (file := folder / self._changes.IDENTITY).is_file():
+                self._identity = json.loads(file.read_text(encoding="utf-8"))["id"]
+            return success, message
+        try:
+            reader = self._changes.ChangesReader(folder, before)
+            _load_some(updater, reader)
+        except Exception as error:  # noqa: BLE001  the sender must hear of it, and sends all weights then
+            return False, f"{type(error).__name__}: {error}"
+        self._identity = reader.identity
+        return True, "Succeeded to update the changed weights."
+
+
+def _load_some(updater: Any, reader: Any) -> None:
+    """Load changes as update_weights_from_disk loads whole tensors."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    device = torch.device(updater.device)
+    with set_default_torch_dtype(updater.model_config.dtype):
+        DefaultModelLoader.load_weights_and_postprocess(updater.get_model(), reader.tensors(device), device)
