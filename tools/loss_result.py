@@ -37,7 +37,7 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     if case.get("algorithm") == "dpo":
         return compute_pairs(case, tokens)
     sampled = tokens.sampled
-    config = _config(case, sampled)
+    config = case_config(case, sampled)
     algorithm = build_algorithm(config)
     if "state" in case:
         algorithm.load_state_dict(case["state"])
@@ -70,7 +70,7 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config(case: Mapping[str, Any], tokens: Tokens) -> PPOMATHConfig:
+def case_config(case: Mapping[str, Any], tokens: Tokens) -> PPOMATHConfig:
     """Build the configuration that trains so. Raises ValueError for settings that a run would refuse."""
     given = case.get("settings", {})
     if not isinstance(given, dict):

@@ -45,6 +45,8 @@ _CORRECTION: Mapping[str, frozenset[str]] = {
 def keys_read(settings: AlgorithmSettings) -> frozenset[str]:
     """Return the names of the settings that change what a run with these settings computes."""
     reads = _ALWAYS | _ADVANTAGE[settings.advantage] | _LOSS[settings.loss] | _CORRECTION[settings.correction]
+    if settings.loss == "opmd" and settings.correction == "none":
+        reads -= {"proximal"}  # it has neither a ratio nor a weight
     if "clip_low" in reads and None in (settings.clip_low, settings.clip_high):
         reads |= {"eps_clip"}
     if not settings.disable_value:

@@ -215,9 +215,13 @@ ELSEWHERE = (
         "staleness.max_staleness=0", "samples.share=0", f"{WITH_ALL} actor.optimizer.lr_scheduler_type=cosine",
         "allocation_mode=mock.d1m1p1+d1m1p1", "wandb.mode=offline monitor.mlflow_uri=/m",
         "algorithm.name=mix demonstrations.path={data} group_size=2",
+        "allocation_mode=sglang.d1m1p1+d1m1p1", f"{WITH_ALL} allocation_mode=sglang.d2m1p1 ppo.ppo_n_minibatches=1",
+        "exp_ctrl.save_hf_checkpoint=never", "push.type=disk allocation_mode=sglang.d1m1p1+d1m1p1",
     ],
 )  # fmt: skip
 def test_every_key_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    overrides = overrides if "allocation_mode" in overrides else f"allocation_mode=embedded.d1m1p1+d1m1p1 {overrides}"
     check_walk(load(tmp_path, overrides), tmp_path, monkeypatch)
 
 
