@@ -105,6 +105,11 @@ def test_two_steps_stand_side_by_side_with_equal_prompts_in_a_row(
     assert any("It is four" in line and "Six or" in line for line in lines), "what has no partner follows"
     assert "sums/first: step 1, 2 answers, mean reward 0.500" in lines[1] and "mean reward 0.750" in lines[1]
     assert lines[-1] == "2 of 2 rows shown, 1 of them with the same prompt on both sides"
+    for limit, number in (("1", 1), ("0", 2)):
+        assert main([str(logs), "--step", "1", "--against", "2", "--limit", limit]) == 0
+        shown = capsys.readouterr().out
+        assert ("It is four" in shown) == (number == 2) and "It is three" in shown
+        assert shown.splitlines()[-1].startswith(f"{number} of 2 rows shown")
 
 
 def test_two_runs_stand_side_by_side(

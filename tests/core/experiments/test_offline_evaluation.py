@@ -1,0 +1,122 @@
+"""Evaluations of sft and dpo are means over the whole validation set, however it is cut into batches."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from core.algorithms.dpo import DPO
+from core.algorithms.sft import SFT
+from core.data.answers import AnswerDataset
+from core.data.epochs import EpochBatches
+from core.data.passes import InferencePass
+from core.data.preferences import PreferenceDataset, _Pair
+from core.data.stored_batch import StoredBatch
+from core.experiments.dpo import DPOTrainer
+from core.experiments.sft_trainer import SFTTrainer
+from core.monitoring.histogram import Row
+from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.skipped_updates import SkippedUpdates
+from core.recovery.memory import MemoryLimits
+from core.trainer import EngineRef
+from mcore_adapter.data.planner import Planner
+from rollout.data.examples import MaskedSequence
+from rollout.experience import Schedule
+
+NATS = {"default": -0.1, "ref": -0.05}
+"""Log-probability of token n in each engine, over n."""
+
+
+class Rows(AnswerDataset):
+    """Answers of these tokens to a prompt of one token."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        rows = [MaskedSequence([1, *ids], [False] + [True] * len(ids), "", i) for i, ids in enumerate(answers)]
+        EpochBatches.__init__(self, rows, checksum=0, seed=1, shuffle=True)
+
+
+class Pairs(PreferenceDataset):
+    """(chosen, rejected) answers of these tokens to a prompt of one token."""
+
+    def __init__(self, pairs: Sequence[tuple[list[int], list[int]]]) -> None:
+        EpochBatches.__init__(self, [_Pair([1], *pair) for pair in pairs], checksum=0, seed=1, shuffle=True)
+
+
+class Ranks:
+    """Trainer ranks whose models assign log-probabilities by NATS. The object store keeps objects as they are."""
+
+    name = "trainer"
+
+    def planner(self, engine: str) -> Planner:
+        return Planner(dp=1)
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def get(self, refs: Any) -> Any:
+        return refs
+
+    def open_batch(self, batch: StoredBatch) -> None:
+        self.batch = batch
+
+    def logprobs(self, inference: InferencePass) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (piece.sequences, np.float32(NATS[inference.engine]) * arrays["token_ids"] * arrays["loss_mask"])
+            for piece, arrays in zip(self.batch.pieces, self.batch.tokens, strict=True)
+        ]
+
+
+class Sink:
+    """Keeps the metrics of the last step."""
+
+    def write(self, step: int, metrics: Row) -> None:
+        self.metrics = metrics
+
+    def close(self) -> None: ...
+
+
+def evaluated(trainer: type[SFTTrainer], objective: Any, valid: Any, *, batch_size: int) -> Row:
+    """Return the metrics of an evaluation on `valid`."""
+    sink = Sink()
+    engine, reference = (
+        EngineRef(
+            group=Ranks(), name=name, train_role="allocation", inference_role="allocation",  # type: ignore[arg-type]
+            train_tokens_per_mb=64, inference_tokens_per_mb=64,
+        )
+        for name in NATS
+    )  # fmt: skip
+    reference = EngineRef(**{**vars(reference), "group": engine.group})
+    monitor = Monitor(
+        console=Console(file=io.StringIO()), sinks=[sink], consumed=None, total_steps=1, done_steps=0, elapsed=0.0
+    )
+    trainer(
+        engine=engine, reference=reference if trainer is DPOTrainer else None, objective=objective, train=valid,
+        valid=valid, schedule=Schedule(num_prompts=1, batch_size=1), batch_size=1, valid_batch_size=batch_size,
+        monitor=monitor, timer=StepTimer(lambda phase: None), memory=MemoryLimits(),
+        skipped_updates=SkippedUpdates(1),
+    ).evaluate(1)  # fmt: skip
+    return sink.metrics
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 8])
+def test_the_validation_loss_is_the_mean_over_the_answer_tokens_of_all_batches(batch_size: int) -> None:
+    answers = [[10, 20], [30], [5, 5, 5, 5], [40, 2], [7]]
+    tokens = [token for answer in answers for token in answer]
+    found = evaluated(SFTTrainer, SFT(), Rows(answers), batch_size=batch_size)
+    assert found["eval/loss"] == pytest.approx(0.1 * sum(tokens) / len(tokens))
+    assert found["eval/ppl"] == pytest.approx(np.exp(0.1 * sum(tokens) / len(tokens)))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+def test_the_validation_metrics_of_preferences_are_means_over_the_pairs_of_all_batches(batch_size: int) -> None:
+    pairs = [([4], [6, 2]), ([3, 1], [9]), ([20, 4, 2], [8])]
+    margins = [0.1 * -0.05 * (sum(chosen) - sum(rejected)) for chosen, rejected in pairs]
+    found = evaluated(DPOTrainer, DPO(beta=0.1), Pairs(pairs), batch_size=batch_size)
+    assert found["eval/margin"] == pytest.approx(np.mean(margins), rel=1e-5)
+    assert found["eval/accuracy"] == pytest.approx(2 / 3)
+    assert found["eval/loss"] == pytest.approx(np.mean(np.log1p(np.exp(-np.array(margins)))))
