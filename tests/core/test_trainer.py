@@ -578,6 +578,7 @@ def test_staleness_counts_from_the_oldest_trained_token_to_the_version_of_the_st
     run = train(Step(groups=[answers]), start=newest_state(store))
     assert_metrics(run, {"staleness/mean": 1.0, "staleness/max": 2.0, "n_tokens": 7, "n_valid_tokens": 6}, step=3)
     assert run.metrics[3]["staleness/ages"].as_json() == {"0": 1, "1": 1, "2": 1}
+    assert run.metrics[3]["tokens_per_second"] == pytest.approx(7 / run.metrics[3]["time/step"])
     assert run.metrics[3]["memory/trainer_gib"] == 1.5 and run.metrics[3]["memory/driver_gib"] > 0
 
 
