@@ -120,7 +120,9 @@ class ChangesReader:
         """Raises ChangesError where the receiver's weights are not those of the push before, or a file is damaged."""
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if index["base"] != base:
-            raise ChangesError(f"{NOT_THE_BASE}: it has {base or 'those it started with'}, not {index['base']}")
+            raise ChangesError(
+                f"{NOT_THE_BASE}: it has {base or 'those of no push through files'}, not {index['base']}"
+            )
         for file, expected in index["files"].items():
             if _sha256(folder / file) != expected:
                 raise ChangesError(f"{folder / file}: its SHA-256 is not the one in {INDEX}")
@@ -130,21 +132,24 @@ class ChangesReader:
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) of every tensor with changes: a Changed, or a whole one."""
         for file in self._files:
-            with safe_open(self._folder / file, framework="pt", device=str(device)) as content:
+            # Not device=: to safetensors "cuda" is the first GPU, to torch the process's own.
+            with safe_open(self._folder / file, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118  it is no mapping
                     name, mark, kind = key.rpartition(":")
+                    tensor = content.get_tensor(key).to(device)
                     if not mark:
-                        yield key, content.get_tensor(key)
+                        yield key, tensor
                     elif f":{kind}" == _VALUES:
-                        positions = decode_gaps(content.get_tensor(name + _GAPS))
-                        yield name, Changed.of(self._shapes[name], positions, content.get_tensor(key))
+                        positions = decode_gaps(content.get_tensor(name + _GAPS).to(device))
+                        yield name, Changed.of(self._shapes[name], positions, tensor)
 
 
 class Changed(Tensor):
     """A tensor of which only the values under `mask` count. Where it is copied to, the others stay as they are.
 
     Operations that only change the shape or the device keep both together; every other operation raises
-    NotImplementedError, so no code can compute with values that are not there.
+    NotImplementedError. Values that are not there are NaN where the format has it: `parameter.data = tensor` is no
+    operation that a tensor can refuse.
     """
 
     mask: Tensor
@@ -152,7 +157,7 @@ class Changed(Tensor):
     @staticmethod
     def of(shape: list[int], positions: Tensor, values: Tensor) -> Changed:
         """Return a tensor of `shape` with `values` [n] at `positions` [n], int64 in the flattened tensor."""
-        whole = values.new_zeros(torch.Size(shape).numel())
+        whole = values.new_full((torch.Size(shape).numel(),), torch.nan if values.is_floating_point() else 0)
         whole[positions] = values
         mask = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
         mask[positions] = True
@@ -162,23 +167,25 @@ class Changed(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if name == "copy_":
-            return _copy(*args)
-        if name == "__setitem__":
-            target, place, source = args
-            target[place] = _merged(target[place], source)
-            return None
-        source = next((value for value in args if isinstance(value, Changed)), None)
-        in_place = name.endswith("_") and not name.endswith("__")
-        if source is None or in_place or (name in _VALUES_OUT and not bool(source.mask.all())):
-            raise _not_there(f"{name} of")
+        first = args[0] if args else None
+        if not isinstance(first, Changed):
+            if name == "copy_" and len(args) > 1:
+                return first.copy_(_merged(first, args[1]))
+            if name == "__setitem__":
+                _, place, source = args
+                first[place] = _merged(first[place], source)
+                return None
+            raise _not_there(name)
+        values_out = name in _VALUES_OUT and bool(first.mask.all())
+        if not (values_out or name in _KEEPS_BOTH or name in _NO_VALUES):
+            raise _not_there(name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*_plain(args), **kwargs)
         tensors = _tensors(result)
         if not tensors:
             return result
-        if name not in _KEEPS_BOTH or (name != "to" and any(t.dtype != source.dtype for t in tensors)):
-            raise _not_there(f"{name} of")
+        if name not in _KEEPS_BOTH or (name != "to" and any(t.dtype != first.dtype for t in tensors)):
+            raise _not_there(name)
         with torch._C.DisableTorchFunctionSubclass():
             masks = func(*_masks(args), **_masks(kwargs))
         if isinstance(result, Tensor):
@@ -199,11 +206,18 @@ that are tensors, such as `data` and `T`."""
 
 
 _VALUES_OUT = frozenset(("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__int__", "__float__"))
-"""Operations whose result is no tensor and depends on every value."""
+"""Operations whose result is no tensor and depends on every value: allowed where all are there."""
+_NO_VALUES = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
+        *("is_contiguous", "is_floating_point", "is_complex", "get_device", "type", "__repr__", "__format__"),
+    )
+)
+"""Operations whose result is no tensor and depends on no value, or is for people to read."""
 
 
 def _not_there(name: str) -> NotImplementedError:
-    return NotImplementedError(f"{name} a tensor of which only some values are there")
+    return NotImplementedError(f"{name} of a tensor of which only some values are there")
 
 
 def _with_mask(values: Tensor, mask: Tensor) -> Changed:
@@ -232,12 +246,6 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
     if isinstance(result, Tensor):
         return (result,)
     return tuple(t for t in result if isinstance(t, Tensor)) if isinstance(result, list | tuple) else ()
-
-
-def _copy(target: Tensor, source: Tensor, *_: Any) -> Tensor:
-    if isinstance(target, Changed):
-        raise _not_there("copy_ into")
-    return target.copy_(_merged(target, source))
 
 
 def _merged(target: Tensor, source: Tensor) -> Tensor:

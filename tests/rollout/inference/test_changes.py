@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -99,6 +100,13 @@ def test_a_copy_of_any_cut_is_that_of_the_whole_tensor_and_leaves_the_rest(cut: 
         lambda t: t.tolist(),
         lambda t: t.equal(torch.zeros(2, 3)),
         lambda t: t.unsqueeze(0)[0, 0, 0].item(),
+        lambda t: t.__setitem__(0, torch.zeros(3)),
+        lambda t: torch.zeros(6).view_as(t),
+        lambda t: np.asarray(t),
+        lambda t: 7.0 in t,
+        lambda t: torch.add(t, 1, out=torch.zeros(2, 3)),
+        lambda t: torch._foreach_copy_([torch.zeros(2, 3)], [t]),
+        lambda t: t.data_ptr(),
     ],
 )
 def test_nothing_computes_with_values_that_are_not_there(compute: Callable[[Tensor], Any]) -> None:
@@ -106,6 +114,9 @@ def test_nothing_computes_with_values_that_are_not_there(compute: Callable[[Tens
     with pytest.raises(NotImplementedError, match="a tensor of which only some values are there"):
         compute(changed)
     assert changed[0, 1].item() == 5.0
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    parameter.data = changed
+    assert parameter.isnan().sum() == 5, "torch lets no tensor refuse this"
 
 
 def test_a_tensor_whose_positions_would_cost_more_is_written_whole() -> None:
