@@ -229,7 +229,7 @@ class DiskSender:
         for reason in reasons:
             logger.warning("Changes were refused, so all weights are sent: %s", reason)
         if not all(NOT_THE_BASE in reason for reason in reasons):
-            logger.warning("No more changes are sent: the servers cannot apply them")
+            logger.warning("No more changes are sent: a server could not read or apply them")
             self._changes = "never"
         target = self._new_folder()
         try:

@@ -167,7 +167,7 @@ class Changed(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if not isinstance(first, Changed):
             if name == "copy_" and len(args) > 1:
                 return first.copy_(_merged(first, args[1]))

@@ -152,19 +152,19 @@ class _Elsewhere:
     def load_folder(self, path: str, *, timeout_seconds: float) -> None:
         self._connection.settimeout(timeout_seconds)
         for file in Path(path).iterdir():
-            self._say({"file": file.name, "size": file.stat().st_size})
+            self._send({"file": file.name, "size": file.stat().st_size})
             with file.open("rb") as content:
                 self._connection.sendfile(content)
-        self._say({"load": True})
+        self._send({"load": True})
         if error := _line(self._connection)["error"]:
             raise GeneratorCallError(f"{self.name}: {error}")
 
     def digest(self) -> list[int]:
-        self._say({"digest": True})
+        self._send({"digest": True})
         return cast(list[int], _line(self._connection)["digest"])
 
-    def _say(self, words: Mapping[str, Any]) -> None:
-        self._connection.sendall(json.dumps(words).encode() + b"\n")
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -195,6 +195,8 @@ def _receive(connection: socket.socket, path: Path, size: int) -> None:
     with path.open("wb") as file:
         while size:
             count = connection.recv_into(buffer, min(size, _CHUNK))
+            if not count:
+                raise ConnectionError(f"the sender left {size} bytes of {path.name} out")
             file.write(buffer[:count])
             size -= count
 
@@ -221,12 +223,12 @@ def serve() -> None:
         connection = listener.accept()[0]
     with connection, tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         folder = Path(place)
-        while words := _line(connection):
-            if "file" in words:
-                _receive(connection, folder / words["file"], words["size"])
+        while message := _line(connection):
+            if "file" in message:
+                _receive(connection, folder / message["file"], message["size"])
                 continue
             answer: dict[str, Any] = {"error": ""}
-            if "digest" in words:
+            if "digest" in message:
                 answer["digest"] = _digest(weights)
             else:
                 try:
