@@ -33,6 +33,7 @@ from mcore_adapter.hf.exporting import ExportPlan, plan_export, run_export
 from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
 from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
 from mcore_adapter.hf.saving import save_hf
+from mcore_adapter.host_weights import HostWeights
 from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
@@ -97,6 +98,7 @@ class MegatronEngine:
             self._chunks = ddp
             self._optimizer = TrainOptimizer(ddp, optimizer, dtype)
         self._host_copy = HostCopy()
+        self._host_weights = HostWeights(self._model)
         self._sequence_parallel: bool = self._model[0].config.sequence_parallel
         self._packing = PackingLayout(
             cp_size=parallel.layout.cp,
@@ -228,15 +230,21 @@ class MegatronEngine:
     def save_hf(self, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
         """Write a Hugging Face folder."""
         self._finish_param_gather()
-        save_hf(self._model, path, parallel=self._parallel, tokenizer_from=tokenizer_from)
+        device = self._device.torch_device
+        save_hf(self._model, path, parallel=self._parallel, tokenizer_from=tokenizer_from, device=device)
 
-    def offload(self) -> None:
-        """Keep the weights on the device and move everything else of the optimizer to the host."""
+    def offload(self, *, weights: bool = False) -> None:
+        """Drop the gradients and move masters and moments to the host, and with `weights` the weights too: then nothing
+        computes until reload(), but weights can be saved."""
+        self._finish_param_gather()
         if self._optimizer is not None:
             self._optimizer.offload()
+        if weights:
+            self._host_weights.to_host()
 
     def reload(self) -> None:
         """Reverse offload()."""
+        self._host_weights.to_device()
         if self._optimizer is not None:
             self._optimizer.reload()
 

@@ -46,7 +46,7 @@ ORDER = {
     "mcore_adapter": (
         "quick_import settings lr_schedule layer_specs data",
         "cpu cuda",
-        "device logprobs optimizer_state",
+        "device logprobs optimizer_state host_weights",
         "parallel optimizer",
         "models forward out_of_memory",
         "hf bare_loop",

@@ -62,7 +62,7 @@ class ModelTrainEvalConfig(Section):
         "vllm": "see generator.* and actor.sglang.*",
         "megatron": "Megatron options are derived from the device and the layout",
         "parallel": "the layout is part of allocation_mode",
-        "offload": "weights are not offloaded; see optimizer.offload for the optimizer state",
+        "offload": "critic and reference on GPUs of the servers leave them while these sample; see optimizer.offload",
         "zero_stage": "the distributed optimizer is always on",
         "enable_fp16": "float16 is not supported; see bf16",
         "enable_bf16": "the key is bf16",

@@ -177,9 +177,9 @@ class TrainerGroup:
         """Leave the servers."""
         self._gather([rank.push_close() for rank in self._ranks], "push_close")
 
-    def offload(self) -> None:
-        """Leave the device to the generators."""
-        self._gather([rank.offload() for rank in self._ranks], "offload")
+    def offload(self, keep: str) -> None:
+        """Leave the device to the generators, but for the weights of the engine `keep`."""
+        self._gather([rank.offload(keep) for rank in self._ranks], "offload")
 
     def reload(self) -> None:
         """Undo offload()."""

@@ -184,10 +184,11 @@ class TrainerRank:
     def push_close(self) -> None:
         self._sender.close()
 
-    def offload(self) -> None:
-        """Leave the device to the generators: every engine keeps its weights there and nothing else."""
-        for engine in self._engines.values():
-            engine.offload()
+    def offload(self, keep: str) -> None:
+        """Leave the device to the generators: the weights of the engine `keep`, which the next push reads, stay there
+        and nothing else."""
+        for name, engine in self._engines.items():
+            engine.offload(weights=name != keep)
         self._device.empty_cache()
 
     def reload(self) -> None:

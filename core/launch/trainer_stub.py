@@ -67,8 +67,8 @@ class TrainerStub:
     def push_close(self) -> ObjectRef[None]:
         return self._actor.push_close.remote()
 
-    def offload(self) -> ObjectRef[None]:
-        return self._actor.offload.remote()
+    def offload(self, keep: str) -> ObjectRef[None]:
+        return self._actor.offload.remote(keep)
 
     def reload(self) -> ObjectRef[None]:
         return self._actor.reload.remote()

@@ -2,7 +2,7 @@
 
 A turn of the trainer begins with offload_generators(): the servers stop, hand back what they were answering, and
 release weights and cache. It ends with push(): the servers take their memory back and load the trainer's weights, and
-the trainer moves its optimizer state to the host and drops its gradients.
+the trainer moves its optimizer state, critic and reference to the host and drops its gradients.
 Invariant: the servers' weights are released and taken back once a turn; between the two nothing samples.
 """
 
@@ -13,7 +13,7 @@ import time
 from typing import Protocol
 
 from core.weight_sync.base import PushReport
-from core.weight_sync.servers import GeneratorSide, ServerPush, push_report
+from core.weight_sync.servers import PUSHED, GeneratorSide, ServerPush, push_report
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         resumed = time.perf_counter()
         sent = self._send()
         offload = time.perf_counter()
-        self._trainer.offload()
+        self._trainer.offload(PUSHED)
         cache = time.perf_counter()
         self._generators.resume_memory(_CACHE, self._timeout)
         pauses = self._generators.resume(version, self._timeout)

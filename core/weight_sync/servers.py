@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+PUSHED = "actor"
+"""The engine whose weights the generators sample with."""
 SENDER_GRACE_SECONDS = 60.0
 """The sender's own deadline is push.timeout_seconds, and it can name the servers that did not answer and abort its
 communicator before the driver gives up."""
@@ -81,8 +83,8 @@ class TrainerSide(Protocol):
         """Send what was prepared to every server; return the first rank's report."""
         ...
 
-    def offload(self) -> None:
-        """Leave the device to the generators."""
+    def offload(self, keep: str) -> None:
+        """Leave the device to the generators, but for the weights of the engine `keep`."""
         ...
 
     def reload(self) -> None:
@@ -140,7 +142,7 @@ class ServerPush(Generic[G]):
         """Gather and lay out buckets on every rank of the trainer."""
         verify = due(self._verify, self._num_pushes)
         limit = self._timeout + SENDER_GRACE_SECONDS
-        self._trainer.push_prepare("actor", self._bucket_bytes, verify=verify, timeout_seconds=limit)
+        self._trainer.push_prepare(PUSHED, self._bucket_bytes, verify=verify, timeout_seconds=limit)
 
     def _send(self) -> SendReport:
         """Move every bucket; return the report of rank 0."""

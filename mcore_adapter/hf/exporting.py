@@ -55,26 +55,33 @@ def plan_export(chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_
 
 
 def iter_hf_weights(
-    chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    chunks: Sequence[nn.Module],
+    *,
+    parallel: ParallelState,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    device: torch.device | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Run run_export() with a plan of its own."""
-    return run_export(plan_export(chunks, parallel=parallel, bucket_bytes=bucket_bytes), parallel=parallel)
+    plan = plan_export(chunks, parallel=parallel, bucket_bytes=bucket_bytes)
+    return run_export(plan, parallel=parallel, device=device)
 
 
-def run_export(plan: ExportPlan, *, parallel: ParallelState) -> Iterator[dict[str, Tensor]]:
+def run_export(
+    plan: ExportPlan, *, parallel: ParallelState, device: torch.device | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Yield the whole model as buckets of full tensors under Hugging Face names, in the order of the network;
     collective.
 
     Every rank iterates to the end; global rank 0 gets the tensors (its own copies, on its device, in the parameters'
-    dtype), the others empty dicts.
+    dtype), the others empty dicts. `device`: of the ranks' communication, where the parameters are not there.
     """
-    device = next(iter(plan.held.values())).device
+    device = device or next(iter(plan.held.values())).device
     for dtype, held_by in plan.buckets:
         if parallel.rank == 0:
             like = torch.empty(0, dtype=dtype, device=device)
             yield _receive(held_by, plan.shapes, plan.held, parallel.layout.tp, like=like)
         else:
-            _send(held_by, plan.held, parallel.rank)
+            _send(held_by, plan.held, parallel.rank, device)
             yield {}
 
 
@@ -129,9 +136,11 @@ def _buckets(owned: Iterable[_Owned], shapes: Shapes, max_elements: int) -> Iter
     yield bucket
 
 
-def _send(held_by: Sequence[tuple[Conversion, list[int]]], held: Mapping[Conversion, Tensor], rank: int) -> None:
+def _send(
+    held_by: Sequence[tuple[Conversion, list[int]]], held: Mapping[Conversion, Tensor], rank: int, device: torch.device
+) -> None:
     """Send this rank's shards of the bucket, flat and end to end, to global rank 0."""
-    mine = [held[conversion].detach().flatten() for conversion, holders in held_by if rank in holders]
+    mine = [held[conversion].detach().to(device).flatten() for conversion, holders in held_by if rank in holders]
     if mine:
         _wait([dist.P2POp(dist.isend, torch.cat(mine), 0)])
 

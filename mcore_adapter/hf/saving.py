@@ -23,15 +23,20 @@ from model_specs.families import FAMILIES
 
 
 def save_hf(
-    chunks: Sequence[nn.Module], path: str | Path, *, parallel: ParallelState, tokenizer_from: str | Path | None = None
+    chunks: Sequence[nn.Module],
+    path: str | Path,
+    *,
+    parallel: ParallelState,
+    tokenizer_from: str | Path | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder that transformers loads; collective, global rank 0 writes.
 
     `path` appears, or is replaced, only when complete. tokenizer_from: folder whose tokenizer files and
-    generation_config.json are copied. Raises WeightsError on every rank where writing fails.
+    generation_config.json are copied. `device`: see run_export(). Raises WeightsError on every rank if writing fails.
     """
     model = unwrap(chunks)[0]
-    buckets = iter_hf_weights(chunks, parallel=parallel)
+    buckets = iter_hf_weights(chunks, parallel=parallel, device=device)
     error: Exception | None = None
     if parallel.rank == 0:
         try:

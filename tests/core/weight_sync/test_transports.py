@@ -289,8 +289,8 @@ class Recorder:
         self._record("push_send")
         return SendReport(seconds=0.5, num_bytes=10**9, num_buckets=2)
 
-    def offload(self) -> None:
-        self._record("offload")
+    def offload(self, keep: str) -> None:
+        self._record("offload", keep)
 
     def reload(self) -> None:
         self._record("reload")
@@ -380,7 +380,7 @@ def test_sides_that_share_gpus_take_turns() -> None:
         ("push_prepare", "actor", 8, True),
         ("resume memory", "weights"),
         ("push_send",),
-        ("offload",),
+        ("offload", "actor"),
         ("resume memory", "kv_cache"),
         ("resume", 4),
     ]
