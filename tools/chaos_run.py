@@ -246,7 +246,10 @@ class Leftovers:
 
     def found(self) -> list[str]:
         """Return a line for each."""
-        lines = [f"process {p.pid} was left running: {' '.join(p.cmdline())[:80]}" for p in self._processes()]
+        lines = []
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):  # it ends just now
+                lines.append(f"process {process.pid} was left running: {' '.join(process.cmdline())[:80]}")
         for path in unused_shared_memory():
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino in self._inodes:

@@ -107,3 +107,16 @@ def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path
         living.communicate("die\n")
         for segment in segments:
             segment.unlink()
+
+
+def test_a_process_that_ends_while_it_is_listed_is_not_left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftovers = Leftovers(tmp_path)
+    leftovers._family.add(psutil.Process())
+
+    def ended(process: psutil.Process) -> list[str]:
+        raise psutil.NoSuchProcess(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "cmdline", ended)
+    assert not [line for line in leftovers.found() if line.startswith("process")]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,10 @@ def test_intervals_are_those_of_students_t() -> None:
     mean, half = figures.mean_and_interval([1.0, 2.0, 3.0])
     assert mean == 2.0 and half == pytest.approx(4.30 / math.sqrt(3))
     assert math.isnan(figures.mean_and_interval([1.0])[1])
+    for count, quantile in ((10, 2.262), (11, 2.228), (12, 2.201), (21, 2.086), (31, 2.042)):
+        values = [float(i) for i in range(count)]
+        expected = quantile * statistics.stdev(values) / math.sqrt(count)
+        assert figures.mean_and_interval(values)[1] == pytest.approx(expected, rel=0.002)
     assert figures.shown([0.5, 0.7], percent=True) == "60.0 ± 127.1 %" and figures.shown([12.4]) == "12"
 
 

@@ -18,8 +18,17 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half the width of its 95 % confidence interval (Student's t); NaN with one value."""
     if len(values) < 2:
         return statistics.fmean(values), math.nan
-    quantile = STUDENT[len(values) - 1] if len(values) <= len(STUDENT) else 1.96
-    return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    half = _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), half
+
+
+def _quantile(freedom: int) -> float:
+    """Return the quantile 0.975 of Student's t to 0.005; beyond the table by its expansion around the normal one
+    (Abramowitz and Stegun, 26.7.5)."""
+    if freedom < len(STUDENT):
+        return STUDENT[freedom]
+    z = 1.96
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def shown(values: Sequence[float], *, percent: bool = False) -> str:
