@@ -133,10 +133,8 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
         torch.set_num_threads(min(torch.get_num_threads(), GPU_THREADS))
     with device.activate(), tempfile.TemporaryDirectory() as folder:
         init = f"file://{folder}/rendezvous"
-        yield (
-            initialize_parallel(ParallelLayout(), rank=0, world_size=1, init_method=init, device=device, seed=1),
-            device,
-        )
+        parallel = initialize_parallel(ParallelLayout(), rank=0, world_size=1, init_method=init, device=device, seed=1)
+        yield parallel, device
         destroy_parallel()
 
 

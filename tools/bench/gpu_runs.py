@@ -152,12 +152,14 @@ def busy_share() -> Iterator[dict[int, list[float]]]:
     thread = threading.Thread(target=sample, daemon=True)
     if samples:
         thread.start()
-    yield samples
-    stop.set()
-    if samples:
-        thread.join()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        if samples:
+            thread.join()
     for share in samples.values():
-        # From the first to the last moment at which it was at work after the middle; the end is shut-down.
+        # From the middle to the last moment at which a kernel ran: the end is shut-down.
         del share[: len(share) // 2]
         while share and share[-1] == 0:
             share.pop()

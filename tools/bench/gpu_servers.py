@@ -45,8 +45,6 @@ from rollout.workflows import make_workflow
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene
 
-STREAMS = 64
-
 logger = logging.getLogger(__name__)
 
 
