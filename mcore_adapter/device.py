@@ -20,7 +20,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
 class Device(Protocol):
-    """Where a rank computes. Two implementations: device_cpu.CpuDevice and device_cuda.CudaDevice."""
+    """Where a rank computes. Two implementations: cpu.device.CpuDevice and cuda.device.CudaDevice."""
 
     torch_device: torch.device
     backend: str

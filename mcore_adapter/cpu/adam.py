@@ -1,4 +1,4 @@
-"""Adam for Megatron's distributed optimizer on CPU; installed by device_cpu.
+"""Adam for Megatron's distributed optimizer on CPU; installed by cpu/device.py.
 
 Invariant: the contract of TransformerEngine's FusedAdam holds (the step is in the param group, the state of a parameter
 is exactly exp_avg and exp_avg_sq), because that is the only one whose checkpoints Megatron can load.

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU on CPU with their own backward passes; leaf functions of cpu_layers.
+"""RMSNorm and SwiGLU on CPU with their own backward passes; leaf functions of cpu/layers.py and cpu/device.py.
 
 Memory traffic is what they cost: each saves its input only, and passes over memory a third as often as the formula
 written with torch's operators. Invariant: same value and gradient as that formula.

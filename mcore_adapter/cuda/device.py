@@ -1,7 +1,7 @@
 """Megatron-core on NVIDIA GPUs: NCCL, TransformerEngine's layers, every fusion that is installed.
 
-Invariant: the same interface as device_cpu. One thing of Megatron is replaced: its check for apex's weight-gradient
-kernel, which guards a linear layer that no model here computes with (the head is fused, see model.LMHead).
+Invariant: the same interface as cpu/device.py. One thing of Megatron is replaced: its check for apex's weight-gradient
+kernel, which guards a linear layer that no model here computes with (the head is fused, see models/gpt.py, LMHead).
 """
 
 from __future__ import annotations

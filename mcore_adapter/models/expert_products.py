@@ -1,7 +1,7 @@
 """The computation of all experts of a layer in one grouped product per linear layer, without waiting for the host.
 
 Copies of tokens are laid out sorted by expert. How many each expert has stays on the device: a grouped product takes
-the end of each expert's rows as a tensor. Between the products, device_cuda_experts.py computes on GPUs what the torch
+the end of each expert's rows as a tensor. Between the products, cuda/experts.py computes on GPUs what the torch
 operators in this file define.
 Invariant: from forward to backward one layer keeps its input and the output of the first linear layer, or its input
 alone; the sorted copies and the activations are made again.

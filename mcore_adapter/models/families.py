@@ -1,8 +1,4 @@
-"""Every family that Megatron builds, and its models' tables: which Hugging Face tensors a parameter is made of.
-
-Invariant: over all ranks the pieces of a parameter cover each of its Hugging Face tensors exactly once (replicated
-ones: on each rank whole), so the round trip is the identity.
-"""
+"""Every family that Megatron builds, and its models' tables: which Hugging Face tensors a parameter is made of."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From a completion to the answer in it, and from there to what math-verify reads: strings only, no mathematics.
 
-Used by math_reward.py on answers and solutions alike. Finding the answer is linear in the text, safe in any process.
+Used by math.py on answers and solutions alike. Finding the answer is linear in the text, safe in any process.
 Invariant: a rewriting changes how an answer is written, never its meaning; where math-verify reads a form well
 (fractions, roots, sets, thousands separators), the form is left alone.
 """

@@ -49,7 +49,7 @@ EXIT_USAGE = 64
 """Exit code of a server that was given wrong arguments; the last line of its log names them."""
 
 PREFILL_SHARE = 0.1
-"""Of a server's places: so many are free before prompts are admitted (BATCHED_PREFILLS in sglang_server.py)."""
+"""Of a server's places: so many are free before prompts are admitted (BATCHED_PREFILLS in server.py)."""
 
 _LOG_KEPT = "slipstream_log_kept"
 """Attribute of sampled tokens: logarithm of what top_k and top_p left of their distributions."""

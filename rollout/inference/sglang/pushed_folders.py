@@ -36,7 +36,7 @@ class PushedFolders:
         try:
             reader = self._changes.ChangesReader(folder, before)
             _load_some(updater, reader)
-        except Exception as error:  # noqa: BLE001  the sender must hear of it, and sends all weights then
+        except Exception as error:  # noqa: BLE001  reported to the sender, which sends all weights then
             return False, f"{type(error).__name__}: {error}"
         self._identity = reader.identity
         return True, "Succeeded to update the changed weights."
