@@ -34,6 +34,7 @@ from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
 from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
 from mcore_adapter.hf.saving import save_hf
 from mcore_adapter.host_weights import HostWeights
+from mcore_adapter.kernels import computed_by
 from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
@@ -232,6 +233,10 @@ class MegatronEngine:
         self._finish_param_gather()
         device = self._device.torch_device
         save_hf(self._model, path, parallel=self._parallel, tokenizer_from=tokenizer_from, device=device)
+
+    def computed_by(self) -> dict[str, str]:
+        """Return which library computes each part of the model and of the update."""
+        return computed_by(self._model, self._optimizer)
 
     def offload(self, *, weights: bool = False) -> None:
         """Drop the gradients and move masters and moments to the host, and with `weights` the weights too: then nothing

@@ -48,7 +48,7 @@ ORDER = {
         "cpu cuda",
         "device logprobs optimizer_state host_weights",
         "parallel optimizer",
-        "models forward out_of_memory",
+        "models forward out_of_memory kernels",
         "hf bare_loop",
         "checkpoint",
         "engine",

@@ -99,6 +99,9 @@ class TrainerRank:
             holders = self._device.memory_holders()
             raise MemoryError(f"out of memory in the initialisation of {engine}: {first_line(e)}. {holders}") from None
         forget_modules()
+        if self._rank == 0:
+            parts = ", ".join(f"{part}: {by}" for part, by in self._engines[engine].computed_by().items())
+            logger.info("%s computes with %s", engine, parts)
         return self._engines[engine].planner
 
     def open_batch(self, batch: StoredBatch, group: str) -> None:

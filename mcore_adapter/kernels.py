@@ -1,0 +1,65 @@
+"""Which library computes each part of an engine, read from what was built: fused kernels that are missing show here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.core.optimizer import clip_grads
+from torch import nn
+
+from mcore_adapter.optimizer import TrainOptimizer
+
+PARTS = {
+    "core_attention": "attention",
+    "linear_qkv": "query, key, value",
+    "linear_proj": "attention output",
+    "input_layernorm": "norm",
+    "linear_fc1": "MLP input",
+    "linear_fc2": "MLP output",
+    "experts": "experts",
+    "output_layer": "head",
+}
+"""Last names of Megatron's modules, in the order of the network -> how the log calls them."""
+LIBRARIES = {
+    "megatron.core.extensions.transformer_engine": "TransformerEngine",
+    "transformer_engine": "TransformerEngine",
+    "transformer_engine_torch": "TransformerEngine",
+    "apex": "apex",
+    "amp_C": "apex",
+    "megatron": "Megatron",
+    "mcore_adapter": "Slipstream",
+    "torch": "torch",
+}
+"""First names of modules, the longest match first."""
+
+
+def computed_by(chunks: Sequence[nn.Module], optimizer: TrainOptimizer | None) -> dict[str, str]:
+    """Return part -> "library (class)", the parts that every layer has from its first one. Without experts or optimizer
+    there is no such part; a norm that another module computes is left out."""
+    found = dict(_of_modules(chunks))
+    ordered = {title: found[title] for title in PARTS.values() if title in found}
+    if optimizer is not None:
+        inner = optimizer.megatron.chained_optimizers[0].optimizer
+        ordered["Adam"] = _named(type(inner))
+        ordered["gradient norm"] = _named(clip_grads.l2_norm_impl)
+        ordered["gradient scale"] = _named(clip_grads.multi_tensor_scale_impl)
+    return ordered
+
+
+def _of_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
+    seen = set()
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            part = PARTS.get(name.rpartition(".")[2])
+            if part is not None and part not in seen and type(module).__name__ != "IdentityOp":
+                seen.add(part)
+                yield part, _named(type(module))
+
+
+def _named(thing: type | Callable[..., Any]) -> str:
+    """Return "library (name)" of a class or function."""
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    names = [name for name in LIBRARIES if f"{module}.".startswith(f"{name}.")]
+    library = LIBRARIES[max(names, key=len)] if names else module.partition(".")[0]
+    return f"{library} ({getattr(thing, '__name__', type(thing).__name__)})"

@@ -1,0 +1,54 @@
+"""What the log says about the library that computes each part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allocation import ParallelLayout
+from helpers.engine_cases import make_engine
+from helpers.mcore_ranks import Rank, RankPool
+from helpers.tiny_models import write_model
+from mcore_adapter.kernels import _named
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def parts(rank: Rank, model: str, train: bool) -> dict[str, str]:
+    with rank.joined(ParallelLayout()) as (parallel, device):
+        return make_engine(parallel, device, model, train=train).computed_by()
+
+
+def test_every_part_is_named_with_its_library(ranks: RankPool, tmp_path: Path) -> None:
+    for name in ("qwen3", "qwen3_moe"):
+        write_model(name, tmp_path / name)
+    (dense,) = ranks.run(parts, 1, str(tmp_path / "qwen3"), True)
+    assert list(dense) == [
+        "attention", "query, key, value", "attention output", "norm", "MLP input", "MLP output", "head", "Adam",
+        "gradient norm", "gradient scale",
+    ]  # fmt: skip
+    assert dense["attention"].startswith("Slipstream (") and dense["MLP input"] == "Megatron (ColumnParallelLinear)"
+    assert dense["head"] == "Slipstream (LMHead)" and dense["Adam"].startswith("Slipstream (")
+    (experts,) = ranks.run(parts, 1, str(tmp_path / "qwen3_moe"), False)
+    assert "experts" in experts and "Adam" not in experts
+
+
+def test_the_longest_name_decides() -> None:
+    def made(module: str) -> Any:
+        return type("Part", (), {"__module__": module})
+
+    assert _named(made("megatron.core.extensions.transformer_engine")) == "TransformerEngine (Part)"
+    assert _named(made("megatron.core.extensions.kitchen")) == "Megatron (Part)"
+    assert _named(made("transformer_engine.pytorch.optimizers")) == "TransformerEngine (Part)"
+    assert _named(made("apex.optimizers.fused_adam")) == "apex (Part)"
+    assert _named(made("apexes.other")) == "apexes (Part)"
+    assert _named(partial(print)) == "functools (partial)", "what a library gives in place of a function"
