@@ -8,7 +8,7 @@ code 2 and one message on stderr.
 
 from __future__ import annotations
 
-from core.processes.before_start import NOTHING_STARTED, end_at_signals, leave_signals
+from core.processes.before_start import NOTHING_STARTED, end_at_signals, raise_at_signals
 
 if __name__ == "__main__":
     end_at_signals()  # the imports below take a second or more
@@ -84,7 +84,7 @@ def _main(argv: Sequence[str] | None) -> int:
     paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
     log_file = None if looks_only else paths.logs / "master_worker.log"
     aside: RunPaths | None = None
-    leave_signals()
+    raise_at_signals()
     with ExitStack() as running:
         try:
             if log_file is not None:

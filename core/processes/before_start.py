@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM while a command still imports its modules and checks its input.
 
 An exception would be a traceback out of whatever is being imported, and code that catches everything could swallow it.
-Invariant: nothing has been written or started, so the process ends where it is.
+Invariant: nothing has been written or started, so the process ends where it is. From then on until the run handles
+signals itself they raise KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -9,26 +10,30 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
-from typing import Any
 
 INTERRUPTED = 130
 """Exit code of a command that a signal has ended."""
 NOTHING_STARTED = "Interrupted. Nothing was started."
 
-_before: dict[int, Any] = {}
-"""Handlers by signal, while `end_at_signals` holds."""
+_ending = False
 
 
 def end_at_signals() -> None:
-    """Let SIGINT and SIGTERM end this process with INTERRUPTED and one line on stderr, until `leave_signals`."""
+    """Let SIGINT and SIGTERM end this process with INTERRUPTED and one line on stderr, until `raise_at_signals`."""
+    global _ending
+    _ending = True
     for number in (signal.SIGINT, signal.SIGTERM):
-        _before[number] = signal.signal(number, _end)
+        signal.signal(number, _end)
 
 
-def leave_signals() -> None:
-    """Put the handlers back that were there before `end_at_signals`, if it was called."""
-    while _before:
-        signal.signal(*_before.popitem())
+def raise_at_signals() -> None:
+    """Let both raise KeyboardInterrupt, if `end_at_signals` was called; also SIGINT in a process that a shell started
+    in the background, which ignored it before."""
+    global _ending
+    if _ending:
+        _ending = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

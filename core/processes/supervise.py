@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import psutil
 
 from core.processes.before_start import INTERRUPTED
+from core.processes.signals import Interrupts
 from core.processes.stacks import FOLDER, collect_stacks, register_process
 
 logger = logging.getLogger(__name__)
@@ -161,8 +162,9 @@ def _be_the_driver(
     started."""
     code = FAILED
     try:
-        forwarding.unblock()
-        code = _drive(run, attempt, log_folder)
+        with Interrupts():  # from the first import on: one that is lost there is found by what waits later
+            forwarding.unblock()
+            code = _drive(run, attempt, log_folder)
     except KeyboardInterrupt:
         code = interrupted(attempt)
     except BaseException:

@@ -11,7 +11,7 @@ import pytest
 
 from core import quickstart
 from core.paths import RunPaths
-from core.processes.before_start import end_at_signals, leave_signals
+from core.processes.before_start import end_at_signals
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -124,10 +124,10 @@ def test_only_recover_mode_auto_makes_further_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, retries: int
 ) -> None:
     made: list[int] = []
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run_attempts(run: object, *, retries: int, **options: object) -> int:
-        assert signal.getsignal(signal.SIGTERM) is handler, "a run ends in its own order"
+        assert {signal.getsignal(number) for number in handlers} == {signal.default_int_handler}
         made.append(retries)
         return 0
 
@@ -139,7 +139,8 @@ def test_only_recover_mode_auto_makes_further_attempts(
     try:
         assert quickstart.main(arguments) == 0 and made == [retries]
     finally:
-        leave_signals()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_an_earlier_run_of_the_trial_is_set_aside_before_the_log_begins_and_not_by_a_dry_run(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from core import quickstart
-from core.processes.before_start import NOTHING_STARTED, end_at_signals, leave_signals
+from core.processes.before_start import NOTHING_STARTED, end_at_signals, raise_at_signals
 from core.processes.supervise import INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,10 +45,17 @@ def test_ctrl_c_during_the_checks_is_one_line(
     assert capsys.readouterr().err == f"{NOTHING_STARTED}\n"
 
 
-def test_the_handlers_from_before_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    end_at_signals()
-    during = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    leave_signals()
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    assert not set(during) & set(before)
+def test_after_the_checks_signals_raise_also_in_a_job_of_the_background() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise_at_signals()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a caller in Python keeps its handlers"
+        end_at_signals()
+        raise_at_signals()
+        for number in before:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

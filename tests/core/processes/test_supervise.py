@@ -279,6 +279,26 @@ started, run_attempts = run_attempts, in_thread
     assert code == FAILED and said.count("ZeroDivisionError: division by zero") == 1
 
 
+def test_a_signal_that_is_lost_before_the_run_handles_signals_is_found_later() -> None:
+    """As in a destructor during an import, where Python prints the exception and goes on."""
+    body = """
+from core.processes.signals import Interrupts, raise_if_interrupted
+
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+def attempt(self):
+    Swallows()
+    with Interrupts():
+        raise_if_interrupted()
+    return 0
+"""
+    code, said = run(body, retries=0)
+    assert code == INTERRUPTED and "Exception ignored" in said
+
+
 def test_what_follows_in_the_callers_script_is_not_for_the_driver() -> None:
     body = """
 def attempt(self):
