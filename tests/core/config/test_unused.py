@@ -21,7 +21,7 @@ from core.config.load import load_config
 from core.config.unused import unused_keys
 from core.experiments import common, context, dpo, ppo, sft, workers
 from core.paths import RunPaths
-from helpers.config_inputs import SMALLEST_PPO, write_run
+from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
 
 WITH_ALL = "ppo.kl_ctl=0.1 ppo.disable_value=false critic.init_critic_from_actor=true evaluation.path={data}"
 """A run with every model and an evaluation; {data} is its data."""
@@ -223,6 +223,15 @@ def test_every_key_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     overrides = overrides if "allocation_mode" in overrides else f"allocation_mode=embedded.d1m1p1+d1m1p1 {overrides}"
     check_walk(load(tmp_path, overrides), tmp_path, monkeypatch)
+
+
+def test_every_key_of_a_run_with_experts_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    path = write_run(tmp_path, SMALLEST_PPO)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    write_model(tmp_path / "model", model_type="qwen3_moe", **experts)
+    words = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.moe_routing_replay=true", "ppo.kl_ctl=0.1"]
+    check_walk(load_config("ppo-math", path, words).config, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("experiment", ["sft", "dpo"])
