@@ -10,10 +10,8 @@ started.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import logging
-import math
 import os
 import select
 import signal
@@ -22,15 +20,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
-import psutil
-
 from core.processes.before_start import INTERRUPTED
+from core.processes.forwarding import Forwarding
+from core.processes.orphans import END_SECONDS, adopt_orphans, die_with, end_orphans
 from core.processes.signals import Interrupts
 from core.processes.stacks import FOLDER, collect_stacks, register_process
 
@@ -46,14 +43,11 @@ EXIT_CODES = {
 }
 """Of `python -m core.quickstart`."""
 
-_END_SECONDS = 30.0
-"""For the processes of a lost attempt to go by themselves (its watchdog ends them); then they are killed."""
 _BEAT_SECONDS = 1.0
 """Between two heartbeats of a driver."""
 _LONGEST_LOOK_SECONDS = 1.0
 """What counts of the time between two looks at a driver; where it was more, this process did not run itself."""
 _DRIVER = "driver"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass
@@ -96,7 +90,7 @@ def run_attempts(
     retries: int,
     silence_seconds: float,
     log_folder: Path,
-    end_seconds: float = 2 * _END_SECONDS,
+    end_seconds: float = 2 * END_SECONDS,
     interrupted: Callable[[Attempt], int] = lambda attempt: INTERRUPTED,
 ) -> int:
     """Call `run(attempt)`, in processes of their own, until one ends well or in a way that is final: its exit code.
@@ -107,7 +101,7 @@ def run_attempts(
     still runs `end_seconds` after Ctrl-C or SIGTERM. `retries` 0: one attempt, whose exit code is returned.
     `interrupted(attempt)`: in place of `run`, for a Ctrl-C that comes before `run` can handle it.
     """
-    with _Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
+    with Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
         limits = _Limits(silence_seconds=silence_seconds, end_seconds=end_seconds)
         return _supervise(run, interrupted, retries, limits, log_folder, forwarding)
 
@@ -118,11 +112,11 @@ def _supervise(
     retries: int,
     limits: _Limits,
     log_folder: Path,
-    forwarding: _Forwarding,
+    forwarding: Forwarding,
 ) -> int:
     attempts: list[Attempt] = []
     without_progress = 0
-    _adopt_orphans()
+    adopt_orphans()
     while True:
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
         code = _in_child(attempt, limits, log_folder, forwarding)
@@ -156,7 +150,7 @@ def _be_the_driver(
     interrupted: Callable[[Attempt], int],
     attempt: Attempt,
     log_folder: Path,
-    forwarding: _Forwarding,
+    forwarding: Forwarding,
 ) -> NoReturn:
     """Run an attempt in this process and end it: what follows in the caller is for the process that the user
     started."""
@@ -214,7 +208,7 @@ class _Limits:
     """After the first signal."""
 
 
-def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: _Forwarding) -> int | None:
+def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: Forwarding) -> int | None:
     """Fork. In the child: None, and `attempt` reports to its parent. In the parent: the child's exit code, once it and
     all that it started are gone; `attempt` is filled in."""
     for stream in (sys.stdout, sys.stderr):
@@ -225,7 +219,7 @@ def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: _
     if child == 0:
         os.close(reading)
         os.setpgid(0, 0)  # Ctrl-C comes from the parent, once
-        _die_with(parent)
+        die_with(parent)
         return None
     os.close(attempt.pipe)
     attempt.pipe = None
@@ -234,7 +228,7 @@ def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: _
         status = _listen(pipe.fileno(), child, attempt, watch)
     forwarding.forget_child()
     attempt.seconds = time.monotonic() - begin
-    _end_orphans()
+    end_orphans()
     if forwarding.came and not attempt.final:  # it came before the attempt was ready for it
         attempt.report(final=True, cause="interrupted")
         return INTERRUPTED
@@ -254,7 +248,7 @@ class _Watch:
     """Ends a driver that is silent for too long; sooner after a signal. What counts is the time that this
     process ran itself: when all of the machine, or of its container, stood still, the driver's begins anew."""
 
-    def __init__(self, child: int, limits: _Limits, log_folder: Path, forwarding: _Forwarding) -> None:
+    def __init__(self, child: int, limits: _Limits, log_folder: Path, forwarding: Forwarding) -> None:
         self._child, self._limits, self._log_folder, self._forwarding = child, limits, log_folder, forwarding
         self._silent = 0.0
         self._looked = time.monotonic()
@@ -267,7 +261,7 @@ class _Watch:
         self._silent = 0.0 if heard else self._silent + min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
         limit = self._limits.silence_seconds
-        limit = min(limit, _END_SECONDS) if self._forwarding.came else limit
+        limit = min(limit, END_SECONDS) if self._forwarding.came else limit
         late = self._forwarding.seconds_since > self._limits.end_seconds
         if self.verdict or (self._silent <= limit and not late):
             return
@@ -309,103 +303,3 @@ def _listen(pipe: int, child: int, attempt: Attempt, watch: _Watch) -> int:
             with suppress(ChildProcessError):
                 while (found := os.waitpid(-1, os.WNOHANG))[0]:
                     status = found[1] if found[0] == child else status
-
-
-class _Forwarding(AbstractContextManager["_Forwarding"]):
-    """SIGINT and SIGTERM go to the child, which ends in order; also those that come before there is one, or between two
-    of them: the next one gets them at once."""
-
-    def __enter__(self) -> _Forwarding:
-        self.in_main_thread = threading.current_thread() is threading.main_thread()
-        self._child: int | None = None
-        self._numbers: list[int] = []
-        self._first = math.inf
-        self._before: dict[int, Any] = {}
-        if self.in_main_thread:  # Python has signals handled there only
-            self._before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Put the handlers back, once."""
-        while self._before:
-            signal.signal(*self._before.popitem())
-
-    def forget_child(self) -> None:
-        """Send no more signals to a child that has ended: its number may be another process's by now."""
-        self._child = None
-
-    @property
-    def came(self) -> bool:
-        """True if there was one."""
-        return bool(self._numbers)
-
-    @property
-    def seconds_since(self) -> float:
-        """Seconds since the first one; negative without one."""
-        return time.monotonic() - self._first
-
-    def fork(self) -> int:
-        """Call os.fork(): the signals go to the child from now on, those that came already included. Both are blocked
-        until the child has its own handlers, in which it calls unblock(): in those that it inherits a signal would be
-        lost."""
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        child = -1
-        try:
-            child = os.fork()
-            if child == 0:
-                if self._before.get(signal.SIGINT) is signal.SIG_IGN:
-                    # So a shell starts jobs in the background. The parent takes the signal, and so must its child;
-                    # ignoring it here would also discard one that waits for the mask.
-                    self._before[signal.SIGINT] = signal.default_int_handler
-                self.restore()
-            else:
-                self._child = child
-                for number in self._numbers:
-                    os.kill(child, number)
-        finally:
-            if child != 0:
-                self.unblock()
-        return child
-
-    def unblock(self) -> None:
-        """Let the signals through that fork() has blocked."""
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._first = min(self._first, time.monotonic())
-        self._numbers.append(number)
-        if self._child is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._child, number)
-
-
-def _adopt_orphans() -> None:
-    """Make descendants whose parent ends children of this process (Linux), so that all of them are known."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _die_with(parent: int) -> None:
-    """End this process when its parent has ended (Linux; elsewhere the parent's own end is Ctrl-C or SIGTERM)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(FAILED)
-
-
-def _end_orphans() -> None:
-    """Return when nothing is left of the attempt."""
-    deadline = time.monotonic() + _END_SECONDS
-    while left := psutil.Process().children(recursive=True):
-        if time.monotonic() > deadline:
-            for process in left:
-                logger.warning("Killing process %d, left over from an attempt", process.pid)
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.05)

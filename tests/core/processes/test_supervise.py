@@ -133,7 +133,7 @@ def attempt(self):
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["_end_orphans", "logger.error"])
+@pytest.mark.parametrize("where", ["end_orphans", "logger.error"])
 def test_a_signal_between_two_attempts_ends_the_run(where: str, end: int) -> None:
     body = f"""
 from core.processes import supervise
@@ -153,13 +153,13 @@ def attempt(self):
 def test_a_signal_between_two_attempts_is_not_sent_to_the_number_of_the_ended_driver() -> None:
     body = """
 from core.processes import supervise
-original, kill = supervise._end_orphans, os.kill
+original, kill = supervise.end_orphans, os.kill
 def interrupted():
     os.kill = lambda number, sent: print("sent to", number)
     signal.raise_signal(signal.SIGTERM)
     os.kill = kill
     original()
-supervise._end_orphans = interrupted
+supervise.end_orphans = interrupted
 def attempt(self):
     return 1
 """
