@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 import psutil
@@ -19,10 +20,12 @@ END_SECONDS = 30.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def adopt_orphans() -> None:
-    """Make descendants whose parent ends children of this process (Linux), so that all of them are known."""
+def adopt_orphans() -> list[psutil.Process]:
+    """Make descendants whose parent ends children of this process (Linux), so that all of them are found. Return the
+    children that it has now: those of a script that starts a run, not the run's."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return psutil.Process().children()
 
 
 def die_with(parent: int) -> None:
@@ -33,10 +36,10 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def end_orphans() -> None:
-    """Return when nothing is left of the attempt."""
+def end_orphans(others: Collection[psutil.Process]) -> None:
+    """Return when all children but `others` have ended, with their descendants: nothing is left of the attempt."""
     deadline = time.monotonic() + END_SECONDS
-    while left := psutil.Process().children(recursive=True):
+    while left := [process for child in psutil.Process().children() if child not in others for process in _tree(child)]:
         if time.monotonic() > deadline:
             for process in left:
                 logger.warning("Killing process %d, left over from an attempt", process.pid)
@@ -46,3 +49,10 @@ def end_orphans() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.05)
+
+
+def _tree(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and its descendants; it alone where it has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return [process]

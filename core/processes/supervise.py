@@ -19,11 +19,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 from core.processes.before_start import INTERRUPTED
 from core.processes.forwarding import Forwarding
@@ -90,7 +92,7 @@ def run_attempts(
     retries: int,
     silence_seconds: float,
     log_folder: Path,
-    end_seconds: float = 2 * END_SECONDS,
+    end_seconds: float,
     interrupted: Callable[[Attempt], int] = lambda attempt: INTERRUPTED,
 ) -> int:
     """Call `run(attempt)`, in processes of their own, until one ends well or in a way that is final: its exit code.
@@ -116,10 +118,10 @@ def _supervise(
 ) -> int:
     attempts: list[Attempt] = []
     without_progress = 0
-    adopt_orphans()
+    others = adopt_orphans()
     while True:
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
-        code = _in_child(attempt, limits, log_folder, forwarding)
+        code = _in_child(attempt, limits, log_folder, forwarding, others)
         if code is None:
             _be_the_driver(run, interrupted, attempt, log_folder, forwarding)
         attempts.append(attempt)
@@ -208,9 +210,11 @@ class _Limits:
     """After the first signal."""
 
 
-def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: Forwarding) -> int | None:
+def _in_child(
+    attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: Forwarding, others: Collection[psutil.Process]
+) -> int | None:
     """Fork. In the child: None, and `attempt` reports to its parent. In the parent: the child's exit code, once it and
-    all that it started are gone; `attempt` is filled in."""
+    all that it started are gone; `attempt` is filled in. `others`: children that are not the run's."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     reading, attempt.pipe = os.pipe()
@@ -228,8 +232,9 @@ def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: F
         status = _listen(pipe.fileno(), child, attempt, watch)
     forwarding.forget_child()
     attempt.seconds = time.monotonic() - begin
-    end_orphans()
-    if forwarding.came and not attempt.final:  # it came before the attempt was ready for it
+    end_orphans(others)
+    code = os.waitstatus_to_exitcode(status)
+    if forwarding.came and code != DONE and not attempt.final:  # it came before the attempt was ready for it
         attempt.report(final=True, cause="interrupted")
         return INTERRUPTED
     if os.WIFSIGNALED(status):
@@ -237,11 +242,11 @@ def _in_child(attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: F
         attempt.cause = f"{attempt.cause}; then {killed}" if attempt.cause else killed
         if attempt.final:  # it had come to its end, and hung on the way out
             return INTERRUPTED if forwarding.came else FAILED
-    elif not attempt.cause and os.WEXITSTATUS(status) == DONE:
+    elif not attempt.cause and code == DONE:
         attempt.cause = "done"
     elif not attempt.cause:
-        attempt.cause = f"the driver exited without a message (exit code {os.WEXITSTATUS(status)}), as when Ray fails"
-    return os.waitstatus_to_exitcode(status)
+        attempt.cause = f"the driver exited without a message (exit code {code}), as when Ray fails"
+    return code
 
 
 class _Watch:

@@ -154,11 +154,11 @@ def test_a_signal_between_two_attempts_is_not_sent_to_the_number_of_the_ended_dr
     body = """
 from core.processes import supervise
 original, kill = supervise.end_orphans, os.kill
-def interrupted():
+def interrupted(others):
     os.kill = lambda number, sent: print("sent to", number)
     signal.raise_signal(signal.SIGTERM)
     os.kill = kill
-    original()
+    original(others)
 supervise.end_orphans = interrupted
 def attempt(self):
     return 1
@@ -313,6 +313,39 @@ started, run_attempts = run_attempts, called
 """
     code, said = run(body, retries=0)
     assert code == DONE and said.count("the script goes on") == 1
+
+
+def test_processes_that_the_callers_script_started_are_not_ended() -> None:
+    body = """
+earlier = subprocess.Popen(["sleep", "60"])
+
+def attempt(self):
+    return 0
+
+def called(attempt, **settings):
+    from core.processes import orphans
+    orphans.END_SECONDS = 0
+    code = started(attempt, **settings)
+    print("it ended with", earlier.poll())
+    earlier.kill()
+    return code
+
+started, run_attempts = run_attempts, called
+"""
+    code, said = run(body, retries=0)
+    assert code == DONE and "it ended with None" in said and "Killing" not in said
+
+
+def test_a_signal_that_comes_when_training_is_complete_does_not_interrupt_it() -> None:
+    body = """
+def attempt(self):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.3)
+    return 0
+"""
+    assert run(body, retries=1)[0] == DONE
 
 
 def test_an_attempt_ends_with_the_process_that_the_user_started() -> None:
