@@ -196,7 +196,7 @@ def _start(
     return run_attempts(
         lambda attempt: _attempt(config, paths, console, attempt, command),
         retries=retries,
-        silence_seconds=config.deadlines.driver_seconds,
+        driver_seconds=config.deadlines.driver_seconds,
         end_seconds=2 * config.deadlines.interrupt_seconds + 30,
         log_folder=paths.logs,
         interrupted=lambda attempt: _interrupted(config, paths, attempt, command),

@@ -45,7 +45,7 @@ EXIT_CODES = {
 }
 """Of `python -m core.quickstart`."""
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 """Between two heartbeats of a driver."""
 _LONGEST_LOOK_SECONDS = 1.0
 """What counts of the time between two looks at a driver; where it was more, this process did not run itself."""
@@ -90,7 +90,7 @@ def run_attempts(
     run: Callable[[Attempt], int],
     *,
     retries: int,
-    silence_seconds: float,
+    driver_seconds: float,
     log_folder: Path,
     end_seconds: float,
     interrupted: Callable[[Attempt], int] = lambda attempt: INTERRUPTED,
@@ -98,13 +98,13 @@ def run_attempts(
     """Call `run(attempt)`, in processes of their own, until one ends well or in a way that is final: its exit code.
 
     An attempt that began no further than the one before counts as one without progress; after `retries` restarts
-    without progress the run ends with a summary of all attempts. A process that gave no sign of life for
-    `silence_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed; so is one that
+    without progress the run ends with a summary of all attempts. A driver that sent no heartbeat for
+    `driver_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed; so is one that
     still runs `end_seconds` after Ctrl-C or SIGTERM. `retries` 0: one attempt, whose exit code is returned.
     `interrupted(attempt)`: in place of `run`, for a Ctrl-C that comes before `run` can handle it.
     """
     with Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
-        limits = _Limits(silence_seconds=silence_seconds, end_seconds=end_seconds)
+        limits = _Limits(driver_seconds=driver_seconds, end_seconds=end_seconds)
         return _supervise(run, interrupted, retries, limits, log_folder, forwarding)
 
 
@@ -123,7 +123,7 @@ def _supervise(
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
         code = _in_child(attempt, limits, log_folder, forwarding, others)
         if code is None:
-            _be_the_driver(run, interrupted, attempt, log_folder, forwarding)
+            _run_as_driver(run, interrupted, attempt, log_folder, forwarding)
         attempts.append(attempt)
         if code in (DONE, INTERRUPTED) or attempt.final:
             if len(attempts) > 1:
@@ -147,7 +147,7 @@ def _supervise(
         )  # fmt: skip
 
 
-def _be_the_driver(
+def _run_as_driver(
     run: Callable[[Attempt], int],
     interrupted: Callable[[Attempt], int],
     attempt: Attempt,
@@ -185,7 +185,7 @@ def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) ->
         logger.error("%s; free disk space, or use another folder", cause)
         attempt.report(final=True, cause=cause)
         return FAILED
-    threading.Thread(target=_beat, args=(attempt,), name="heartbeat", daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(attempt,), name="heartbeat", daemon=True).start()
     return run(attempt)
 
 
@@ -193,10 +193,10 @@ def _table(attempts: list[Attempt]) -> str:
     return "\n".join(f"  {attempt}" for attempt in attempts)
 
 
-def _beat(attempt: Attempt) -> None:
+def _send_heartbeats(attempt: Attempt) -> None:
     """Send heartbeats from a thread of the driver, which needs its interpreter."""
     while True:
-        time.sleep(_BEAT_SECONDS)
+        time.sleep(_HEARTBEAT_SECONDS)
         attempt.report()
 
 
@@ -204,7 +204,7 @@ def _beat(attempt: Attempt) -> None:
 class _Limits:
     """After which a driver is killed."""
 
-    silence_seconds: float
+    driver_seconds: float
     """Without a heartbeat."""
     end_seconds: float
     """After the first signal."""
@@ -240,7 +240,7 @@ def _in_child(
     if os.WIFSIGNALED(status):
         killed = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
         attempt.cause = f"{attempt.cause}; then {killed}" if attempt.cause else killed
-        if attempt.final:  # it had come to its end, and hung on the way out
+        if attempt.final:  # it had reported its end, and hung in its exit
             return INTERRUPTED if forwarding.came else FAILED
     elif not attempt.cause and code == DONE:
         attempt.cause = "done"
@@ -250,12 +250,13 @@ def _in_child(
 
 
 class _Watch:
-    """Ends a driver that is silent for too long; sooner after a signal. What counts is the time that this
-    process ran itself: when all of the machine, or of its container, stood still, the driver's begins anew."""
+    """Kills a driver without heartbeats; sooner after a signal. Only time in which this process itself ran counts: no
+    timeout runs while the whole machine or its container is suspended."""
 
     def __init__(self, child: int, limits: _Limits, log_folder: Path, forwarding: Forwarding) -> None:
         self._child, self._limits, self._log_folder, self._forwarding = child, limits, log_folder, forwarding
-        self._silent = 0.0
+        self._elapsed = 0.0
+        """Seconds since the last heartbeat."""
         self._looked = time.monotonic()
         self.verdict = ""
         """Why it was killed."""
@@ -263,16 +264,16 @@ class _Watch:
     def look(self, attempt: Attempt, *, heard: bool) -> None:
         """Check the driver, several times a second; `heard`: it has sent a heartbeat since the last call."""
         now = time.monotonic()
-        self._silent = 0.0 if heard else self._silent + min(now - self._looked, _LONGEST_LOOK_SECONDS)
+        self._elapsed = 0.0 if heard else self._elapsed + min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
-        limit = self._limits.silence_seconds
+        limit = self._limits.driver_seconds
         limit = min(limit, END_SECONDS) if self._forwarding.came else limit
         late = self._forwarding.seconds_since > self._limits.end_seconds
-        if self.verdict or (self._silent <= limit and not late):
+        if self.verdict or (self._elapsed <= limit and not late):
             return
-        if self._silent > limit:
-            verb, reason = "sent", f"no heartbeat for {self._silent:.0f} s in phase {attempt.phase!r}"
-            key = f" (deadlines.driver_seconds={self._limits.silence_seconds:g})"
+        if self._elapsed > limit:
+            verb, reason = "sent", f"no heartbeat for {self._elapsed:.0f} s in phase {attempt.phase!r}"
+            key = f" (deadlines.driver_seconds={self._limits.driver_seconds:g})"
         else:
             verb, reason = (
                 "had",

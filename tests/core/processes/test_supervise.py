@@ -30,8 +30,8 @@ def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_LOGS", str(tmp_path))
 
 
-def script(body: str, *, retries: int, silence_seconds: float = 60, end_seconds: float = 60) -> list[str]:
-    limits = f"retries={retries}, silence_seconds={silence_seconds}, end_seconds={end_seconds}"
+def script(body: str, *, retries: int, driver_seconds: float = 60, end_seconds: float = 60) -> list[str]:
+    limits = f"retries={retries}, driver_seconds={driver_seconds}, end_seconds={end_seconds}"
     settings = f"{limits}, log_folder=Path(os.environ['TEST_LOGS'])"
     return [sys.executable, "-c", f"{BEFORE}\n{body}\nsys.exit(run_attempts(attempt, {settings}))"]
 
@@ -77,7 +77,7 @@ def attempt(self):
         os.kill(os.getpid(), signal.SIGSTOP)
 """
     done = subprocess.run(
-        script(body, retries=3, silence_seconds=3), cwd=ROOT, capture_output=True, text=True, timeout=60
+        script(body, retries=3, driver_seconds=3), cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == FAILED, done.stdout + done.stderr
     assert "Attempt 1 failed after step 0: cause 1; then the driver (stopped) sent no heartbeat" in done.stdout
@@ -387,7 +387,7 @@ def hangs_here():
 def test_a_driver_that_is_stopped_or_hangs_is_killed_with_its_stacks_and_the_next_attempt_goes_on(
     tmp_path: Path, how: str, state: str
 ) -> None:
-    command = script(HANGS.format(how=how), retries=1, silence_seconds=2.5)
+    command = script(HANGS.format(how=how), retries=1, driver_seconds=2.5)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     driver = int(process.stdout.readline())
@@ -413,7 +413,11 @@ def attempt(self):
     return 0
 """
     process = subprocess.Popen(
-        script(body, retries=1, silence_seconds=3), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        script(body, retries=1, driver_seconds=3),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     driver = int(process.stdout.readline())
