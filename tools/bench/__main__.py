@@ -48,13 +48,13 @@ class Row:
 MEASUREMENTS = {
     "cpu": {
         "allocation": "cpu:allocation",
-        "config": "cpu:dry_run",
+        "config": "cpu_runs:dry_run",
         "update": "cpu:train_step",
         "rollout": "cpu:generator",
         "producer": "cpu:producer",
-        "async": "cpu:sync_and_async",
-        "loop": "cpu:loop",
-        "memory": "cpu:memory",
+        "async": "cpu_runs:sync_and_async",
+        "loop": "cpu_runs:loop",
+        "memory": "cpu_runs:memory",
         "time_to_accuracy": "accuracy:time_to_accuracy",
         "datapath": "datapath:datapath",
         "convert": "convert:both_ways",
