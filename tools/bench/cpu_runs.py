@@ -168,11 +168,11 @@ def memory(scene: Scene) -> Iterator[Figure]:
     samples = run_ppo(scene, "nothing", config, sample_memory=True)
     # Start-up and shut-down are no part of the run: what counts lies between the first and the last quiet second.
     running = samples[int(0.3 * len(samples)) : -3]
-    half, end = running[: len(running) // 4 or 1], running[-(len(running) // 4 or 1) :]
+    begin, end = running[: len(running) // 4 or 1], running[-(len(running) // 4 or 1) :]
     yield Figure(
         name="memory.null_run",
         value=float(np.median(end)),
         unit="MiB",
-        baseline=float(np.median(half)),
+        baseline=float(np.median(begin)),
         target="< 1.05x",
     )
