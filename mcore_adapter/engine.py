@@ -19,10 +19,11 @@ from torch import Tensor
 
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.microbatch import Microbatch
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_sequences
 from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.routing_inputs import check_routed_experts
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.shape import BatchShape
 from mcore_adapter.data.shard import BatchShard, weighed, whole
@@ -30,8 +31,7 @@ from mcore_adapter.data.weights import Divisors, TokenWeights, token_mean
 from mcore_adapter.device import Device
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf.exporting import ExportPlan, plan_export, run_export
-from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
-from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
+from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights, require_value_head
 from mcore_adapter.hf.saving import save_hf
 from mcore_adapter.host_weights import HostWeights
 from mcore_adapter.kernels import computed_by
@@ -41,8 +41,7 @@ from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.out_of_memory import MemoryGuard, PassSizes
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
-from model_specs.fits import check_head
-from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
+from model_specs.hf_config import ModelConfig, read_config
 from tracing import span
 
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
@@ -128,7 +127,7 @@ class MegatronEngine:
             init_from_scratch(self._model, parallel=self._parallel, seed=settings.seed)
             return
         if settings.is_critic and not settings.init_critic_from_actor:
-            _require_value_head(settings.hf_path)
+            require_value_head(settings.hf_path)
         load_hf_weights(self._model, settings.hf_path, parallel=self._parallel, seed=settings.seed)
 
     @property
@@ -295,7 +294,7 @@ class MegatronEngine:
 
     def _pack_microbatch(self, shard: BatchShard, sequences: Microbatch) -> PackedMicrobatch:
         own, shape = shard.select(sequences), shard.shape
-        _check_routed_experts(own, self.model_config)
+        check_routed_experts(own, self.model_config)
         if bool(own.loss_mask[own.cu_seqlens[:-1]].any()):
             raise ValueError("loss_mask is True on the first token of a sequence, which has no log-probability")
         batch_tokens = shape.num_tokens - shape.num_sequences
@@ -382,31 +381,6 @@ class MegatronEngine:
             dist.broadcast_object_list(packed, src=source, group=parallel.pp_group, device=self._device.torch_device)
             return packed[0]
         return dict(zip(names, values, strict=True))
-
-
-def _require_value_head(path: str) -> None:
-    with SafetensorsFolder(path) as folder:
-        try:
-            check_head(folder.names, True)
-        except ModelConfigError as error:
-            raise ValueError(f"{path}: {error}") from None
-
-
-def _check_routed_experts(batch: PackedBatch, config: ModelConfig) -> None:
-    experts = batch.fields.get(ROUTED_EXPERTS)
-    if experts is None:
-        return
-    if config.moe is None:
-        raise ValueError(f"{ROUTED_EXPERTS} is given, but a {config.model_type} model has no experts")
-    shape = (batch.num_tokens, config.num_layers, config.moe.top_k)
-    if tuple(experts.shape) != shape:
-        raise ValueError(f"{ROUTED_EXPERTS} has shape {tuple(experts.shape)}, expected [T, layers, k] = {shape}")
-    sparse = experts[:, torch.tensor(config.moe.sparse_layers)]
-    forced = sparse[(sparse >= 0).all(-1)]
-    if forced.numel() and int(forced.max()) >= config.moe.num_experts:
-        raise ValueError(f"{ROUTED_EXPERTS} names expert {int(forced.max())}; there are {config.moe.num_experts}")
-    if bool((forced.sort(-1).values.diff(dim=-1) == 0).any()):
-        raise ValueError(f"{ROUTED_EXPERTS} names an expert twice for the same token and layer")
 
 
 def _attention_cost(config: ModelConfig) -> float:

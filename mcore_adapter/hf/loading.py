@@ -25,6 +25,8 @@ from mcore_adapter.models.gpt import ModelChunk, named_conversions
 from mcore_adapter.parallel import ParallelState
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
+from model_specs.fits import check_head
+from model_specs.values import ModelConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,15 @@ def check_names(folder: SafetensorsFolder, config: ModelConfig, *, is_critic: bo
 
 
 @torch.no_grad()
+def require_value_head(path: str | Path) -> None:
+    """Check that a folder has a critic's head. Raises ValueError."""
+    with SafetensorsFolder(path) as folder:
+        try:
+            check_head(folder.names, True)
+        except ModelConfigError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
 def _fill(
     models: Sequence[ModelChunk], shapes: Shapes, parallel: ParallelState, source: Callable[[Conversion], Reader]
 ) -> None:
