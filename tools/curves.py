@@ -75,6 +75,14 @@ class CaseFailed(RuntimeError):
     """A case did not run to its end, or did not report a metric."""
 
 
+def read_recording(file: Path) -> dict[str, Any]:
+    """Return what `record` wrote. Raises OSError, and ValueError for anything else."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not (isinstance(content, dict) and {"curves", "steps", "environment"} <= content.keys() and content["curves"]):
+        raise ValueError("it holds no curves")
+    return content
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("record", "compare"))
@@ -86,7 +94,7 @@ def main() -> int:
     before = None
     try:
         if given.action == "compare":
-            before = json.loads(given.file.read_text(encoding="utf-8"))
+            before = read_recording(given.file)
     except (OSError, ValueError) as error:
         parser.error(f"{given.file}: no recording ({error}); write one with `python -m tools.curves record`")
     if before is None and not given.file.absolute().parent.is_dir():

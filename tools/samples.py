@@ -30,7 +30,7 @@ from rich.text import Text
 
 from core.monitoring.sample_file import read_samples
 from core.monitoring.samples import Sample, headline, printable, shortened
-from tools.arguments import BadRequest, run_with, step_range
+from tools.arguments import BadRequest, integer, run_with, step_range
 
 Keep = Callable[[Sample], bool]
 
@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("best", "worst", "longest"):
         parser.add_argument(f"--{name}", action="store_true", help=f"keep the {name} answer of each step")
     parser.add_argument("--sort", choices=("step", "reward", "length"), default="step", help="order; default: step")
-    parser.add_argument("--limit", type=int, default=10, metavar="N", help="answers to show; 0: all; default: 10")
+    parser.add_argument(
+        "--limit", type=integer(least=0), default=10, metavar="N", help="answers to show; 0: all; default: 10"
+    )
     parser.add_argument("--full", action="store_true", help="show whole texts instead of their start and end")
     parser.add_argument("--json", action="store_true", help="write rows instead of panels")
     return parser

@@ -35,7 +35,7 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
         source = as_source(source)
         examples = read_examples(source)
         sequences = encode_examples(encoder, examples)
-        rows = [s for s in sequences if sum(s.loss_mask) < len(s.token_ids) <= max_seqlen]
+        rows = [s for s in sequences if 0 < sum(s.loss_mask) < len(s.token_ids) <= max_seqlen]
         checksum = 0
         for row in rows:
             checksum = zlib.crc32(np.array(row.token_ids, np.int64).tobytes(), checksum)
@@ -47,8 +47,8 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
                 f"shortest has {shortest}"
             )
         logger.info(
-            "%s: %d rows, %d sequences, %d longer than max_seqlen=%d", source.path, len(examples), len(rows),
-            len(sequences) - len(rows), max_seqlen,
+            "%s: %d rows, %d sequences, %d left out: longer than max_seqlen=%d, or without prompt or answer",
+            source.path, len(examples), len(rows), len(sequences) - len(rows), max_seqlen,
         )  # fmt: skip
         super().__init__(rows, checksum=checksum, seed=seed, shuffle=shuffle)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.curves import Curve, table_row
+from tools.curves import Curve, read_recording, table_row
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSS = 0.1
@@ -28,6 +28,13 @@ def test_a_difference_of_one_ulp_is_found_with_its_step_and_both_values() -> Non
     other[1]["grad_norm"] = (2.5).hex()
     assert table_row(curve(1.0, LOSS), other) == ("1 of 2", "step 2", "grad_norm", "2.0", "2.5")
     assert table_row(curve(1.0, LOSS), None) == ("0 of 2", "", "the run failed")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"curves": {}, "steps": 1, "environment": {}}', "3", "null"])
+def test_json_that_is_no_recording_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(content)
+    with pytest.raises(ValueError, match="it holds no curves"):
+        read_recording(tmp_path / "file.json")
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

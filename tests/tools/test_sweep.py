@@ -26,6 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         calls.append(arguments)
         if "bad" in keys["trial_name"]:
             raise RuntimeError("ended with 1")
+        evaluates = "blind" not in keys["trial_name"]
         target = log.parent / "logs" / "user" / runs.EXPERIMENT / keys["trial_name"] / "metrics.jsonl"
         target.parent.mkdir(parents=True)
         rows: list[dict[str, Any]] = [
@@ -34,6 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             {"step": 2, "task_reward": 3.0, "time/step": 4.0, "staleness/mean": 1.0, "actor_clip_ratio": 0.3},
             {"step": 2, "eval/accuracy": 0.9},
         ]
+        rows = [row for row in rows if evaluates or "eval/accuracy" not in row]
         target.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     monkeypatch.setattr(runs, "quickstart", run)
@@ -48,6 +50,15 @@ def test_a_run_with_a_row_is_not_repeated_and_one_that_failed_is(started: list[l
 
     assert run() == ["bad-1: ended with 1"] and len(started) == 2
     assert run() == ["bad-1: ended with 1"] and len(started) == 3
+    assert [row["preset"] for row in runs.read_all(tmp_path)] == ["grpo"]
+
+
+def test_a_run_without_evaluations_has_failed_and_the_others_have_rows(
+    started: list[list[str]], tmp_path: Path
+) -> None:
+    todo = [runs.Run(labels={"preset": name, "seed": 1}) for name in ("blind", "grpo")]
+    failed = runs.run_all(todo, tmp_path, warm=tmp_path, model=tmp_path, steps=2, jobs=1)
+    assert len(failed) == 1 and failed[0].startswith("blind-1: run blind-1 was never evaluated: remove the --set")
     assert [row["preset"] for row in runs.read_all(tmp_path)] == ["grpo"]
 
 

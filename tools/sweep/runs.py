@@ -138,9 +138,12 @@ def overrides(run: Run, place: Path, *, warm: Path, model: Path, steps: int) -> 
 def make_row(run: Run, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Make a row: labels, held-out accuracies by step, seconds, the mean age of trained tokens in steps.
 
-    `seconds` are those of the training steps themselves, without start-up and evaluations."""
+    `seconds` are those of the training steps themselves, without start-up and evaluations. Raises ValueError for a run
+    without evaluations."""
     trained = [row for row in metrics if "task_reward" in row]
     evaluated = [row for row in metrics if "eval/accuracy" in row]
+    if not evaluated:
+        raise ValueError(f"run {run.name} was never evaluated: remove the --set that switches evaluations off")
     return {
         **run.labels,
         "steps": len(trained),

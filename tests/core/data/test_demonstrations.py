@@ -20,6 +20,19 @@ def rows(assets, tmp_path: Path) -> AnswerDataset:
     return AnswerDataset(path, Encoder(AutoTokenizer.from_pretrained(assets.model)), max_seqlen=8, seed=1, shuffle=True)
 
 
+def test_rows_that_nothing_can_be_learnt_from_are_left_out_and_counted(
+    assets, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [("1+1=", "2"), ("1+1+1+1=", "4")]
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows))
+    encoder = Encoder(AutoTokenizer.from_pretrained(assets.model))
+    with caplog.at_level("INFO"):
+        data = AnswerDataset(path, encoder, max_seqlen=8, seed=1, shuffle=True)
+    assert len(data) == 1
+    assert "2 rows, 1 sequences, 1 left out: longer than max_seqlen=8, or without prompt or answer" in caplog.text
+
+
 def shown(batch) -> list[int]:
     return batch.token_ids[batch.cu_seqlens[:-1]].tolist()
 

@@ -221,6 +221,19 @@ def test_every_token_is_stored_once_and_a_rank_fetches_what_it_trains_on_once_a_
         assert fetched == 2 * sum(int(stored.batch.seq_lens[i]) for i in trained)
 
 
+def test_readers_are_those_who_run_the_microbatches_of_this_limit() -> None:
+    """Not of max_sequence_tokens; a limit below the longest sequence makes way for that one."""
+    lens = np.array([35, 7, 23, 29, 34, 21])
+    shape = BatchShape(seq_lens=lens, prompt_lens=np.ones_like(lens), prompt_ids=np.arange(6))
+    use = partial(Use, group="actor", planner=Planner(dp=2), trains=True, max_sequence_tokens=500)
+    found = {
+        limit: [sorted(sequences) for _, sequences in use(max_tokens_per_mb=limit).sequences(shape, [range(6)])]
+        for limit in (20, 56)
+    }
+    cuts = {at: [sorted(sum(rank, [])) for rank in Planner(dp=2).plan(shape, at)] for at in (35, 56, 500)}
+    assert found == {20: cuts[35], 56: cuts[56]} and cuts[56] != cuts[500]
+
+
 def test_a_pass_without_updates_in_its_group_is_balanced_over_the_ranks() -> None:
     planner = Planner(dp=2)
     stored = store_batch(planner, 30)

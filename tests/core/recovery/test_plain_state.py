@@ -107,6 +107,7 @@ def engines(folder: Path) -> Any:
     [
         {"$array": ["<i4", 0, [4]]},
         {"$array": ["<i4", -1, [1]]},
+        {"$array": ["<i4", -2, [1]]},
         {"$array": ["<i4", 0, [-1, -3]]},
         {"$array": ["<f8", 0, [1]]},
         {"$array": 3},

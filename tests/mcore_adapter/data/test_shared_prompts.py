@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.packing import PackingLayout, pack_microbatch
-from mcore_adapter.data.shape import prompt_units, shape_of
+from mcore_adapter.data.shape import BatchShape, prompt_units, shape_of
 from mcore_adapter.data.shared_prompts import SharedPromptParams
 
 CPU = torch.device("cpu")
@@ -121,6 +122,16 @@ def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, li
     for unit, size in zip(units, sizes, strict=True):
         assert size <= (lens[unit[0]] if len(unit) == 1 else limit)
         assert size <= sum(lens[i] for i in unit)
+
+
+def test_a_completion_that_would_make_a_unit_too_large_begins_another() -> None:
+    """Prompts of 3 tokens, completions of 2, 2 and 1: the first two together would have 7."""
+    shape = BatchShape(
+        seq_lens=np.array([5, 5, 4]), prompt_lens=np.array([3, 3, 3]), prompt_ids=np.array([0, 0, 0])
+    )  # fmt: skip
+    assert prompt_units(shape, max_tokens=6) == ([[0], [1, 2]], [5, 6])
+    assert prompt_units(shape, max_tokens=7) == ([[0, 1], [2]], [7, 4])
+    assert prompt_units(shape, max_tokens=8) == ([[0, 1, 2]], [8])
 
 
 def mixed_batch() -> PackedBatch:
