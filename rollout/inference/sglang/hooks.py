@@ -324,6 +324,7 @@ def install_hooks() -> None:
             folders.load,
             HookType.AROUND,
         ),
+        (updater + "update_weights_from_disk", folders.report_any_failure, HookType.AFTER),
         (updater + "release_memory_occupation", folders.forget, HookType.AFTER),
         (updater + "update_weights_from_tensor", folders.forget, HookType.AFTER),
         (updater + "update_weights_from_distributed", folders.forget, HookType.AFTER),

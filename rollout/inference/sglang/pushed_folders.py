@@ -41,6 +41,18 @@ class PushedFolders:
         self._identity = reader.identity
         return True, "Succeeded to update the changed weights."
 
+    def report_any_failure(self, result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+        """Put the failure of any tensor-parallel rank into what SchedulerWeightUpdaterManager.update_weights_from_disk
+        returns. SGLang reports what the first rank did alone, so the others could keep old weights unnoticed."""
+        group = manager.tp_cpu_group
+        outcomes: list[Any] = [(result.success, result.message)] * torch.distributed.get_world_size(group=group)
+        if len(outcomes) > 1:
+            torch.distributed.all_gather_object(outcomes, outcomes[0], group=group)
+        failures = [message for success, message in outcomes if not success]
+        if failures:
+            self._identity = None
+            result.success, result.message = False, failures[0]
+
 
 def _load_some(updater: Any, reader: Any) -> None:
     """Load changes as update_weights_from_disk loads whole tensors."""

@@ -98,3 +98,30 @@ def test_a_loader_that_fails_is_a_refusal_and_its_reason(
     assert folders.load(load_whole, updater, first, "auto") == (False, "NotImplementedError: add of a tensor")
     monkeypatch.setattr(pushed_folders, "_load_some", apply)
     assert NOT_THE_BASE in folders.load(load_whole, updater, first, "auto")[1], "half of it may have been applied"
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_the_failure_of_any_rank_is_reported_and_ends_changes_on_all(
+    failing: int | None, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, on each of which the other's outcome arrives."""
+    outcomes = [(rank != failing, "out of memory" if rank == failing else "read") for rank in range(2)]
+
+    def gather(received: list[Any], mine: Any, group: str) -> None:
+        assert group == "tp" and mine in outcomes
+        received[:] = outcomes
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    folders, weights = server
+    updater, manager = SimpleNamespace(weights=weights), SimpleNamespace(tp_cpu_group="tp")
+    for success, message in outcomes:
+        assert folders.load(load_whole, updater, str(whole(tmp_path / str(message), "a")), "auto")[0]
+        result = SimpleNamespace(success=success, message=message)
+        folders.report_any_failure(result, manager, "request")
+        expected = (True, "read") if failing is None else (False, "out of memory")
+        assert (result.success, result.message) == expected
+        (tmp_path / str(message) / IDENTITY).unlink()
+        (tmp_path / str(message)).rmdir()
+    changes_fit = folders.load(load_whole, updater, str(changed(tmp_path / "1", "a", "b", 1.0)), "auto")[0]
+    assert changes_fit == (failing is None)
