@@ -94,6 +94,24 @@ def test_docstrings_and_messages_do_not_describe_programs_as_persons() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+ELSEWHERE = frozenset({"actor.py", "opmd_policy_loss.py"})
+"""Files of other projects, as sources of formulas."""
+
+
+def test_docstrings_and_comments_name_files_that_exist() -> None:
+    paths = source_files()
+    names = {path.name for path in (*paths, *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.py"))} | ELSEWHERE
+    named = re.compile(r"(?<![\w.*{}-])(?:\w+/)*(\w+\.py)\b")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        for match in named.finditer(line)
+        if match[1] not in names
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
 def test_pages_do_not_describe_programs_as_persons(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

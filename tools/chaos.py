@@ -5,7 +5,7 @@
 
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
 moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
-itself; all else is its own business (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the
+itself; from everything else it recovers (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the
 same order, with the same losses, and the last checkpoint holds the same weights and optimizer moments, bit for bit;
 and no process and no file in /dev/shm was left.
 """

@@ -1,4 +1,4 @@
-"""One evaluation from its settings to its table: between the command line (eval.py) and rollout/evaluation.py.
+"""One evaluation from its settings to its table: between the command line (__main__.py) and rollout/evaluation.py.
 
 Invariant: what settles an answer (model, benchmark, sampling, template) is written beside the answers before the first
 one, and an evaluation is continued only where it is the same.
