@@ -195,7 +195,7 @@ class DiskSender:
         try:
             deadline = Deadline(self._settings.timeout_seconds)
             num_files = len(list(written.folder.glob("*.safetensors")))
-            self._load(written, deadline)
+            sent_again = self._load(written, deadline)
             compared = compare_checksums(self._servers, written.buckets, deadline)
         except BaseException:
             self._last = {}
@@ -205,14 +205,15 @@ class DiskSender:
         seconds = time.perf_counter() - start
         return SendReport(
             seconds=seconds,
-            num_bytes=written.num_bytes,
+            num_bytes=written.num_bytes + sent_again,
             num_buckets=num_files,
             compared=compared,
             changed=written.changed,
         )
 
-    def _load(self, written: _Written, deadline: Deadline) -> None:
-        """Return once every server has loaded the folder, or all weights where it refused changes."""
+    def _load(self, written: _Written, deadline: Deadline) -> int:
+        """Return once every server has loaded the folder, or all weights where it refused changes; the bytes of these,
+        0 where none did."""
         start = time.perf_counter()
         changes = written.changed is not None
         loading = call_all(self._servers, lambda s, left: _refusal(s, written.folder, left, changes), deadline)
@@ -221,11 +222,12 @@ class DiskSender:
             changes=changes, seconds=written.seconds + time.perf_counter() - start, num_bytes=written.num_bytes
         )
         reasons = {name: future.result() for name, future in loading.items() if future.result()}
-        if reasons:
-            self._load_all([s for s in self._servers if s.name in reasons], list(reasons.values()), deadline)
+        if not reasons:
+            return 0
+        return self._load_all([s for s in self._servers if s.name in reasons], list(reasons.values()), deadline)
 
-    def _load_all(self, servers: Sequence[WeightEndpoint], reasons: Sequence[str], deadline: Deadline) -> None:
-        """Let servers that refused changes load all weights, of the same push."""
+    def _load_all(self, servers: Sequence[WeightEndpoint], reasons: Sequence[str], deadline: Deadline) -> int:
+        """Let servers that refused changes load all weights, of the same push; return the bytes."""
         for reason in reasons:
             logger.warning("Changes were refused, so all weights are sent: %s", reason)
         if not all(NOT_THE_BASE in reason for reason in reasons):
@@ -233,13 +235,14 @@ class DiskSender:
             self._changes = "never"
         target = self._new_folder()
         try:
-            self._write_last(target)
+            num_bytes = self._write_last(target)
             loading = call_all(servers, lambda s, left: s.load_folder(str(target), timeout_seconds=left), deadline)
             deadline.wait(loading, f"reading {target}")
         finally:
             shutil.rmtree(target, ignore_errors=True)
         if self._changes == "never":
             self._last = {}
+        return num_bytes
 
     def close(self) -> None:
         """Remove a folder that was written and not sent."""

@@ -85,11 +85,12 @@ def test_a_server_that_has_started_anew_gets_everything_at_once_and_changes_from
     with paused(1, 2) as (doubles, servers):
         sender = sender_of("disk", folder, changes="always")
         sender.connect(servers)
-        push(sender, 1)
+        all_bytes = push(sender, 1).num_bytes
         doubles[1].parameters = Parameters(model.weights(0), tp=2, dtype=torch.float32)
         doubles[1].push = None
         with caplog.at_level(logging.WARNING):
-            assert push(sender, 2).changed is not None
+            report = push(sender, 2)
+        assert report.changed is not None and all_bytes < report.num_bytes < 1.1 * all_bytes, "both were written"
         assert "generator-1" in caplog.text and "generator-0" not in caplog.text
         assert all(holds(double, 2) for double in doubles)
         assert [len(double.bodies(UPDATE_OF["disk"])) for double in doubles] == [2, 3]
