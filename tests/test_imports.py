@@ -75,6 +75,7 @@ ORDER = {
         "demo loss_pairs",
         "curves eval loss_result samples sweep timeline",
         "convert chaos_run mutants conformance learning atlas loss",
+        "chaos_compare",
         "chaos bench nightly",
     ),
 }
@@ -87,6 +88,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.monitoring.monitor": "torch",
         "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",
         "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
+        "tools.chaos_compare": "torch",
         "tools.chaos_run": "torch transformers",
         "tools.conformance.__main__": "tools.conformance.report",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "

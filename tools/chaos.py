@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from core.algorithms import PRESETS
 from tools import arguments
+from tools.chaos_compare import Verdict, compare
 from tools.chaos_run import (
     TARGETS,
     Leftovers,
@@ -42,7 +42,6 @@ from tools.chaos_run import (
     family,
     find_target,
     make_assets,
-    optimizer_state,
     targets_of,
     wait_gone,
     wait_until,
@@ -54,11 +53,6 @@ STEPS_PER_KILL = 3
 _PATIENCE_SECONDS = 600.0
 _GONE_SECONDS = 60.0
 """For the watchdog of a killed command to end the remaining processes."""
-_COMPARED = (
-    "step", "loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens",
-    "margin", "demonstration_nll", "demonstration_weight",
-)  # fmt: skip
-
 
 Moment = Literal["in a step", "while a checkpoint is written", "while starting again"]
 LONGEST_DELAY_SECONDS: dict[Moment, float] = {
@@ -82,20 +76,6 @@ class Kill:
     def __str__(self) -> str:
         when = "" if self.moment == "while starting again" else f" of step {self.after_step + 1} or later"
         return f"{self.target} {self.moment}{when}, after {self.delay:.3f} s"
-
-
-@dataclass(kw_only=True)
-class Verdict:
-    """What comparing showed so far."""
-
-    lost: int = 0
-    duplicated: int = 0
-    losses_equal: bool = True
-    problems: list[str]
-
-    @property
-    def holds(self) -> bool:
-        return not self.problems
 
 
 class RunFailed(Exception):
@@ -273,42 +253,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
         for left in wait_gone(below, 10.0):
             left.kill()
-
-
-def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
-    """Compare prompts in their order, losses, and the tensors of the last checkpoint."""
-    wanted = [(row["step"], row["prompts"]) for row in expected.rows("consumed.jsonl")]
-    got = [(row["step"], row["prompts"]) for row in found.rows("consumed.jsonl")]
-    wanted_counts = Counter(p for _, prompts in wanted for p in prompts)
-    got_counts = Counter(p for _, prompts in got for p in prompts)
-    verdict.lost += (wanted_counts - got_counts).total()
-    verdict.duplicated += (got_counts - wanted_counts).total()
-    if wanted != got:
-        verdict.problems.append(f"{found.name}: other prompts, or another order: {first_difference(wanted, got)}")
-    figures = [
-        [{k: row[k] for k in _COMPARED if k in row} for row in t.rows("metrics.jsonl")] for t in (expected, found)
-    ]
-    if figures[0] != figures[1]:
-        verdict.losses_equal = False
-        verdict.problems.append(f"{found.name}: other losses: {first_difference(*figures)}")
-    last = f"globalstep{expected.steps}"
-    if not (found.recover / last).exists():
-        verdict.problems.append(f"{found.name}: there is no checkpoint of its last step")
-        return
-    for (name, one), (_, other) in zip(
-        optimizer_state(expected.recover / last, expected.engine),
-        optimizer_state(found.recover / last, found.engine),
-        strict=True,
-    ):
-        if one.numpy().tobytes() != other.numpy().tobytes():
-            verdict.problems.append(f"{found.name}: {name} of the last checkpoint differs")
-
-
-def first_difference(wanted: list, got: list) -> str:
-    for one, other in zip(wanted, got, strict=False):
-        if one != other:
-            return f"{other} instead of {one}"
-    return f"{len(got)} steps instead of {len(wanted)}"
 
 
 if __name__ == "__main__":

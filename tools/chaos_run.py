@@ -12,11 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import yaml
@@ -24,9 +22,6 @@ import yaml
 from core.launch.watchdog import shared_inodes, unused_shared_memory
 from core.monitoring.journal import read_rows
 from tools.demo.data import make_tokenizer, write_jsonl
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {
@@ -275,25 +270,6 @@ class Leftovers:
                 known = process in self._family or process.environ().get(_MARK) == self._folder
                 if known and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
-
-
-def optimizer_state(checkpoint: Path, engine: str) -> Iterator[tuple[str, Tensor]]:
-    """Return (name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    reader = dcp.FileSystemReader(checkpoint / engine)
-    known = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in known.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():  # that this is one process
-        warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    yield from sorted(tensors.items())
 
 
 def wait_until(

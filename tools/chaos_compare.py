@@ -1,0 +1,89 @@
+"""Whether a run that was killed did the same as one left alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.chaos_run import Trial
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_COMPARED = (
+    "step", "loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens",
+    "margin", "demonstration_nll", "demonstration_weight",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What comparing showed so far."""
+
+    lost: int = 0
+    duplicated: int = 0
+    losses_equal: bool = True
+    problems: list[str]
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems
+
+
+def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
+    """Compare prompts in their order, losses, and the tensors of the last checkpoint."""
+    wanted = [(row["step"], row["prompts"]) for row in expected.rows("consumed.jsonl")]
+    got = [(row["step"], row["prompts"]) for row in found.rows("consumed.jsonl")]
+    wanted_counts = Counter(p for _, prompts in wanted for p in prompts)
+    got_counts = Counter(p for _, prompts in got for p in prompts)
+    verdict.lost += (wanted_counts - got_counts).total()
+    verdict.duplicated += (got_counts - wanted_counts).total()
+    if wanted != got:
+        verdict.problems.append(f"{found.name}: other prompts, or another order: {first_difference(wanted, got)}")
+    figures = [
+        [{k: row[k] for k in _COMPARED if k in row} for row in t.rows("metrics.jsonl")] for t in (expected, found)
+    ]
+    if figures[0] != figures[1]:
+        verdict.losses_equal = False
+        verdict.problems.append(f"{found.name}: other losses: {first_difference(*figures)}")
+    last = f"globalstep{expected.steps}"
+    if not (found.recover / last).exists():
+        verdict.problems.append(f"{found.name}: there is no checkpoint of its last step")
+        return
+    for (name, one), (_, other) in zip(
+        optimizer_state(expected.recover / last, expected.engine),
+        optimizer_state(found.recover / last, found.engine),
+        strict=True,
+    ):
+        if one.numpy().tobytes() != other.numpy().tobytes():
+            verdict.problems.append(f"{found.name}: {name} of the last checkpoint differs")
+
+
+def first_difference(wanted: list, got: list) -> str:
+    for one, other in zip(wanted, got, strict=False):
+        if one != other:
+            return f"{other} instead of {one}"
+    return f"{len(got)} steps instead of {len(wanted)}"
+
+
+def optimizer_state(checkpoint: Path, engine: str) -> Iterator[tuple[str, Tensor]]:
+    """Return (name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(checkpoint / engine)
+    known = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in known.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():  # that this is one process
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    yield from sorted(tensors.items())
