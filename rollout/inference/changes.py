@@ -64,8 +64,8 @@ def decode_gaps(encoded: Tensor) -> Tensor:
 
 
 def changes_of(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Return what a file of changes holds, and the number of values in it. A tensor of which so many have changed that
-    positions would cost more than the others is whole."""
+    """Return the tensors of a file of changes, and the number of values that have changed. A tensor is whole where its
+    changed values and their positions would take more bytes."""
     content: dict[str, Tensor] = {}
     count = 0
     for name, tensor in new.items():
@@ -108,13 +108,13 @@ class ChangesWriter:
         self.seconds += time.perf_counter() - start
 
     def finish(self, *, base: str, identity: str) -> None:
-        """Write the index: until then the folder is none of changes. Raises OSError."""
+        """Write the index, without which a server takes the folder for one of whole tensors. Raises OSError."""
         index = {"base": base, "id": identity, "files": self._files, "shapes": self._shapes}
         (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 class ChangesReader:
-    """A folder of changes, whose files are whole and are for the weights `base`."""
+    """A folder of changes to the weights of the push `base`; its files are checked."""
 
     def __init__(self, folder: Path, base: str | None) -> None:
         """Raises ChangesError where the receiver's weights are not those of the push before, or a file is damaged."""

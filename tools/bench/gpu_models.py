@@ -118,17 +118,8 @@ def _add_tokenizer(model: Path, vocab_size: int) -> None:
 def _evaluate(scene: Scene, model: Path, checkpoint: Path, length: int) -> Iterator[Figure]:
     output, log = scene.folder / "evaluation", scene.folder / "evaluation.log"
     small = not query_gpus()
-    words = [
-        "--model_path",
-        checkpoint,
-        "--output_path",
-        output,
-        "--data_names",
-        ",".join(BENCHMARKS),
-        "--n_sampling",
-        2,
-    ]
-    words += ["--max_gen_tokens", length, "--reward_workers", 4, "--num_questions", _num_questions()]
+    words: list[Any] = ["--model_path", checkpoint, "--output_path", output, "--data_names", ",".join(BENCHMARKS)]
+    words += ["--n_sampling", 2, "--max_gen_tokens", length, "--reward_workers", 4, "--num_questions", _num_questions()]
     words += ["--generator", "sglang", "--sglang", "max_total_tokens=8192"] if small else []
     words += ["--sglang_python", scene.sglang_python] if scene.sglang_python else []
     command = [sys.executable, "-m", "tools.eval", *map(str, words)]

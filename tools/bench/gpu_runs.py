@@ -29,11 +29,7 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     rates: dict[int, float] = {}
     base = _config(scene)
     for staleness, steps in ((4, 13), (0, 6)):
-        config = {
-            **base,
-            "staleness.max_staleness": staleness,
-            "exp_ctrl.benchmark_steps": steps,
-        }
+        config = {**base, "staleness.max_staleness": staleness, "exp_ctrl.benchmark_steps": steps}
         with busy_share() as shares:
             rows = run(scene, f"staleness-{staleness}", config)
         rates[staleness] = _tokens_per_second(rows)

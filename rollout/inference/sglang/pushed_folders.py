@@ -14,7 +14,7 @@ import torch
 
 
 class PushedFolders:
-    """State of one scheduler process: which push its weights are of, where they came from a folder."""
+    """Identity of the push that one scheduler process has loaded, if it was a folder."""
 
     def __init__(self, changes: ModuleType) -> None:
         """`changes`: rollout/inference/changes.py as a module."""
