@@ -28,10 +28,11 @@ from typing import Any, NoReturn
 import psutil
 
 from core.processes.before_start import INTERRUPTED
+from core.processes.driver_watch import DRIVER, Limits, Watch
 from core.processes.forwarding import Forwarding
-from core.processes.orphans import END_SECONDS, adopt_orphans, die_with, end_orphans
+from core.processes.orphans import adopt_orphans, die_with, end_orphans
 from core.processes.signals import Interrupts
-from core.processes.stacks import FOLDER, collect_stacks, register_process
+from core.processes.stacks import register_process
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,6 @@ EXIT_CODES = {
 
 _HEARTBEAT_SECONDS = 1.0
 """Between two heartbeats of a driver."""
-_LONGEST_LOOK_SECONDS = 1.0
-"""What counts of the time between two looks at a driver; where it was more, this process did not run itself."""
-_DRIVER = "driver"
 
 
 @dataclass
@@ -104,7 +102,7 @@ def run_attempts(
     `interrupted(attempt)`: in place of `run`, for a Ctrl-C that comes before `run` can handle it.
     """
     with Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
-        limits = _Limits(driver_seconds=driver_seconds, end_seconds=end_seconds)
+        limits = Limits(driver_seconds=driver_seconds, end_seconds=end_seconds)
         return _supervise(run, interrupted, retries, limits, log_folder, forwarding)
 
 
@@ -112,7 +110,7 @@ def _supervise(
     run: Callable[[Attempt], int],
     interrupted: Callable[[Attempt], int],
     retries: int,
-    limits: _Limits,
+    limits: Limits,
     log_folder: Path,
     forwarding: Forwarding,
 ) -> int:
@@ -179,7 +177,7 @@ def _run_as_driver(
 def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) -> int:
     """Run an attempt in this process, its driver."""
     try:
-        register_process(_DRIVER, log_folder)
+        register_process(DRIVER, log_folder)
     except OSError as error:
         cause = f"external_configs.cluster_config.fileroot: {log_folder} cannot be written ({error})"
         logger.error("%s; free disk space, or use another folder", cause)
@@ -200,18 +198,8 @@ def _send_heartbeats(attempt: Attempt) -> None:
         attempt.report()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Limits:
-    """After which a driver is killed."""
-
-    driver_seconds: float
-    """Without a heartbeat."""
-    end_seconds: float
-    """After the first signal."""
-
-
 def _in_child(
-    attempt: Attempt, limits: _Limits, log_folder: Path, forwarding: Forwarding, others: Collection[psutil.Process]
+    attempt: Attempt, limits: Limits, log_folder: Path, forwarding: Forwarding, others: Collection[psutil.Process]
 ) -> int | None:
     """Fork. In the child: None, and `attempt` reports to its parent. In the parent: the child's exit code, once it and
     all that it started are gone; `attempt` is filled in. `others`: children that are not the run's."""
@@ -228,7 +216,7 @@ def _in_child(
     os.close(attempt.pipe)
     attempt.pipe = None
     with os.fdopen(reading, "rb") as pipe:
-        watch = _Watch(child, limits, log_folder, forwarding)
+        watch = Watch(child, limits, log_folder, forwarding)
         status = _listen(pipe.fileno(), child, attempt, watch)
     forwarding.forget_child()
     attempt.seconds = time.monotonic() - begin
@@ -249,47 +237,7 @@ def _in_child(
     return code
 
 
-class _Watch:
-    """Kills a driver without heartbeats; sooner after a signal. Only time in which this process itself ran counts: no
-    timeout runs while the whole machine or its container is suspended."""
-
-    def __init__(self, child: int, limits: _Limits, log_folder: Path, forwarding: Forwarding) -> None:
-        self._child, self._limits, self._log_folder, self._forwarding = child, limits, log_folder, forwarding
-        self._elapsed = 0.0
-        """Seconds since the last heartbeat."""
-        self._looked = time.monotonic()
-        self.verdict = ""
-        """Why it was killed."""
-
-    def look(self, attempt: Attempt, *, heard: bool) -> None:
-        """Check the driver, several times a second; `heard`: it has sent a heartbeat since the last call."""
-        now = time.monotonic()
-        self._elapsed = 0.0 if heard else self._elapsed + min(now - self._looked, _LONGEST_LOOK_SECONDS)
-        self._looked = now
-        limit = self._limits.driver_seconds
-        limit = min(limit, END_SECONDS) if self._forwarding.came else limit
-        late = self._forwarding.seconds_since > self._limits.end_seconds
-        if self.verdict or (self._elapsed <= limit and not late):
-            return
-        if self._elapsed > limit:
-            verb, reason = "sent", f"no heartbeat for {self._elapsed:.0f} s in phase {attempt.phase!r}"
-            key = f" (deadlines.driver_seconds={self._limits.driver_seconds:g})"
-        else:
-            verb, reason = (
-                "had",
-                f"not ended {self._limits.end_seconds:.0f} s after a signal, in phase {attempt.phase!r}",
-            )
-            key = " (twice deadlines.interrupt_seconds, and 30 s to end)"
-        state = "running"
-        with suppress(OSError):  # a full disk; the driver is killed all the same
-            state = collect_stacks(self._log_folder, [_DRIVER], why=reason).get(_DRIVER, state)
-        where = self._log_folder / FOLDER
-        self.verdict = f"the driver ({state}) {verb} {reason}{key} and was killed; its stacks are in {where}"
-        logger.error("%s", self.verdict)  # now: a process that waits for a device may stay for long
-        os.kill(self._child, signal.SIGKILL)
-
-
-def _listen(pipe: int, child: int, attempt: Attempt, watch: _Watch) -> int:
+def _listen(pipe: int, child: int, attempt: Attempt, watch: Watch) -> int:
     """Receive the reports of the attempt until it has ended; return its status."""
     rest = b""
     status: int | None = None
@@ -303,7 +251,7 @@ def _listen(pipe: int, child: int, attempt: Attempt, watch: _Watch) -> int:
         if status is not None and not data:
             return status
         if status is None:
-            watch.look(attempt, heard=bool(data))
+            watch.look(attempt.phase, heard=bool(data))
             if ready and not data:
                 time.sleep(0.05)  # its end of the pipe is closed: it is about to go
             with suppress(ChildProcessError):

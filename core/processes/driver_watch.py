@@ -1,0 +1,69 @@
+"""The timeouts of a driver: it is killed without heartbeats, and where it does not end after a signal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.processes.forwarding import Forwarding
+from core.processes.orphans import END_SECONDS
+from core.processes.stacks import FOLDER, collect_stacks
+
+logger = logging.getLogger(__name__)
+
+DRIVER = "driver"
+"""Name of its stacks."""
+_LONGEST_LOOK_SECONDS = 1.0
+"""What counts of the time between two looks at a driver; where it was more, this process did not run itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """After which a driver is killed."""
+
+    driver_seconds: float
+    """Without a heartbeat."""
+    end_seconds: float
+    """After the first signal."""
+
+
+class Watch:
+    """Kills a driver without heartbeats; sooner after a signal. Only time in which this process itself ran counts: no
+    timeout runs while the whole machine or its container is suspended."""
+
+    def __init__(self, child: int, limits: Limits, log_folder: Path, forwarding: Forwarding) -> None:
+        self._child, self._limits, self._log_folder, self._forwarding = child, limits, log_folder, forwarding
+        self._elapsed = 0.0
+        """Seconds since the last heartbeat."""
+        self._looked = time.monotonic()
+        self.verdict = ""
+        """Why it was killed."""
+
+    def look(self, phase: str, *, heard: bool) -> None:
+        """Check the driver several times a second; `heard`: it has sent a heartbeat since the last call."""
+        now = time.monotonic()
+        self._elapsed = 0.0 if heard else self._elapsed + min(now - self._looked, _LONGEST_LOOK_SECONDS)
+        self._looked = now
+        limit = self._limits.driver_seconds
+        limit = min(limit, END_SECONDS) if self._forwarding.came else limit
+        late = self._forwarding.seconds_since > self._limits.end_seconds
+        if self.verdict or (self._elapsed <= limit and not late):
+            return
+        if self._elapsed > limit:
+            verb, reason = "sent", f"no heartbeat for {self._elapsed:.0f} s in phase {phase!r}"
+            key = f" (deadlines.driver_seconds={self._limits.driver_seconds:g})"
+        else:
+            verb, reason = "had", f"not ended {self._limits.end_seconds:.0f} s after a signal, in phase {phase!r}"
+            key = " (twice deadlines.interrupt_seconds, and 30 s to end)"
+        state = "running"
+        with suppress(OSError):  # a full disk; the driver is killed all the same
+            state = collect_stacks(self._log_folder, [DRIVER], why=reason).get(DRIVER, state)
+        where = self._log_folder / FOLDER
+        self.verdict = f"the driver ({state}) {verb} {reason}{key} and was killed; its stacks are in {where}"
+        logger.error("%s", self.verdict)  # now: a process that waits for a device may stay for long
+        os.kill(self._child, signal.SIGKILL)
