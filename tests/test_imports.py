@@ -71,7 +71,7 @@ ORDER = {
     "slipstream": ("api", "cli"),
     "tools": (
         "arguments",
-        "scratch_model demo_plot setup_cluster loss_case",
+        "scratch_model demo_plot setup_cluster check_image loss_case",
         "demo loss_pairs",
         "curves eval loss_result samples sweep timeline",
         "convert chaos_run mutants conformance learning atlas loss",
