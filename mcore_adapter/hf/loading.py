@@ -95,7 +95,6 @@ def check_names(folder: SafetensorsFolder, config: ModelConfig, *, is_critic: bo
         )
 
 
-@torch.no_grad()
 def require_value_head(path: str | Path) -> None:
     """Check that a folder has a critic's head. Raises ValueError."""
     with SafetensorsFolder(path) as folder:
@@ -105,6 +104,7 @@ def require_value_head(path: str | Path) -> None:
             raise ValueError(f"{path}: {error}") from None
 
 
+@torch.no_grad()
 def _fill(
     models: Sequence[ModelChunk], shapes: Shapes, parallel: ParallelState, source: Callable[[Conversion], Reader]
 ) -> None:
