@@ -5,7 +5,8 @@
 
 Paths below /opt are below the folder; ENV, WORKDIR, COPY and RUN are done as docker does them, from the root of the
 repository. In place of the image's base stands a virtual environment of its Python. Steps that install packages of the
-distribution are left out, and with --resolve those that need the packages. Exit code 1: a step failed.
+distribution are left out, and with --resolve those that need the packages. Then torch alone is installed, as the build
+for CPUs. Exit code 1: a step failed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tools import arguments as cli
 ROOT = Path(__file__).resolve().parents[1]
 _PLACE = "/opt"
 _LAST_LINES = 20
+_SMALL_TORCH = "https://download.pytorch.org/whl/cpu"
+"""Packages that compile against torch cannot be resolved without one; any build of it serves."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ class Image:
         """Run a command of the shell."""
         if "apt-get" in command:
             return "packages of the distribution"
-        if self.resolve and "pip install" in command and "--upgrade pip" not in command:
+        if self.resolve and re.search(r'"torch[<>=]', command):
+            command = re.sub(r"\bpip install\b", f"pip install --extra-index-url {_SMALL_TORCH}", command)
+        elif self.resolve and "pip install" in command and "--upgrade pip" not in command:
             command = re.sub(r"\bpip install\b", "pip install --dry-run", command)
         elif self.resolve and "import" in command:
             return "the packages are not installed (--resolve)"
