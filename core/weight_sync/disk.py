@@ -63,6 +63,10 @@ class _Costs:
         if self._since >= _FORGET_AFTER:
             self.changes = None
 
+    def changes_can_pay(self) -> bool:
+        """Return whether changes may take less time than everything, however few they are: else none are looked for."""
+        return self.changes is None or self.whole is None or self.changes[0] < self.whole
+
     def changes_pay(self, num_bytes: int, num_all_bytes: int) -> bool:
         """Return whether changes of `num_bytes` are expected to take less time than everything: what the last changes
         took, and more in proportion where there are more bytes. Before they were measured, the bytes decide."""
@@ -146,7 +150,7 @@ class DiskSender:
         """Write all weights, or what has changed of them. Return the bytes; the share of values that changed, where
         only those are there; and the seconds that went into changes which are not used."""
         base, self._identity = self._identity, uuid.uuid4().hex
-        if not self._last:
+        if not self._last or (self._changes == "auto" and not self._costs.changes_can_pay()):
             whole = _WholeWriter(target)
             for bucket in buckets:
                 tensors = bucket.tensors() if bucket is not None else {}
