@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout.data.readers import data_files, read_records
-from rollout.data.rows import scan_rows
+from rollout.data.rows import read_examples, scan_rows
 from rollout.data.source import DatasetError, DataSource, Fields
 
 ROWS: list[dict[str, Any]] = [
@@ -241,6 +241,9 @@ def test_columns_are_named_and_those_that_have_no_use_are_reported(
     assert (
         "prompt from 'ask'; answer from 'reward_model.ground_truth'; id from 'id'; not used: prompt, why" in caplog.text
     )
+    answered = write(tmp_path / "sft.jsonl", [{"prompt": "1+1=", "answer": "2", "source": "book"}])
+    assert len(read_examples(DataSource(path=str(answered)))) == 1
+    assert "sft.jsonl: 1 rows; prompt from 'prompt'; answer from 'answer'; not used: source" in caplog.text
     with pytest.raises(DatasetError, match=r"d\.jsonl:1: prompt_field='asked' is not among the columns"):
         scan_rows(DataSource(path=str(path), fields=Fields(prompt="asked")))
 
