@@ -100,10 +100,9 @@ class _Named:
 
     def remove_unused(self) -> None:
         """Remove those that no running process uses."""
-        unused = unused_shared_memory()
-        for inode, path in self._files().items():
-            if inode in self._inodes and path in unused:
-                with contextlib.suppress(OSError):
+        for path in unused_shared_memory() if self._inodes else ():
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino in self._inodes:
                     path.unlink()
 
     def _files(self) -> dict[int, Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from helpers.tiny_models import write_model
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 LAYOUTS = {"one process": ParallelLayout(), "dp2": ParallelLayout(dp=2), "tp2": ParallelLayout(tp=2)}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

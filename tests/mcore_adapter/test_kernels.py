@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from allocation import ParallelLayout
 from helpers.engine_cases import make_engine
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
 from mcore_adapter.kernels import _named
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 def parts(rank: Rank, model: str, train: bool) -> dict[str, str]:

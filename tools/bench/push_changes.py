@@ -34,6 +34,7 @@ from core.weight_sync.disk import DiskSender
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.changes import IDENTITY, INDEX, ChangesError, ChangesReader
 from rollout.inference.errors import GeneratorCallError
+from rollout.inference.sglang.hooks import position_checksum
 from tools.bench.cpu import Scene
 from tools.bench.figure import Figure
 
@@ -102,7 +103,7 @@ def _measure(folder: Path, namespace: str, changes: str, rate: float) -> _Cost:
                 pauses.append(end - prepared)
                 sizes.append(report.num_bytes / 1e9)
                 shares.append(report.changed or 0.0)
-        if server.digest() != _digest({name: tensor.bfloat16() for name, tensor in weights.items()}):
+        if server.checksums() != _checksums({name: tensor.bfloat16() for name, tensor in weights.items()}):
             raise RuntimeError(f"push.changes={changes}: the server's weights are not those of the sender")
     return _Cost(
         seconds=statistics.median(seconds),
@@ -112,10 +113,8 @@ def _measure(folder: Path, namespace: str, changes: str, rate: float) -> _Cost:
     )
 
 
-def _digest(weights: Mapping[str, Tensor]) -> list[int]:
-    """Return a sum over the bits of each tensor, with weights by position."""
-    places = torch.arange(torch.Size(SHAPE).numel()) | 1
-    return [int((weights[name].reshape(-1).view(torch.int16) * places).sum()) for name in sorted(weights)]
+def _checksums(weights: Mapping[str, Tensor]) -> list[int]:
+    return [int(position_checksum(weights[name])) for name in sorted(weights)]
 
 
 @contextlib.contextmanager
@@ -159,9 +158,9 @@ class _Elsewhere:
         if error := _line(self._connection)["error"]:
             raise GeneratorCallError(f"{self.name}: {error}")
 
-    def digest(self) -> list[int]:
-        self._send({"digest": True})
-        return cast(list[int], _line(self._connection)["digest"])
+    def checksums(self) -> list[int]:
+        self._send({"checksums": True})
+        return cast(list[int], _line(self._connection)["checksums"])
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
@@ -228,8 +227,8 @@ def serve() -> None:
                 _receive(connection, folder / message["file"], message["size"])
                 continue
             answer: dict[str, Any] = {"error": ""}
-            if "digest" in message:
-                answer["digest"] = _digest(weights)
+            if "checksums" in message:
+                answer["checksums"] = _checksums(weights)
             else:
                 try:
                     identity = _load(folder, weights, identity)
