@@ -43,6 +43,8 @@ def turns(rank: Rank, layout: ParallelLayout, model: str, folder: str, visits: b
             if visits:
                 engine.offload(weights=True)  # once is enough
                 sizes.append(device_bytes(engine))
+            else:
+                assert not engine._host_weights._storages, "nothing was moved"
             if number == 2:
                 engine.begin_save(f"{folder}/checkpoint")
                 engine.save_hf(f"{folder}/model", tokenizer_from=model)

@@ -71,6 +71,8 @@ def test_only_what_a_process_of_the_driver_was_seen_to_use_is_removed(monkeypatc
         try:
             print(file=driver.stdin, flush=True)
             held = Path(driver.stdout.readline().strip())
+            while not looks.empty():
+                looks.get()
             looks.get()
             looks.get()  # a whole look since
             assert held.exists()
