@@ -92,7 +92,8 @@ class _Named:
         return files - self._judged
 
     def judge(self, new: set[int], processes: set[psutil.Process]) -> None:
-        """Take note of those that one of `processes` uses: what runs after new() was called."""
+        """Note which files of `new` one of `processes` uses. Find the processes after new(): a file whose process was
+        not looked at is not removed later."""
         for process in processes if new else ():
             with contextlib.suppress(OSError):
                 self._inodes |= new & set(shared_inodes(Path(f"/proc/{process.pid}")))
