@@ -175,6 +175,7 @@ def _server(namespace: str) -> Iterator[_Elsewhere]:
             port = int(process.stdout.readline())
             with socket.create_connection((f"{NETWORK}.2", port)) as connection:
                 yield _Elsewhere(connection)
+            process.wait()  # it removes its files at the end of the connection
         finally:
             process.kill()
 

@@ -39,9 +39,9 @@ def test_what_a_living_process_uses_is_no_leftover() -> None:
 
 
 HOLDS_A_FILE = """
-import mmap, tempfile, time
+import mmap, sys, tempfile, time
 input()
-file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="psm_", delete=False)
+file = tempfile.NamedTemporaryFile(dir=sys.argv[1], prefix="psm_", delete=False)
 file.truncate(64)
 held = mmap.mmap(file.fileno(), 64)
 print(file.name, flush=True)
@@ -49,9 +49,10 @@ time.sleep(600)
 """
 
 
-def test_only_what_a_process_of_the_driver_was_seen_to_use_is_removed(monkeypatch) -> None:
+def test_only_what_a_process_of_the_driver_was_seen_to_use_is_removed(tmp_path: Path, monkeypatch) -> None:
     """Processes of another container that shares /dev/shm are not to be seen: what they use looks unused."""
-    foreign = SHARED_MEMORY / f"psm_foreign-{os.getpid()}"
+    monkeypatch.setattr(watchdog, "_SHARED_MEMORY", tmp_path)  # other tests look at what is unused in /dev/shm
+    foreign = tmp_path / "psm_foreign"
     looks: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def select_and_count(*args: Any) -> Any:
@@ -62,7 +63,7 @@ def test_only_what_a_process_of_the_driver_was_seen_to_use_is_removed(monkeypatc
     monkeypatch.setattr(watchdog, "select", SimpleNamespace(select=select_and_count))
     monkeypatch.setattr(sys, "stdin", os.fdopen(reading))
     driver = subprocess.Popen(
-        [sys.executable, "-c", HOLDS_A_FILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS_A_FILE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with driver, ThreadPoolExecutor(1) as pool, os.fdopen(writing, "wb") as goodbye:
         watching = pool.submit(watchdog.watchdog, psutil.Process(driver.pid), ["psm_"])
@@ -83,7 +84,6 @@ def test_only_what_a_process_of_the_driver_was_seen_to_use_is_removed(monkeypatc
             assert foreign.exists() and not held.exists()
         finally:
             driver.kill()
-            foreign.unlink()
 
 
 def test_a_process_that_is_stopped_does_not_run() -> None:
