@@ -81,7 +81,7 @@ class MegatronEngine:
         )
         self._fill()
         self._chunks: Sequence[Any] = self._model
-        self._plans: dict[int, ExportPlan] = {}  # by the size of buckets
+        self._plans: dict[tuple[int, bool], ExportPlan] = {}  # by the arguments of iter_hf_weights()
         self._optimizer: TrainOptimizer | None = None
         overlap = optimizer is not None and device.overlaps_communication and parallel.dp_cp_group.size() > 1
         self._memory = MemoryGuard(parallel, device, overlap=overlap)
@@ -220,12 +220,15 @@ class MegatronEngine:
             whole(batch), max_tokens_per_mb, max_sequence_tokens, lambda mb, out: self._head(mb, out, 1.0, False).values
         )
 
-    def iter_hf_weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere."""
+    def iter_hf_weights(self, bucket_bytes: int, *, at_holders: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Yield buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere;
+        `at_holders`: each one on the rank of ParallelLayout.holders that holds it."""
         self._finish_param_gather()
-        if bucket_bytes not in self._plans:
-            self._plans[bucket_bytes] = plan_export(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes)
-        return run_export(self._plans[bucket_bytes], parallel=self._parallel)
+        plan = self._plans.get((bucket_bytes, at_holders))
+        if plan is None:
+            plan = plan_export(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes, at_holders=at_holders)
+            self._plans[bucket_bytes, at_holders] = plan
+        return run_export(plan, parallel=self._parallel)
 
     def save_hf(self, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
         """Write a Hugging Face folder."""

@@ -1,13 +1,16 @@
 """Weights of a sharded model, gathered into buckets of full tensors under Hugging Face names.
 
-Invariant: global rank 0 holds its shard and one bucket, the other ranks nothing but their shards; what is exported is
-byte for byte what was loaded.
+Either global rank 0 receives everything, or every part of the model stays where it is: the first rank of each pipeline
+stage gathers over tensor parallelism alone, and the first rank of each expert-parallel rank has its experts already.
+Invariant: a rank that receives holds its shard and one bucket, the other ranks nothing but their shards; what is
+exported is byte for byte what was loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -25,32 +28,54 @@ DEFAULT_BUCKET_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
+class ExportBucket:
+    """Parameters that one rank receives together."""
+
+    target: int
+    """Global rank that receives the full tensors."""
+    dtype: torch.dtype
+    held_by: Sequence[tuple[Conversion, list[int]]]
+    """Parameters, with the global ranks that hold their shards, in this order."""
+
+
+@dataclass(frozen=True)
 class ExportPlan:
     """Whose shards make up which bucket: the same for every export of a model."""
 
     shapes: Shapes
     held: Mapping[Conversion, Tensor]
     """This rank's parameters."""
-    buckets: Sequence[tuple[torch.dtype, Sequence[tuple[Conversion, list[int]]]]]
-    """dtype, and parameters with the global ranks that hold their shards, in this order."""
+    rounds: Sequence[Sequence[ExportBucket]]
+    """Each with at most one bucket for a rank."""
 
 
-def plan_export(chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int) -> ExportPlan:
+def plan_export(
+    chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int, at_holders: bool = False
+) -> ExportPlan:
     """Plan the buckets from shapes and layout alone, without communication. A bucket holds at most `bucket_bytes`, or
-    one parameter that is larger."""
+    one parameter that is larger. `at_holders`: parameters go to the ranks of ParallelLayout.holders that hold them, not
+    to global rank 0."""
     models = unwrap(chunks)
     shapes, dtype, moe = shapes_of(models), models[0].config.params_dtype, models[0].model_config.moe
     num_experts = moe.num_experts if moe else 0
+    owned: dict[int, list[_Owned]] = {}
+    for item in _owners(models[0], parallel):
+        owned.setdefault(item.holders(parallel, num_experts)[0] if at_holders else 0, []).append(item)
+    buckets = [
+        [
+            ExportBucket(
+                target=target,
+                dtype=torch.float32 if bucket[0].is_float32 else dtype,
+                held_by=[(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
+            )
+            for bucket in _buckets(items, shapes, bucket_bytes // dtype.itemsize)
+        ]
+        for target, items in sorted(owned.items())
+    ]
     return ExportPlan(
         shapes=shapes,
         held={conversion: param for param, conversion in named_conversions(models)},
-        buckets=[
-            (
-                torch.float32 if bucket[0].is_float32 else dtype,
-                [(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
-            )
-            for bucket in _buckets(_owners(models[0], parallel), shapes, bucket_bytes // dtype.itemsize)
-        ],
+        rounds=[[bucket for bucket in one if bucket is not None] for one in zip_longest(*buckets)],
     )
 
 
@@ -72,17 +97,19 @@ def run_export(
     """Yield the whole model as buckets of full tensors under Hugging Face names, in the order of the network;
     collective.
 
-    Every rank iterates to the end; global rank 0 gets the tensors (its own copies, on its device, in the parameters'
-    dtype), the others empty dicts. `device`: of the ranks' communication, where the parameters are not there.
+    Every rank iterates to the end. In each round a rank gets the tensors of its bucket (its own copies, on its device,
+    in the parameters' dtype), or an empty dict where it has none. `device`: of the ranks' communication, where the
+    parameters are not there.
     """
     device = device or next(iter(plan.held.values())).device
-    for dtype, held_by in plan.buckets:
-        if parallel.rank == 0:
-            like = torch.empty(0, dtype=dtype, device=device)
-            yield _receive(held_by, plan.shapes, plan.held, parallel.layout.tp, like=like)
-        else:
-            _send(held_by, plan.held, parallel.rank, device)
-            yield {}
+    for buckets in plan.rounds:
+        mine: dict[str, Tensor] = {}
+        for bucket in buckets:  # the same order on all ranks
+            if bucket.target == parallel.rank:
+                mine = _receive(bucket, plan, parallel, device)
+            else:
+                _send(bucket, plan.held, parallel.rank, device)
+        yield mine
 
 
 @dataclass(frozen=True)
@@ -136,36 +163,33 @@ def _buckets(owned: Iterable[_Owned], shapes: Shapes, max_elements: int) -> Iter
     yield bucket
 
 
-def _send(
-    held_by: Sequence[tuple[Conversion, list[int]]], held: Mapping[Conversion, Tensor], rank: int, device: torch.device
-) -> None:
-    """Send this rank's shards of the bucket, flat and end to end, to global rank 0."""
-    mine = [held[conversion].detach().to(device).flatten() for conversion, holders in held_by if rank in holders]
+def _send(bucket: ExportBucket, held: Mapping[Conversion, Tensor], rank: int, device: torch.device) -> None:
+    """Send this rank's shards of the bucket, flat and end to end, to the rank that receives it."""
+    mine = [held[conversion].detach().to(device).flatten() for conversion, holders in bucket.held_by if rank in holders]
     if mine:
-        _wait([dist.P2POp(dist.isend, torch.cat(mine), 0)])
+        _wait([dist.P2POp(dist.isend, torch.cat(mine), bucket.target)])
 
 
 def _receive(
-    held_by: Sequence[tuple[Conversion, list[int]]],
-    shapes: Shapes,
-    held: Mapping[Conversion, Tensor],
-    tp: int,
-    *,
-    like: Tensor,
+    bucket: ExportBucket, plan: ExportPlan, parallel: ParallelState, device: torch.device
 ) -> dict[str, Tensor]:
-    """Receive full tensors on global rank 0, of the dtype and device of `like`, from the shards of all ranks that hold
-    some."""
+    """Receive full tensors on this rank, on `device`, from the shards of all ranks that hold some."""
+    shapes, tp, like = plan.shapes, parallel.layout.tp, torch.empty(0, dtype=bucket.dtype, device=device)
     shards: dict[int, list[tuple[Conversion, int, tuple[int, ...]]]] = {}
-    for conversion, holders in held_by:
+    for conversion, holders in bucket.held_by:
         for index, rank in enumerate(holders):
             shape = _local_shape(conversion, shapes, index, tp)
             shards.setdefault(rank, []).append((conversion, index, shape))
-    flat = {rank: like.new_empty(sum(numel(shape) for _, _, shape in of)) for rank, of in shards.items() if rank != 0}
+    flat = {
+        rank: like.new_empty(sum(numel(shape) for _, _, shape in of))
+        for rank, of in shards.items()
+        if rank != parallel.rank
+    }
     _wait([dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in flat.items()])
-    full = {name: like.new_empty(shapes[name]) for conversion, _ in held_by for name in conversion.names}
+    full = {name: like.new_empty(shapes[name]) for conversion, _ in bucket.held_by for name in conversion.names}
     for rank, of in shards.items():
-        if rank == 0:
-            local = [held[conversion].detach() for conversion, _, _ in of]
+        if rank == parallel.rank:
+            local = [plan.held[conversion].detach() for conversion, _, _ in of]
         else:
             flats = flat[rank].split([numel(shape) for _, _, shape in of])
             local = [x.view(shape) for x, (_, _, shape) in zip(flats, of, strict=True)]
