@@ -26,7 +26,7 @@ ORDER = {
         "values",
         "moe rope",
         "config",
-        "server_parts fits",
+        "server_parts fits block_fp8",
         "family",
         "families",
         "hf_config",

@@ -144,6 +144,25 @@ def _weight_format(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vi
         yield Violation(("generator.dtype", "allocation_mode"), message)
 
 
+def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    wanted, placed = config.generator.weight_format, allocation.generator
+    if wanted == "auto":
+        return
+    keys, backend = ("generator.weight_format", "allocation_mode"), BACKENDS[placed.backend]
+    if wanted not in backend.capabilities.quantizations:
+        able = " or ".join(f"{b.label}s" for b in BACKENDS.values() if wanted in b.capabilities.quantizations)
+        yield Violation(keys, f"{wanted} needs {able} on GPUs, the generator is {placed.backend}; write auto")
+    elif not placed.on_gpu:
+        yield Violation(keys, f"{wanted} needs generators on GPUs, these compute on {placed.device}; write auto")
+    elif config.push.changes == "always":
+        message = f"always, but with generator.weight_format={wanted} all weights are sent; write auto"
+        yield Violation(("push.changes", "generator.weight_format"), message)
+    for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
+        for name in flags.keys() & {"quantization", "load_format"}:
+            message = f"cannot be set: generator.weight_format={wanted} determines it; leave it out"
+            yield Violation((f"{section}.{name}", "generator.weight_format"), message)
+
+
 def _colocation(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     backend = BACKENDS[allocation.generator.backend]
     if allocation.shares_gpus and not backend.capabilities.colocates:
@@ -237,7 +256,7 @@ _LAYOUT_RULES: Mapping[str, tuple[_Rule, ...]] = {
     "dpo": (),
 }
 _BACKEND_RULES: Mapping[str, tuple[_Rule, ...]] = {
-    "ppo-math": (_server_arguments, _weight_format),
+    "ppo-math": (_server_arguments, _weight_format, _quantization),
     "sft": (),
     "dpo": (),
 }

@@ -65,6 +65,16 @@ def _inexact_sampling(config: PPOMATHConfig) -> Iterator[str]:
         )
 
 
+def _quantized_sampling(config: PPOMATHConfig) -> Iterator[str]:
+    wanted = config.generator.weight_format
+    if wanted != "auto" and config.correction in ("none", "bypass"):
+        yield (
+            f"generator.weight_format={wanted}: completions come from weights that are rounded to FP8, and "
+            f"algorithm.correction={config.correction} has no importance weight between them and the trainer's; "
+            "write algorithm.correction=tis"
+        )
+
+
 def _tracing(config: ExperimentConfig) -> Iterator[Violation]:
     for name, why in NOT_IN_A_RUN.items():
         if name in config.external_configs.envs:
@@ -156,7 +166,7 @@ _UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
     "ppo-math": (unread_settings,), "sft": (), "dpo": ()
 }  # fmt: skip
 _WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
-    "ppo-math": (_inexact_sampling, algorithm_warnings),
+    "ppo-math": (_inexact_sampling, _quantized_sampling, algorithm_warnings),
     "sft": (),
     "dpo": (),
 }

@@ -9,7 +9,7 @@ from core.config.base import Section, key, section
 from core.config.ppo import DataSection
 from core.masking import MASK, is_secret, masked_urls
 from rollout.errors import OnError
-from rollout.inference.backend import FlagValue, Interrupt, WeightFormat
+from rollout.inference.backend import FlagValue, Interrupt, Quantization, WeightFormat
 
 _EVALUATION_DATA = "evaluation.path (sft, dpo: dataset.valid_path)"
 
@@ -68,6 +68,12 @@ class GeneratorConfig(Section):
         "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
     )
     dtype: WeightFormat | None = key(None, "Data type of the weights. null: that of the actor")
+    weight_format: Quantization = key(
+        "auto",
+        "Format of the weights of linear layers. auto: dtype. fp8_block: FP8 with a factor for each 128 x 128 values, "
+        "quantized by the trainer and sent as FP8; use it with algorithm.correction=tis",
+        needs="servers on GPUs",
+    )
     mock_seconds_per_token: float = key(0.0, "Seconds per token; 0: no delay", ge=0, needs="mock generator")
     python: str | None = key(
         None,

@@ -53,6 +53,7 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
     return BackendSettings(
         model_path=config.actor.path,
         dtype=generator_dtype(config, allocation),
+        weight_format=generator.weight_format,
         device=allocation.generator.device,
         max_running=generator.max_running,
         # Generators that leave their memory to the trainer cannot keep requests meanwhile.

@@ -193,6 +193,7 @@ def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOW
     """Make a sender in each of the actor's ranks, and let it join the servers, which are up. `folder` is for disk."""
     if workers.transport == "local":
         return
+    quantized = config.generator.weight_format != "auto"
     plan = SenderPlan(
         type=workers.transport,
         model_path=config.actor.path,
@@ -200,7 +201,8 @@ def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOW
         bucket_bytes=config.push.bucket_mib * 2**20,
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
-        changes="never" if workers.colocated else config.push.changes,
+        changes="never" if workers.colocated or quantized else config.push.changes,
+        weight_format=config.generator.weight_format,
     )
     workers.actor.group.push_connect(plan, workers.generators.endpoints(allocation.trainer))
 

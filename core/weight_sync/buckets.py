@@ -7,6 +7,7 @@ either finishes in time or raises, and names the servers that did not answer.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -20,8 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.inference.backend import WeightEndpoint
+from core.weight_sync.formats import format_table, wrong_formats
+from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
+from model_specs.block_fp8 import SCALE
+from rollout.inference.backend import Quantization, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.0003
 
@@ -43,6 +49,8 @@ class SenderSettings:
     timeout_seconds: float
     """For `send` as a whole, and for joining the servers."""
     bucket_bytes: int
+    weight_format: Quantization = "auto"
+    """fp8_block: weights of linear layers are quantized, once, on rank 0."""
     staged_bytes: int | None = None
     """Most bytes laid out before the pause. None: what the device has to spare."""
 
@@ -93,6 +101,7 @@ class Buckets:
     ) -> None:
         """`device`: where the flat buckets lie. `verify`: the checksums of `servers` will be compared."""
         self._source, self._dtype, self._device = source, settings.dtype, device
+        self.quantizes = settings.weight_format == "fp8_block"
         self._staged: deque[FlatBucket | None] = deque()
         compared = servers if verify and settings.rank == 0 else ()
         self.expected = {tp: server.expected_checksums() for tp, server in {s.tp: s for s in compared}.items()}
@@ -111,13 +120,19 @@ class Buckets:
     def _flat(self, tensors: Mapping[str, Tensor]) -> FlatBucket | None:
         if not tensors:
             return None
-        cast = {
-            name: t.to(self._device, self._dtype if t.is_floating_point() else t.dtype) for name, t in tensors.items()
-        }
+        if self.quantizes:
+            tensors = quantize_bucket(tensors)
+        cast = {name: t.to(self._device, self._format(name, t)) for name, t in tensors.items()}
         for expected in self.expected.values():
             for name, tensor in cast.items():
                 expected.add(name, tensor)
         return FlatBucket.of(cast)
+
+    def _format(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the format that the servers hold a tensor in."""
+        scales = self.quantizes and name.endswith(SCALE)
+        keeps = tensor.dtype == FP8 or scales or not tensor.is_floating_point()
+        return tensor.dtype if keeps else self._dtype
 
 
 def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
@@ -166,6 +181,8 @@ def compare_checksums(servers: Sequence[WeightEndpoint], buckets: Buckets, deadl
     for server in servers:
         if server.pp > 1:
             continue
+        if buckets.quantizes:
+            _compare_formats(server, buckets, deadline)
         wrong = buckets.expected[server.tp].mismatches(server.checksums(timeout_seconds=deadline.left()))
         if wrong:
             raise PushError(f"{server.name}: {len(wrong)} parameters differ from what was sent: {', '.join(wrong[:5])}")
@@ -173,6 +190,14 @@ def compare_checksums(servers: Sequence[WeightEndpoint], buckets: Buckets, deadl
         return "all checksums equal"
     equal = "no checksums compared" if len(left_out) == len(servers) else "all other checksums equal"
     return f"{equal}: {', '.join(left_out)} with pipeline stages cannot compute them"
+
+
+def _compare_formats(server: WeightEndpoint, buckets: Buckets, deadline: Deadline) -> None:
+    """Log the formats of all tensors as sent and as held. Raises PushError where one is not as it ought to be."""
+    rows = buckets.expected[server.tp].formats(server.formats(timeout_seconds=deadline.left()))
+    if wrong := list(wrong_formats(rows)):
+        raise PushError(f"{server.name}: {len(wrong)} tensors in a wrong format: {'; '.join(wrong[:5])}")
+    logger.info("Formats of the weights as sent, and as %s holds them:\n%s", server.name, format_table(rows))
 
 
 class Deadline:

@@ -33,6 +33,7 @@ from core.weight_sync.buckets import (
     call_all,
     compare_checksums,
 )
+from model_specs.block_fp8 import QUANTIZATION_CONFIG, SCALE
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
 from rollout.inference.errors import GeneratorCallError
@@ -291,5 +292,8 @@ class _WholeWriter:
         """Write the index, the configuration of the model in `model_path`, and the identity of the push."""
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        shutil.copy(Path(model_path) / "config.json", self._folder)
+        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        if any(name.endswith(SCALE) for name in self._weight_map):
+            config["quantization_config"] = dict(QUANTIZATION_CONFIG)
+        (self._folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         (self._folder / IDENTITY).write_text(json.dumps({"id": identity}), encoding="utf-8")

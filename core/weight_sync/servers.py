@@ -23,7 +23,7 @@ from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from rollout.inference.backend import Transport, WeightEndpoint
+from rollout.inference.backend import Quantization, Transport, WeightEndpoint
 
 if TYPE_CHECKING:
     from core.weight_sync.buckets import Sender, SendReport
@@ -53,6 +53,8 @@ class SenderPlan:
     """For disk: a folder that trainer and servers share."""
     changes: Changes = "never"
     """For disk: whether to send only the values that have changed."""
+    weight_format: Quantization = "auto"
+    """Of the servers' linear layers."""
 
 
 def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.device, host: str) -> Sender:
@@ -63,6 +65,7 @@ def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.d
         dtype=getattr(torch, plan.dtype),
         timeout_seconds=plan.timeout_seconds,
         bucket_bytes=plan.bucket_bytes,
+        weight_format=plan.weight_format,
     )
     if plan.type == "nccl":
         return NcclSender(settings, device, host=host)

@@ -27,6 +27,8 @@ Interrupt = Literal["abort", "retract", "in_place"]
 """What pause() does to running requests: end them with what they have; keep them and recompute their keys and values
 under the new weights; keep their keys and values."""
 WeightFormat = Literal["float32", "bfloat16"]
+Quantization = Literal["auto", "fp8_block"]
+"""Format of the weights of linear layers. auto: that of all weights. fp8_block: see model_specs/block_fp8.py."""
 FlagValue = bool | int | float | str | list[int] | None
 ALL_INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)
 
@@ -45,6 +47,8 @@ class Capabilities:
     """Interrupt modes in which a replica of several pipeline stages reports the right version of every token. With
     one stage every backend does, in every mode."""
     weight_formats: tuple[WeightFormat, ...] = ("float32", "bfloat16")
+    quantizations: tuple[Quantization, ...] = ("auto",)
+    """Formats of linear layers on GPUs; on the CPU there is none but auto."""
     routed_experts: bool = False
     """Whether completions report the experts of each token (replicas of one pipeline stage)."""
     colocates: bool = False
@@ -73,6 +77,8 @@ class BackendSettings:
     device: Device
     max_running: int
     """Requests that run at once."""
+    weight_format: Quantization = "auto"
+    """With fp8_block the first push brings the weights, whatever `load_weights`."""
     interrupt: Interrupt = "retract"
     tp: int = 1
     pp: int = 1
@@ -116,6 +122,19 @@ class GroupMembership:
     """Of torch.distributed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorFormat:
+    """Format of one tensor on both sides of a push; names of torch's dtypes."""
+
+    name: str
+    """In the checkpoint."""
+    sent: str
+    parameter: str
+    """Of the replica, which may hold several tensors."""
+    held: str | None
+    """None: the replica has no such parameter. Where its ranks differ, a format other than `sent`."""
+
+
 class ExpectedChecksums(Protocol):
     """What the checksums of a replica must be after a push. Add every tensor, then compare."""
 
@@ -126,6 +145,10 @@ class ExpectedChecksums(Protocol):
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
         """Return the parameters that differ, are missing, or were not expected; `received` is the result of
         checksums()."""
+        ...
+
+    def formats(self, held: Sequence[Mapping[str, str]]) -> list[TensorFormat]:
+        """Return the formats of every tensor that was added; `held` is the result of formats() of the endpoint."""
         ...
 
 
@@ -188,6 +211,11 @@ class WeightEndpoint(Protocol):
 
     def checksums(self, *, timeout_seconds: float) -> Sequence[Mapping[str, int]]:
         """Return parameter name -> checksum of each tensor-parallel rank. Replicas of one pipeline stage only."""
+        ...
+
+    def formats(self, *, timeout_seconds: float) -> Sequence[Mapping[str, str]]:
+        """Return parameter name -> format, a name of torch's dtypes, of each tensor-parallel rank. Replicas of one
+        pipeline stage only."""
         ...
 
 

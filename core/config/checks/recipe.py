@@ -16,6 +16,7 @@ from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, 
 from core.config.models import ModelUse
 from core.paths import RunPaths
 from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, recover_checkpoints
+from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
@@ -68,6 +69,20 @@ def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
     if use.key == "actor" and use.section.moe_routing_replay and model.moe is None:
         message = f"true, but {use.path} is of type {model.model_type!r}, a model without experts; write false"
         yield Problem(key="actor.moe_routing_replay", message=message)
+
+
+def _quantization(config: PPOMATHConfig) -> Iterator[Problem]:
+    """Check that generators can hold the actor in FP8."""
+    if config.generator.weight_format == "auto":
+        return
+    path = config.actor.path
+    try:
+        tp = resolve_allocation(config).generator.layout.tp
+        model = read_model_folder(path, weights=False, tokenizer=False)
+    except (AllocationError, ModelFolderError):
+        return  # reported elsewhere
+    for message in serving_problems(model, tp):
+        yield Problem(key="generator.weight_format", message=f"{message} ({path}); write auto")
 
 
 def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
@@ -159,7 +174,7 @@ def _environment(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-    "ppo-math": (_prompts, _reward, _workflow, check_algorithm),
+    "ppo-math": (_prompts, _reward, _workflow, _quantization, check_algorithm),
     "sft": (_answers,),
     "dpo": (_preferences,),
 }

@@ -22,6 +22,7 @@ class SGLangBackend:
         transports=("nccl", "ipc", "disk"),
         staged_transports=("disk",),
         staged_interrupts=("abort",),
+        quantizations=("auto", "fp8_block"),
         routed_experts=True,
         colocates=True,
     )
@@ -60,6 +61,7 @@ class SGLangBackend:
             tp=settings.tp,
             pp=settings.pp,
             dtype=settings.dtype,
+            weight_format=settings.weight_format,
             max_running=settings.max_running,
             colocated=settings.colocated,
             reports_experts=settings.reports_experts,

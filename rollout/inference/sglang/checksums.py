@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from model_specs.block_fp8 import BLOCK, SCALE
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary
+from rollout.inference.backend import TensorFormat
 from rollout.inference.sglang.hooks import position_checksum
 
 
@@ -44,7 +46,9 @@ class ModelShape:
 
 _VOCAB_PADDING = 64
 """SGLang pads the vocabulary to a multiple of this before it cuts it; the padding is zeros and sums to nothing."""
-_OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+_OF_EXPERT = re.compile(
+    r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.(?P<what>weight(_scale_inv)?)"
+)
 
 
 class ExpectedChecksums:
@@ -53,12 +57,24 @@ class ExpectedChecksums:
     def __init__(self, shape: ModelShape, *, tp: int) -> None:
         self._shape, self._tp = shape, tp
         self._sums: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+        self._sent: dict[str, tuple[str, str]] = {}
+        """Hugging Face name -> format, and parameter of the server."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add `tensor` in the format of the server."""
         for rank in range(self._tp):
             for param, part, start in self._parts(name, tensor, rank):
                 self._sums[rank, param].append(position_checksum(part, start))
+                self._sent[name] = str(tensor.dtype).removeprefix("torch."), param
+
+    def formats(self, held: Sequence[Mapping[str, str]]) -> list[TensorFormat]:
+        """See rollout.inference.backend.ExpectedChecksums."""
+        rows = []
+        for name, (sent, param) in self._sent.items():
+            on_ranks = [rank.get(param) for rank in held]
+            other = next((one for one in on_ranks if one != sent), sent)
+            rows.append(TensorFormat(name=name, sent=sent, parameter=param, held=other))
+        return rows
 
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
         """Return the parameters whose checksum differs, is missing, or was not expected, as "name (rank r)". `received`
@@ -83,7 +99,8 @@ class ExpectedChecksums:
         module = name.rpartition(".")[0].rpartition(".")[2]
         place = self._shape.parts.get(module)
         if isinstance(place, Heads):
-            start, first, rows = self._heads(place, rank)
+            # Scales have one row for as many rows of the weight.
+            start, first, rows = (n // (BLOCK if name.endswith(SCALE) else 1) for n in self._heads(place, rank))
             part = tensor[first : first + rows]
             yield name.replace(module, place.into), part, start * tensor.shape[1:].numel()
         elif isinstance(place, Rows):
@@ -103,9 +120,9 @@ class ExpectedChecksums:
         number = int(found["number"])
         if found["kind"] == "down":
             part = tensor.chunk(self._tp, dim=1)[rank]
-            return f"{found['layer']}.w2_weight", part, number * part.numel()
+            return f"{found['layer']}.w2_{found['what']}", part, number * part.numel()
         part = tensor.chunk(self._tp)[rank]
-        return f"{found['layer']}.w13_weight", part, (2 * number + (found["kind"] == "up")) * part.numel()
+        return f"{found['layer']}.w13_{found['what']}", part, (2 * number + (found["kind"] == "up")) * part.numel()
 
     def _heads(self, place: Heads, rank: int) -> tuple[int, int, int]:
         """Return (first row in the rank's parameter, first row of the tensor, number of rows)."""

@@ -16,8 +16,10 @@ from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.weights import (
     CHECKSUMS,
+    FORMATS,
     ServerAddress,
     checksums_of,
+    formats_of,
     join_group,
     leave_group,
     payload_of,
@@ -67,6 +69,9 @@ class SGLangEndpoint(ServerAddress):
 
     def checksums(self, *, timeout_seconds: float) -> list[dict[str, int]]:
         return checksums_of(post(self, CHECKSUMS, timeout_seconds=timeout_seconds))
+
+    def formats(self, *, timeout_seconds: float) -> list[dict[str, str]]:
+        return formats_of(post(self, FORMATS, timeout_seconds=timeout_seconds))
 
 
 class _SharedMemory:

@@ -11,6 +11,7 @@ the HTTP interface lacks:
 - a checksum of every parameter that the sender can compute too, whatever the device;
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
 - the experts of tokens are reported without a GPU too, for tests;
+- FP8 weights come without scales of an FP8 cache;
 - log-probabilities are of what top_k and top_p leave, without a list of it, and without sorting the vocabulary;
 - no step waits for a gathering of one rank's own figures;
 - prompts wait until there are places for many of them at once;
@@ -119,12 +120,16 @@ class Hooks:
             torch.cuda.synchronize()
 
     def checksum(self, original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        """Compute the checksum in place of WeightChecker.handle, whose hash needs a GPU, on the sender's side too."""
-        if action != "checksum":
+        """Compute the checksum in place of WeightChecker.handle, whose hash needs a GPU, on the sender's side too; or
+        return the formats of the parameters in its place."""
+        if action not in ("checksum", "formats"):
             return original(checker, action, *args, **kwargs)
         named = dict(checker._get_model().named_parameters())
-        sums = torch.stack([position_checksum(p) for p in named.values()]).tolist()
-        checksums = {name: str(value) for name, value in zip(named, sums, strict=True)}
+        if action == "formats":
+            checksums = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
+        else:
+            sums = torch.stack([position_checksum(p) for p in named.values()]).tolist()
+            checksums = {name: str(value) for name, value in zip(named, sums, strict=True)}
         return {
             "checksums": checksums,
             "per_gpu_checksum": hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest(),
@@ -284,6 +289,15 @@ def many_at_once(delayer: Any, *args: Any, **info: Any) -> tuple[tuple[Any, ...]
     return (delayer, *args), {**info, "max_prefill_bs": math.ceil(PREFILL_SHARE * info["max_running_requests"])}
 
 
+def no_cache_scales(original: Any, config: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give attention no scales for an FP8 cache, around Fp8Config.get_quant_method, where weights are FP8 in blocks:
+    such checkpoints have none. Without weights of its own a server would start with random ones, and attention in
+    Triton multiplies with them whatever the format of the cache."""
+    if config.weight_block_size is not None and type(layer).__name__ == "RadixAttention":
+        return None
+    return original(config, layer, *args, **kwargs)
+
+
 def kept_experts(original: Any, cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
     """Allocate page-locked memory around BaseHostCache.__init__."""
     if torch.cuda.is_available():
@@ -330,6 +344,7 @@ def install_hooks() -> None:
         (updater + "update_weights_from_distributed", folders.forget, HookType.AFTER),
         (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
+        ("sglang.srt.layers.quantization.fp8.Fp8Config.get_quant_method", no_cache_scales, HookType.AROUND),
         ("sglang.srt.state_capturer.base.BaseHostCache.__init__", kept_experts, HookType.AROUND),
         ("sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end", copy_experts, HookType.AFTER),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", fp32_logits, HookType.AROUND),

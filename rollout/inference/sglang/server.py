@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model_specs.block_fp8 import QUANTIZATION_CONFIG, serving_problems
 from model_specs.config import ModelConfig
-from rollout.inference.backend import FlagValue
+from rollout.inference.backend import FlagValue, Quantization
 from rollout.inference.errors import GeneratorStartError
 from rollout.inference.gpus import check_gpus, device_names
 from rollout.inference.sglang.arguments import decided_elsewhere
@@ -61,6 +62,8 @@ class ServerSettings:
     tp: int = 1
     pp: int = 1
     dtype: str = "bfloat16"
+    weight_format: Quantization = "auto"
+    """fp8_block: linear layers take FP8 weights, which the first push brings."""
     max_running: int = 256
     """Requests that run at once; the CUDA graphs cover all of them."""
     seed: int = 0
@@ -86,6 +89,8 @@ class ServerSettings:
         for key in self.flags:
             if why := decided_elsewhere(key):
                 raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
+        if self.weight_format == "fp8_block" and not self.gpus:
+            raise ValueError(f"{self.name}: weight_format=fp8_block needs GPUs; write auto")
 
 
 def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, nccl_port: int) -> dict[str, Any]:
@@ -136,7 +141,20 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
     else:
         flags |= {"device": "cpu", "attention_backend": "torch_native"}
         flags |= {"disable_cuda_graph": True}
-    return flags | dict(settings.flags)
+    return flags | dict(settings.flags) | _format_flags(settings, model)
+
+
+def _format_flags(settings: ServerSettings, model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments that determine the format of the weights. Raises ValueError for a model that does not fit
+    it."""
+    if settings.weight_format == "auto":
+        return {}
+    for problem in serving_problems(model, settings.tp):
+        raise ValueError(f"{settings.name}: {problem}; write weight_format=auto")
+    given = json.loads(str(settings.flags.get("json_model_override_args") or "{}"))
+    override = {**given, "quantization_config": dict(QUANTIZATION_CONFIG)}
+    # The folder's own weights are not FP8; SGLang would copy their values and leave the scales as they are.
+    return {"json_model_override_args": json.dumps(override), "load_format": "dummy"}
 
 
 def server_environment(settings: ServerSettings) -> dict[str, str]:
@@ -149,6 +167,9 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
     if settings.gpus:
         # Both ends of a weight push must agree on this; the server's own default is 0.
         env |= {"CUDA_VISIBLE_DEVICES": device_names(settings.gpus), "NCCL_CUMEM_ENABLE": "0"}
+        # DeepGEMM, where it is installed, would otherwise compile kernels for every number of rows at the first start,
+        # for 10 minutes and more. Each is compiled at its first use and kept in a folder of the user.
+        env.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
     return env
 
 

@@ -125,12 +125,18 @@ def continue_generation(version: int) -> Call:
 
 
 CHECKSUMS: Call = ("/weights_checker", {"action": "checksum"})
+FORMATS: Call = ("/weights_checker", {"action": "formats"})
 
 
 def checksums_of(answer: Mapping[str, Any]) -> list[dict[str, int]]:
     """Return parameter name -> checksum per tensor-parallel rank, from the answer to CHECKSUMS."""
+    return [{name: int(value) for name, value in rank.items()} for rank in formats_of(answer)]
+
+
+def formats_of(answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return parameter name -> format per tensor-parallel rank, from the answer to FORMATS."""
     ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"]["tp_rank"])
-    return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
+    return [dict(rank["checksums"]) for rank in ranks]
 
 
 def check_answer(server: str, path: str, status: int, answer: object) -> dict[str, Any]:

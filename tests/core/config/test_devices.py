@@ -15,6 +15,8 @@ from core.config.base import ConfigError
 from core.config.checks import run_checks
 from core.config.load import load_config
 from core.config.push import choose_transport
+from core.config.rules import config_warnings
+from core.experiments.process_settings import backend_settings
 from helpers.config_inputs import fake_gpus, write_run
 from rollout.inference.backend import Capabilities
 from rollout.inference.mock.backend import MockBackend
@@ -180,6 +182,60 @@ def test_training_on_gpus_has_the_numbers_of_gpus_whatever_samples(
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
     allocated(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", "launch.trainer_device=cuda", "actor.fp8=true")
     assert "fp8=true requires GPUs" in refused(tmp_path, SERVERS, "launch.trainer_device=cpu", "actor.fp8=true")
+
+
+FP8 = "generator.weight_format=fp8_block"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["allocation_mode=mock.d1m1p1+d1m1p1"], "fp8_block needs SGLang servers on GPUs, the generator is mock"),
+        ([SERVERS, "generator.device=cpu"], "fp8_block needs generators on GPUs, these compute on cpu; write auto"),
+        ([SERVERS, "push.type=disk", "push.changes=always"], "push.changes: always, but with generator.weight_format"),
+        ([SERVERS, "actor.sglang.quantization=fp8"], "actor.sglang.quantization: cannot be set: generator.weight_for"),
+    ],
+)
+def test_fp8_generators_are_refused_where_the_format_or_its_weights_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    assert message in refused(tmp_path, FP8, *overrides)
+    refused_as_plain = "=mock" in overrides[0] or len(overrides) == 1
+    if not refused_as_plain:
+        load_config("ppo-math", write_run(tmp_path), overrides)
+
+
+def test_fp8_generators_of_a_model_that_blocks_do_not_divide_are_refused_with_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+
+    def found(*overrides: str) -> str:
+        loaded = load_config("ppo-math", write_run(tmp_path), [SERVERS, *overrides])
+        return "\n".join(map(str, run_checks(loaded.config, loaded.where)))
+
+    assert "generator.weight_format: fp8_block needs sizes divisible by 128" in found(FP8)
+    assert "fp8_block" not in found()
+
+
+@pytest.mark.parametrize(
+    ("correction", "warned"), [("none", True), ("bypass", True), ("decoupled", False), ("tis", False)]
+)
+def test_fp8_generators_without_an_importance_weight_are_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, correction: str, warned: bool
+) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    words = [SERVERS, f"algorithm.correction={correction}"]
+    for chosen, expected in (([*words, FP8], warned), (words, False)):
+        config = load_config("ppo-math", write_run(tmp_path), chosen).config
+        assert any("write algorithm.correction=tis" in text for text in config_warnings(config)) is expected
+
+
+def test_fp8_reaches_server_and_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    config = load_config("ppo-math", write_run(tmp_path), [SERVERS, FP8]).config
+    assert backend_settings(config, resolve_allocation(config)).weight_format == "fp8_block"
 
 
 def test_table_and_log_of_a_dry_run_show_backend_device_and_reason(

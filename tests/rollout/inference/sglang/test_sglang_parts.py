@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_adapter.hf.block_fp8 import quantize, quantize_bucket
 from model_specs.hf_config import parse_config
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.hooks import many_at_once, position_checksum
+from rollout.inference.sglang.hooks import many_at_once, no_cache_scales, position_checksum
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
 from rollout.inference.sglang.weights import ServerAddress, payload_of, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -94,6 +96,37 @@ def test_an_argument_that_something_else_decides_is_an_error(key: str) -> None:
 
 def test_only_a_shared_gpu_gets_a_server_that_can_release_memory() -> None:
     assert "enable_memory_saver" not in flags() and flags(colocated=True)["enable_memory_saver"] is True
+
+
+def test_fp8_servers_take_the_format_from_an_argument_and_the_weights_from_the_first_push() -> None:
+    assert not flags().keys() & {"json_model_override_args", "load_format"}
+    chosen = flags(weight_format="fp8_block", flags={"json_model_override_args": '{"rope_theta": 2.0}'})
+    assert chosen["load_format"] == "dummy"
+    assert json.loads(chosen["json_model_override_args"]) == {
+        "rope_theta": 2.0,
+        "quantization_config": {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+        },
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"num_attention_heads \* head_dim / 1 is 960"):
+        flags(MODEL | {"head_dim": 80}, weight_format="fp8_block")
+    with pytest.raises(ValueError, match="weight_format=fp8_block needs GPUs"):
+        settings(weight_format="fp8_block", gpus=())
+
+
+def test_fp8_weights_come_without_scales_of_a_cache() -> None:
+    class RadixAttention: ...
+
+    class Other: ...
+
+    def original(config: Any, layer: Any, prefix: str) -> str:
+        return f"{type(layer).__name__} {prefix}"
+
+    def chosen(layer: Any, block: list[int] | None) -> Any:
+        return no_cache_scales(original, SimpleNamespace(weight_block_size=block), layer, prefix="p")
+
+    assert chosen(RadixAttention(), [128, 128]) is None
+    assert chosen(RadixAttention(), None) == "RadixAttention p" and chosen(Other(), [128, 128]) == "Other p"
 
 
 def test_a_head_dimension_without_kernels_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -357,6 +390,38 @@ def test_checksums_follow_a_tensor_that_is_fused_in_the_checkpoint(tp: int) -> N
         plain = gate_up.chunk(tp)
         wrong = expected.mismatches([{name: int(position_checksum(part))} for part in plain])
         assert wrong == [f"{name} (rank {rank})" for rank in range(tp)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_checksums_of_quantized_tensors_predict_quantized_parameters(tp: int) -> None:
+    """Blocks divide every part, so quantizing commutes with fusing and cutting."""
+    shape = ModelShape(num_heads=4, num_kv_heads=2, head_dim=128, vocab_size=70)
+    generator = torch.Generator().manual_seed(4)
+    sizes = {
+        **{f"model.layers.0.self_attn.{x}_proj.weight": (n, 512) for x, n in (("q", 512), ("k", 256), ("v", 256))},
+        "model.layers.0.self_attn.o_proj.weight": (512, 512),
+        **{f"model.layers.0.mlp.{part}_proj.weight": (512, 512) for part in ("gate", "up", "down")},
+        **{
+            f"model.layers.1.mlp.experts.{e}.{part}_proj.weight": (512, 512)
+            for e in range(3) for part in ("gate", "up", "down")
+        },
+    }  # fmt: skip
+    tensors = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    expected = ExpectedChecksums(shape, tp=tp)
+    for name, tensor in quantize_bucket(tensors).items():
+        expected.add(name, tensor)
+    received, held = [], []
+    for rank in range(tp):
+        pairs = {name: quantize(t) for name, t in on_server(shape, tensors, tp=tp, rank=rank).items()}
+        flat = {name: values for name, (values, _) in pairs.items()}
+        flat |= {f"{name}_scale_inv": scales for name, (_, scales) in pairs.items()}
+        received.append({name: int(position_checksum(t)) for name, t in flat.items()})
+        held.append({name: str(t.dtype).removeprefix("torch.") for name, t in flat.items()})
+    assert expected.mismatches(received) == []
+    assert {row.held for row in expected.formats(held) if row.name.endswith(".weight")} == {"float8_e4m3fn"}
+    held[-1]["model.layers.0.self_attn.qkv_proj.weight"] = "bfloat16"
+    wrong = [(row.name.split(".")[-2], row.held) for row in expected.formats(held) if row.held != row.sent]
+    assert wrong == [("q_proj", "bfloat16"), ("k_proj", "bfloat16"), ("v_proj", "bfloat16")]
 
 
 @pytest.mark.parametrize("tied", [True, False])
