@@ -24,8 +24,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     float32.
 
     In each block of 128 x 128, scale = max |w| / 448 and value = w / scale, rounded to nearest; w is about value *
-    scale. As `weight_dequant` of DeepSeek-V3's inference/kernel.py reads it, and per_block_cast_to_fp8 of DeepGEMM's
-    deep_gemm/utils/math.py writes it (which takes scales of at least 1e-4 / 448).
+    scale. DeepSeek-V3's `weight_dequant` reads this, and DeepGEMM's `per_block_cast_to_fp8` writes it, with scales of
+    at least 1e-4 / 448.
     """
     *lead, rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
