@@ -86,6 +86,7 @@ def test_a_row_has_the_seconds_at_each_evaluation_and_means_over_steps(
 def test_every_run_of_a_sweep_is_a_configuration(run: runs.Run, tmp_path: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}\n")
+    assert json.loads(json.dumps(dict(run.changes))) == run.changes  # a row holds them
     changes = runs.overrides(run, tmp_path, warm=tmp_path, model=tmp_path, steps=40)
     config: Any = load_config("ppo-math", empty, [f"{key}={value}" for key, value in changes.items()]).config
     assert config.exp_ctrl.total_train_steps == 40
@@ -112,7 +113,7 @@ def row(preset: str, seed: int, accuracies: list[float]) -> dict[str, Any]:
     return {
         "preset": preset, "seed": seed, "steps": 10 * (n - 1), "eval_steps": [10 * i for i in range(n)],
         "accuracies": accuracies, "eval_seconds": [5.0 * i for i in range(n)], "seconds": 5.0 * (n - 1), "age": 1.5,
-        "clip_ratio": 0.02,
+        "clip_ratio": 0.02, "host": "2 cores with 1 runs at a time",
     }  # fmt: skip
 
 
@@ -128,13 +129,20 @@ def test_intervals_are_those_of_students_t() -> None:
 
 
 def test_the_learning_table_shows_how_many_seeds_reached_the_target() -> None:
-    rows = [row("grpo", 1, [0.4, 0.8, 0.9]), row("grpo", 2, [0.4, 0.5, 0.8]), row("gspo", 1, [0.4, 0.5, 0.79])]
+    rows = [row("grpo", 1, [0.4, 0.7, 0.9]), row("grpo", 2, [0.4, 0.5, 0.8]), row("gspo", 1, [0.4, 0.5, 0.69])]
     text = learning.table(learning.by_preset(rows))
-    grpo, gspo = text.splitlines()[2:]
+    grpo, gspo, _, note = text.splitlines()[2:]
     assert grpo.startswith("| `grpo` | 2 | 20 | 85.0 ± 63.5 % |") and "| 15 ± 64 | 8 ± 32 | 0.500 | 2.0% |" in grpo
-    assert gspo.startswith("| `gspo` | 1 | 20 | 79.0 % |") and "| — | — |" in gspo
+    assert gspo.startswith("| `gspo` | 1 | 20 | 69.0 % |") and "| — | — |" in gspo
     one = learning.table(learning.by_preset([*rows, row("gspo", 2, [0.4, 0.9, 0.9])]))
-    assert "| 10 (1 of 2 seeds) | 5 (1 of 2 seeds) |" in one
+    assert "| 10 (1 of 2 seeds) | 5 |" in one
+    assert note == "Seconds are those of 2 cores with 1 runs at a time."
+
+
+def test_the_seconds_of_the_learning_table_are_those_of_one_host() -> None:
+    slow = {**row("grpo", 2, [0.4, 0.7, 0.9]), "host": "another", "seconds": 100.0, "eval_seconds": [0.0, 50.0, 100.0]}
+    table = learning.table(learning.by_preset([row("grpo", 1, [0.4, 0.7, 0.9]), slow]))
+    assert "| 10 ± 0 | 5 | 0.500 |" in table
 
 
 def test_the_atlas_shows_decoupled_where_loglinear_has_nothing_to_interpolate() -> None:

@@ -78,7 +78,15 @@ def run_all(
         share = 0.3 / jobs
         waiting = {
             pool.submit(
-                run_one, run, folder, warm=warm, model=model, steps=steps, given=given or {}, share_of_memory=share
+                run_one,
+                run,
+                folder,
+                warm=warm,
+                model=model,
+                steps=steps,
+                given=given or {},
+                share_of_memory=share,
+                jobs=jobs,
             ): run
             for run in open_runs
         }
@@ -100,6 +108,7 @@ def run_one(
     steps: int,
     given: Mapping[str, Any] | None = None,
     share_of_memory: float = 0.05,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Run BASE with the changes of a run, and write its row. Raises RuntimeError where it fails."""
     run = replace(run, changes={**run.changes, **(given or {})})
@@ -112,7 +121,7 @@ def run_one(
     arguments = ["ppo-math", "--config", str(empty), *(f"{key}={value}" for key, value in changes.items())]
     quickstart(arguments, warm, log=place / "log.txt", share_of_memory=share_of_memory)
     (metrics,) = place.glob(f"logs/*/{EXPERIMENT}/*/metrics.jsonl")
-    row = make_row(run, read_rows(metrics))
+    row = {**make_row(run, read_rows(metrics)), "host": f"{os.cpu_count()} cores with {jobs} runs at a time"}
     write_row(row_file(folder, run), row)
     shutil.rmtree(place / "checkpoints", ignore_errors=True)
     return row

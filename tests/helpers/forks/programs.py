@@ -53,7 +53,9 @@ def start(
 def server() -> str:
     """Start the server of this process, once; return its address. It ends with the calling thread."""
     address = f"slipstream-tests-{os.getpid()}"
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), *given])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     process = subprocess.Popen([sys.executable, "-m", "helpers.forks.server", address, *LIBRARIES], cwd=ROOT, env=env)
     atexit.register(process.kill)
     with open(os.devnull, "r+b") as nothing:
