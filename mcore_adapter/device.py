@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from mcore_adapter.settings import Fp8Recipe
+
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -29,7 +31,8 @@ class Device(Protocol):
     """Whether its core attention supports shared_prompts.SharedPromptParams."""
     overlaps_communication: bool
     """Whether collectives run beside the computation; where both need the same cores there is nothing to overlap."""
-    has_fp8: bool
+    fp8_recipes: tuple[Fp8Recipe, ...]
+    """Those that it can compute."""
     has_grouped_products: bool
     """Whether one kernel computes the products of many experts: then their weights are stacked."""
 

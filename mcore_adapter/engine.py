@@ -105,7 +105,7 @@ class MegatronEngine:
             cp_rank=parallel.cp_rank,
             sequence_parallel_size=parallel.layout.tp if self._sequence_parallel else 1,
             sequence_parallel_rank=parallel.tp_rank if self._sequence_parallel else 0,
-            row_multiple=FP8_ROWS if settings.fp8 else 1,
+            row_multiple=FP8_ROWS[settings.fp8],
             # Latent attention rotates inside: there is no place to give each shared row its own angle.
             share_prompts=device.shares_prompts and parallel.layout.cp == 1 and self.model_config.mla is None,
             routes=self.model_config.moe is not None,

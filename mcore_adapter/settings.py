@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Fp8Recipe = Literal["tensorwise", "blockwise"]
+"""What shares a factor in a matrix product in FP8. tensorwise: all of a tensor. blockwise: 128 values of a row of
+activations and gradients, 128 x 128 of weights."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -20,7 +24,7 @@ class EngineSettings:
     """A critic whose folder holds a language model: everything but the value head is loaded from it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
-    fp8: bool = False
+    fp8: Fp8Recipe | None = None
     """The layers' matrix products in 8-bit floating point, on devices that have it."""
     grad_reduce_in_fp32: bool = True
     """False: gradients are added up and reduced over the ranks in `dtype`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from core.config.base import Section, key, section
+from mcore_adapter.settings import Fp8Recipe
 from model_specs.families import FAMILIES
 from rollout.inference.backend import FlagValue, WeightFormat
 
@@ -84,9 +85,10 @@ class ModelTrainEvalConfig(Section):
     bf16: bool | None = key(
         None, "True: bfloat16, False: float32. null: bfloat16 where the trainer computes on GPUs, else float32"
     )
-    fp8: bool = key(
+    fp8: bool | Fp8Recipe = key(
         False,
-        "Compute matrix products of the layers in FP8 with per-tensor scaling; the weights stay in bfloat16",
+        "Compute matrix products of the layers in FP8; the weights stay in bfloat16. tensorwise (or true): one factor "
+        "for each tensor. blockwise: one for 128 values of a row, for 128 x 128 of a weight",
         needs="trainer on GPUs",
     )
     grad_reduce_in_fp32: bool = key(True, "false: accumulate and reduce gradients in bfloat16", needs="bf16")
@@ -108,6 +110,11 @@ class ModelTrainEvalConfig(Section):
     sglang: dict[str, FlagValue] = key(
         {}, "Flags of the servers by name, as in mem_fraction_static: 0.8", needs="actor only; servers"
     )
+
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """How matrix products are scaled in FP8. None: they are not in FP8."""
+        return ("tensorwise" if self.fp8 else None) if isinstance(self.fp8, bool) else self.fp8
 
     def dtype(self, *, on_gpu: bool) -> WeightFormat:
         """Return the format of the weights of a trainer on GPUs or on the CPU."""

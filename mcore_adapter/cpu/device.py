@@ -30,6 +30,7 @@ from mcore_adapter.cpu.adam import FusedAdam
 from mcore_adapter.cpu.attention import rotary_thd
 from mcore_adapter.cpu.elementwise import swiglu
 from mcore_adapter.cpu.layers import CpuDuplicatedLinear, cpu_block_spec
+from mcore_adapter.settings import Fp8Recipe
 
 _CPU = torch.device("cpu")
 _TENSOR_TYPE, _TENSOR_CUDA = torch.Tensor.type, torch.Tensor.cuda
@@ -116,7 +117,7 @@ class CpuDevice:
     backend = "gloo"
     shares_prompts = True
     overlaps_communication = False
-    has_fp8 = False
+    fp8_recipes: tuple[Fp8Recipe, ...] = ()
     has_grouped_products = False
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcore_adapter.layer_specs import stage_layers
+from mcore_adapter.settings import Fp8Recipe
 
 
 class SelectiveMLP(MLP):
@@ -57,6 +58,14 @@ class SelectiveMLP(MLP):
             return self.linear_fc2(product)
 
 
+def _fp8_recipes(capability: tuple[int, int]) -> tuple[Fp8Recipe, ...]:
+    """Return what TransformerEngine computes in FP8 with this torch: see its check_fp8_block_scaling_support()."""
+    if capability < (8, 9):
+        return ()
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return ("tensorwise", "blockwise") if capability >= (9, 0) and cuda >= (12, 9) else ("tensorwise",)
+
+
 class CudaDevice:
     """See device.Device. The GPU is that of LOCAL_RANK, or the only one that the process sees."""
 
@@ -72,7 +81,7 @@ class CudaDevice:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         self.torch_device = torch.device("cuda", index)
         capability = torch.cuda.get_device_capability(self.torch_device)
-        self.has_fp8 = capability >= (8, 9)
+        self.fp8_recipes = _fp8_recipes(capability)
         self.has_grouped_products = capability in ((9, 0), (10, 0))  # elsewhere torch computes expert by expert
 
     def setup(self) -> None:

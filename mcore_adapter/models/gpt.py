@@ -34,12 +34,13 @@ from mcore_adapter.models.sandwich import install_post_norms
 from mcore_adapter.models.stacked_experts import stack_experts
 from mcore_adapter.models.transformer_config import Recompute, transformer_config
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.settings import Fp8Recipe
 from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
 from model_specs.rope import Llama3RopeScaling
 from model_specs.values import ModelConfigError
 
-FP8_ROWS = 16
+FP8_ROWS: Mapping[Fp8Recipe | None, int] = {None: 1, "tensorwise": 16, "blockwise": 128}
 """8-bit matrix products require every dimension, the number of tokens included, to be a multiple of this."""
 
 
@@ -160,7 +161,7 @@ def build_model(
     dtype: torch.dtype,
     is_critic: bool = False,
     recompute: Recompute = "none",
-    fp8: bool = False,
+    fp8: Fp8Recipe | None = None,
     sequence_parallel: bool | None = None,
     balance: Balance | None = None,
 ) -> list[ModelChunk]:
@@ -176,7 +177,7 @@ def build_model(
     layout = parallel.layout
     check_layout(config, layout)
     if fp8:
-        _check_fp8(config, parallel, device)
+        _check_fp8(fp8, config, parallel, device)
     megatron = transformer_config(
         config,
         parallel=parallel,
@@ -283,16 +284,25 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
             raise ModelConfigError(f"{key}={value} must be divisible by the {what}, {parts} (layout {layout})")
 
 
-def _check_fp8(config: ModelConfig, parallel: ParallelState, device: Device) -> None:
-    if not device.has_fp8:
-        raise ModelConfigError("fp8=true needs a GPU of compute capability 8.9 or more (H100, H200); write fp8=false")
-    tp = parallel.layout.tp
+def _check_fp8(recipe: Fp8Recipe, config: ModelConfig, parallel: ParallelState, device: Device) -> None:
+    if recipe not in device.fp8_recipes:
+        needs = {
+            "tensorwise": "a GPU of compute capability 8.9 or more (H100, H200)",
+            "blockwise": "a GPU of compute capability 9.0 or more (H100, H200) and CUDA 12.9 or newer",
+        }[recipe]
+        way_out = " or ".join([*device.fp8_recipes, "false"])
+        raise ModelConfigError(f"fp8={recipe} needs {needs}; write fp8={way_out}")
+    tp, multiple = parallel.layout.tp, FP8_ROWS[recipe]
     sizes = {
         "hidden_size": config.hidden_size,
         "num_attention_heads x head_dim / tp": config.num_heads * config.head_dim // tp,
         "num_key_value_heads x head_dim / tp": config.num_kv_heads * config.head_dim // tp,
         "intermediate_size / tp": config.intermediate_size // tp,
     }
+    if config.moe is not None:
+        sizes["moe_intermediate_size"] = config.moe.intermediate_size
     for name, value in sizes.items():
-        if value % FP8_ROWS:
-            raise ModelConfigError(f"fp8=true needs multiples of {FP8_ROWS}, {name} is {value} (tp={tp}); lower tp")
+        if value % multiple:
+            raise ModelConfigError(
+                f"fp8={recipe} needs multiples of {multiple}, {name} is {value} (tp={tp}); lower tp, or write fp8=false"
+            )

@@ -13,6 +13,7 @@ from allocation import ParallelLayout
 from mcore_adapter.device import Device
 from mcore_adapter.models.families import FAMILIES
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.settings import Fp8Recipe
 from model_specs.config import ModelConfig
 
 Recompute = Literal["none", "selective", "full"]
@@ -41,7 +42,7 @@ def transformer_config(
     dtype: torch.dtype,
     recompute: Recompute,
     sequence_parallel: bool,
-    fp8: bool = False,
+    fp8: Fp8Recipe | None = None,
 ) -> TransformerConfig:
     """Return Megatron's own configuration of this model on this device."""
     layout = parallel.layout
@@ -83,9 +84,10 @@ def transformer_config(
         calculate_per_token_loss=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        # Scaled by each tensor's present maximum: no history that a checkpoint would have to hold.
-        fp8="hybrid" if fp8 else None,
-        fp8_recipe="tensorwise",
+        # Scaled by present maxima: no history that a checkpoint would have to hold. Gradients of whole tensors need the
+        # range of e5m2; blocks of 128 values do not.
+        fp8={None: None, "tensorwise": "hybrid", "blockwise": "e4m3"}[fp8],
+        fp8_recipe=fp8 or "tensorwise",
         **_RECOMPUTE[recompute],
         **{**device.config_overrides(), **family},
     )

@@ -141,9 +141,10 @@ def test_an_optimizer_whose_state_lives_on_the_host_takes_the_same_steps(folder:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=1e-3)
 
 
-def test_8_bit_products_train_nearly_as_bfloat16_does(folder: Path, gpu: Any) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_8_bit_products_train_nearly_as_bfloat16_does(folder: Path, gpu: Any, recipe: str) -> None:
     plain = make_engine(*gpu, str(folder), dtype="bfloat16")
-    fp8 = make_engine(*gpu, str(folder), dtype="bfloat16", fp8=True)
+    fp8 = make_engine(*gpu, str(folder), dtype="bfloat16", fp8=recipe)
     assert (logprobs_of(fp8) - logprobs_of(plain)).abs().mean() < 0.1
     for ours, theirs in zip(steps_of(fp8), steps_of(plain), strict=True):
         assert ours["nll"] == pytest.approx(theirs["nll"], rel=0.02)
@@ -152,7 +153,7 @@ def test_8_bit_products_train_nearly_as_bfloat16_does(folder: Path, gpu: Any) ->
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"recompute": "selective"}, {"recompute": "selective", "fp8": True}, {"grad_reduce_in_fp32": False}],
+    [{}, {"recompute": "selective"}, {"recompute": "selective", "fp8": "tensorwise"}, {"grad_reduce_in_fp32": False}],
     ids=["plain", "selective", "fp8", "bf16"],
 )
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2"])

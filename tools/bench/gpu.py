@@ -238,7 +238,8 @@ def options(scene: Scene) -> Iterator[Figure]:
     """Yield updates with each option, beside the update without."""
     choices: dict[str, dict[str, Any]] = {
         "plain": {},
-        "fp8": {"fp8": True},
+        "fp8": {"fp8": "tensorwise"},
+        "fp8_blockwise": {"fp8": "blockwise"},
         "offload": {"optimizer": {"offload": True}},
         "bf16_reduction": {"grad_reduce_in_fp32": False},
     }

@@ -421,6 +421,8 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "generator.flags.disable_radix_cache: must be true or false, got 'yes_please'",
         ),
         ("actor.fp8=true", "actor.fp8: fp8=true requires GPUs, but this run trains on CPU; write false"),
+        ("actor.fp8=blockwise", "actor.fp8: fp8=blockwise requires GPUs, but this run trains on CPU; write false"),
+        ("actor.fp8=rowwise", "actor.fp8: must be true, false or one of tensorwise, blockwise, got 'rowwise'"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true requires GPUs"),
         (
             "ref.fp8=true ppo.kl_ctl=0.1 allocation_mode=sglang.d1m1p1+d1m1p1 actor.sglang.device=cpu",
@@ -503,10 +505,20 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     assert load(tmp_path, SMALLEST_PPO, "ppo.gen.max_new_tokens=27648").max_tokens_per_mb("actor_train") == 27664
 
 
+GPUS = "allocation_mode=sglang.d1m1p1+d1m1p1"
+
+
 def test_numeric_options_are_taken_where_there_are_gpus(tmp_path: Path) -> None:
     overrides = ["actor.fp8=true", "actor.optimizer.offload=true", "actor.grad_reduce_in_fp32=false"]
-    config = load(tmp_path, SMALLEST_PPO, "allocation_mode=sglang.d1m1p1+d1m1p1", *overrides)
+    config = load(tmp_path, SMALLEST_PPO, GPUS, *overrides)
     assert config.actor.fp8 and config.actor.optimizer.offload and not config.actor.grad_reduce_in_fp32
+    for text, recipe in (
+        ("true", "tensorwise"),
+        ("tensorwise", "tensorwise"),
+        ("blockwise", "blockwise"),
+        ("false", None),
+    ):
+        assert load(tmp_path, SMALLEST_PPO, overrides[0], f"actor.fp8={text}", GPUS).actor.fp8_recipe == recipe
     # What no part of the run uses is not looked at.
     assert not load(tmp_path, SMALLEST_PPO, "critic.fp8=true", "ref.optimizer.offload=true").uses_critic
 
