@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mcore_adapter.data.packing import PackedMicrobatch
 from mcore_adapter.device import Device
-from mcore_adapter.models.transformer_config import Recompute, transformer_config
+from mcore_adapter.models.transformer_config import transformer_config
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.recompute import checkpoint_first_layers
 from mcore_adapter.settings import OptimizerSettings
 from model_specs.hf_config import ModelConfig
 
@@ -28,12 +29,16 @@ class BareLoop:
     """`step(microbatches)` is one update. Random weights; one rank."""
 
     def __init__(
-        self, config: ModelConfig, *, parallel: ParallelState, device: Device, recompute: Recompute = "none"
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelState,
+        device: Device,
+        recompute: Literal["none", "full"] = "none",
     ) -> None:
         dtype = torch.bfloat16
-        megatron = transformer_config(
-            config, parallel=parallel, device=device, dtype=dtype, recompute=recompute, sequence_parallel=False
-        )
+        megatron = transformer_config(config, parallel=parallel, device=device, dtype=dtype, sequence_parallel=False)
+        checkpoint_first_layers(megatron, config.num_layers if recompute == "full" else 0)
         # The output layer computes here, by Megatron's own kernel for it: the fused one belongs to apex.
         megatron.gradient_accumulation_fusion = False
         model = GPTModel(

@@ -58,8 +58,9 @@ class Device(Protocol):
     def empty_cache(self) -> None: ...
 
     def memory_stats(self) -> dict[str, float]:
-        """Return allocated_gib and peak_gib, which this process uses now and used at most, and allocator_retries: how
-        often, since the process began, memory ran out until the allocator released its cache."""
+        """Return allocated_gib and peak_gib, which this process uses now and used at most, available_gib, which it can
+        still allocate, and allocator_retries: how often, since the process began, memory ran out until the allocator
+        released its cache."""
         ...
 
     def memory_holders(self) -> str:

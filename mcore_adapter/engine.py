@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_adapter.activations.auto import AutoRecompute
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import PackedBatch
@@ -38,12 +39,13 @@ from mcore_adapter.kernels import computed_by
 from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
-from mcore_adapter.out_of_memory import MemoryGuard, PassSizes
+from mcore_adapter.out_of_memory import MemoryGuard, PassSizes, StepOutOfMemory
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.hf_config import ModelConfig, read_config
 from tracing import span
 
+T = TypeVar("T")
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask" and "token_weights", sequences) -> (loss, metrics), all of them weighted
 sums over the trained tokens of a microbatch; train_step() divides them."""
@@ -75,7 +77,7 @@ class MegatronEngine:
             device=device,
             dtype=dtype,
             is_critic=settings.is_critic,
-            recompute=settings.recompute,
+            recompute="none" if settings.recompute == "auto" else settings.recompute,
             balance=self._balance,
             fp8=settings.fp8,
         )
@@ -83,6 +85,7 @@ class MegatronEngine:
         self._chunks: Sequence[Any] = self._model
         self._plans: dict[tuple[int, bool], ExportPlan] = {}  # by the arguments of iter_hf_weights()
         self._optimizer: TrainOptimizer | None = None
+        self._recompute: AutoRecompute | None = None
         overlap = optimizer is not None and device.overlaps_communication and parallel.dp_cp_group.size() > 1
         self._memory = MemoryGuard(parallel, device, overlap=overlap)
         if optimizer is None:
@@ -97,6 +100,17 @@ class MegatronEngine:
             )
             self._chunks = ddp
             self._optimizer = TrainOptimizer(ddp, optimizer, dtype)
+            if settings.recompute == "auto":
+                self._recompute = AutoRecompute(
+                    self._model,
+                    self.model_config,
+                    parallel=parallel,
+                    device=device,
+                    itemsize=dtype.itemsize,
+                    is_critic=settings.is_critic,
+                    limit_gib=settings.recompute_limit_gib,
+                    pending_bytes=self._optimizer.pending_bytes,
+                )
         self._host_copy = HostCopy()
         self._host_weights = HostWeights(self._model)
         self._sequence_parallel: bool = self._model[0].config.sequence_parallel
@@ -173,11 +187,8 @@ class MegatronEngine:
             return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
 
         sizes = partial(self._sizes, shard.shape, plan, limit)
-        self._optimizer.zero_grad()
-        if self.model_config.moe is not None:
-            forget_counts(self._model)  # of a pass that ran out of memory
         with span("forward and backward"):
-            sums, num_microbatches = self._memory.gradients(gradients, sizes)
+            sums, num_microbatches = self._fitting(gradients, sizes, max(map(len, plan)))
         with span("optimizer"):
             update = self._memory.update(self._optimizer.step, sizes)
         return {
@@ -188,6 +199,25 @@ class MegatronEngine:
             "num_microbatches": float(num_microbatches),
             "update_skipped": float(not update.applied),
         }
+
+    def _fitting(self, gradients: Callable[[], T], sizes: Callable[[], PassSizes], num_microbatches: int) -> T:
+        """Compute gradients from zero, again with more recomputation where memory ran out and that can be chosen."""
+        assert self._optimizer is not None, "train_step() checks it"
+        if self._recompute is not None:
+            self._recompute.prepare(sizes().largest, num_microbatches)
+        while True:
+            self._optimizer.zero_grad()
+            if self.model_config.moe is not None:
+                forget_counts(self._model)  # of a pass that ran out of memory
+            try:
+                result = self._memory.gradients(gradients, sizes)
+            except StepOutOfMemory as e:
+                if self._recompute is None or not e.repeatable or not self._recompute.retreat():
+                    raise
+                continue
+            if self._recompute is not None:
+                self._recompute.observe()
+            return result
 
     def logprobs(
         self,

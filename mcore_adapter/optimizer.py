@@ -126,6 +126,14 @@ class TrainOptimizer:
                 optimizer.step = partial(self._state.step_in_pieces, optimizer, optimizer.step)
             self._state.to_host()
 
+    def pending_bytes(self) -> float:
+        """Return the bytes of moments that the first step will put on the device for good."""
+        if self._settings.offload:
+            return 0.0
+        inner = [optimizer.optimizer for optimizer in self.megatron.chained_optimizers]
+        masters = [(o.state, p) for o in inner for group in o.param_groups for p in group["params"]]
+        return sum(2.0 * p.nbytes for state, p in masters if p not in state)
+
     def zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+Level = Literal["none", "selective", "qkv", "linear", "full"]
+"""What a layer computes again in the backward pass. none: nothing. selective: the activation function. qkv: also what
+is before the core attention: norm, projection, rotary embedding. linear: also the norm before the MLP and its first
+linear layer, or the first products of experts; not the core attention, nor the products that follow it and the
+activation function. full: the whole layer."""
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 Fp8Recipe = Literal["tensorwise", "blockwise"]
 """What shares a factor in a matrix product in FP8. tensorwise: all of a tensor. blockwise: 128 values of a row of
@@ -23,7 +30,10 @@ class EngineSettings:
     init_critic_from_actor: bool = False
     """A critic whose folder holds a language model: everything but the value head is loaded from it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Level | Literal["auto"] = "none"
+    """What every layer computes again in the backward pass; auto: the least that fits, see activations/auto.py."""
+    recompute_limit_gib: float | None = None
+    """With recompute="auto": memory of the device that the process may use in an update; None: what is free."""
     fp8: Fp8Recipe | None = None
     """The layers' matrix products in 8-bit floating point, on devices that have it."""
     grad_reduce_in_fp32: bool = True

@@ -77,10 +77,17 @@ class ModelTrainEvalConfig(Section):
     init_critic_from_actor: bool = key(
         False, "The path is a language model; initialize a new value head", needs="critic only"
     )
-    gradient_checkpointing: bool | None = key(
+    gradient_checkpointing: bool | Literal["auto", "selective", "linear"] | None = key(
         None,
-        "Recompute activations in the backward pass. true: full layers. null: selective recomputation with GPUs, "
-        "none without GPUs",
+        "Recompute activations in the backward pass. true: full layers. linear: layers without the core attention. "
+        "selective: activation functions. auto: for each layer the least that fits in memory. null: selective "
+        "recomputation with GPUs, none without GPUs",
+    )
+    gradient_checkpointing_limit_gib: float | None = key(
+        None,
+        "Memory that the model may use on a device during an update. null: what is free, less 8 %",
+        gt=0,
+        needs="gradient_checkpointing=auto",
     )
     bf16: bool | None = key(
         None, "True: bfloat16, False: float32. null: bfloat16 where the trainer computes on GPUs, else float32"
@@ -121,10 +128,12 @@ class ModelTrainEvalConfig(Section):
         bf16 = on_gpu if self.bf16 is None else self.bf16
         return "bfloat16" if bf16 else "float32"
 
-    def recompute(self, *, on_gpu: bool) -> Literal["none", "selective", "full"]:
+    def recompute(self, *, on_gpu: bool) -> Literal["none", "selective", "linear", "full", "auto"]:
         """Return what a trainer on GPUs or on the CPU recomputes in the backward pass."""
         if self.gradient_checkpointing is None:
             return "selective" if on_gpu else "none"
+        if isinstance(self.gradient_checkpointing, str):
+            return self.gradient_checkpointing
         return "full" if self.gradient_checkpointing else "none"
 
 

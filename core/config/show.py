@@ -63,7 +63,9 @@ def choices_of(annotation: Any) -> str:
     """Return the values of a choice, separated by commas; empty for any other type."""
     if get_origin(annotation) is Literal:
         return ", ".join(get_args(annotation))
-    return next((found for a in get_args(annotation) if (found := choices_of(a))), "")
+    args = get_args(annotation)
+    found = next((found for a in args if (found := choices_of(a))), "")
+    return f"true, false, {found}" if found and bool in args else found
 
 
 def ignored_lines(ignored: Sequence[Problem]) -> str:

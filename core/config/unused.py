@@ -75,6 +75,8 @@ def _common(config: ExperimentConfig) -> Iterator[Idle]:
     for name, model in config.models.items():
         if model.optimizer.lr_scheduler_type == "constant":
             yield f"{name}.optimizer.lr_scheduler_type=constant", (f"{name}.optimizer.min_lr_ratio",)
+        if model.gradient_checkpointing != "auto":
+            yield f"{name}.gradient_checkpointing is not auto", (f"{name}.gradient_checkpointing_limit_gib",)
 
 
 def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
@@ -127,7 +129,7 @@ def _dpo(config: DPOConfig, allocation: Allocation) -> Iterator[Idle]:
 
 
 def _untrained(reference: ModelTrainEvalConfig) -> Idle:
-    keys = ["gradient_checkpointing", "grad_reduce_in_fp32", "moe_aux_loss_coeff", "moe_bias_update_rate"]
+    keys = ["gradient_checkpointing*", "grad_reduce_in_fp32", "moe_aux_loss_coeff", "moe_bias_update_rate"]
     optimizer = reference.optimizer
     keys += [f"optimizer.{k}" for k in type(optimizer).model_fields if (k, optimizer.type) != ("type", "empty")]
     return "the reference model is not trained", tuple(f"ref.{key}" for key in keys)

@@ -183,7 +183,8 @@ class CpuDevice:
         with open("/proc/self/statm") as statm:
             now = int(statm.read().split()[1]) * resource.getpagesize() / 2**30
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        return {"allocated_gib": now, "peak_gib": max(now, peak), "allocator_retries": 0.0}
+        free = psutil.virtual_memory().available / 2**30
+        return {"allocated_gib": now, "peak_gib": max(now, peak), "available_gib": free, "allocator_retries": 0.0}
 
     def memory_holders(self) -> str:
         sizes = {

@@ -15,47 +15,14 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TENorm
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, swiglu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcore_adapter.layer_specs import stage_layers
 from mcore_adapter.settings import Fp8Recipe
-
-
-class SelectiveMLP(MLP):
-    """The product of the two halves, input of the second linear layer, is not kept for the backward pass but made again
-    from the halves. Next to them it is the largest activation of a layer."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not torch.is_grad_enabled():
-            return super().forward(hidden_states, per_token_scale, **kwargs)
-        halves, bias = self.linear_fc1(hidden_states)
-        assert bias is None, "no supported family has a bias here"
-        product = bias_swiglu_impl(halves, None)
-        address = product.data_ptr()
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor | torch.Size:
-            return tensor.shape if tensor.data_ptr() == address else tensor
-
-        weight: Any = self.linear_fc2.weight
-
-        def unpack(kept: torch.Tensor | torch.Size) -> torch.Tensor:
-            if hasattr(weight, "main_grad"):
-                # Through these hooks TransformerEngine gets a copy of the weight's object: it adds the gradient to the
-                # buffer, but cannot report it, which the wrapper that reduces gradients waits for.
-                weight.grad_added_to_main_grad = True
-                weight.grad = weight.detach().new_empty(()).expand(weight.shape)
-            return kept if isinstance(kept, torch.Tensor) else swiglu(halves.detach()).view(kept)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return self.linear_fc2(product)
 
 
 def _fp8_recipes(capability: tuple[int, int]) -> tuple[Fp8Recipe, ...]:
@@ -108,20 +75,16 @@ class CudaDevice:
             persist_layer_norm=True,
             batch_p2p_sync=True,
             moe_grouped_gemm=True,
-            recompute_modules=[],  # "selective" is SelectiveMLP; attention recomputes by itself
         )
 
     def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
         def layer(num_experts: int | None) -> ModuleSpec:
-            spec = get_gpt_layer_with_transformer_engine_spec(
+            return get_gpt_layer_with_transformer_engine_spec(
                 num_experts=num_experts,
                 moe_grouped_gemm=True,
                 qk_layernorm=config.qk_layernorm,
                 multi_latent_attention=config.multi_latent_attention,
             )
-            if config.recompute_granularity == "selective" and num_experts is None:
-                spec.submodules.mlp.module = SelectiveMLP
-            return spec
 
         return TransformerBlockSubmodules(layer_specs=stage_layers(config, vp_stage, layer), layer_norm=TENorm)
 
@@ -132,7 +95,10 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def memory_stats(self) -> dict[str, float]:
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
         return {
+            "available_gib": (free + cached) / 2**30,
             "allocated_gib": torch.cuda.memory_allocated(self.torch_device) / 2**30,
             "peak_gib": torch.cuda.max_memory_allocated(self.torch_device) / 2**30,
             "allocator_retries": float(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0)),

@@ -32,9 +32,10 @@ from mcore_adapter.models.families import EMBEDDING, OUTPUT, canonical_name, lay
 from mcore_adapter.models.router import Balance, RoutedLayer, Router
 from mcore_adapter.models.sandwich import install_post_norms
 from mcore_adapter.models.stacked_experts import stack_experts
-from mcore_adapter.models.transformer_config import Recompute, transformer_config
+from mcore_adapter.models.transformer_config import transformer_config
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.settings import Fp8Recipe
+from mcore_adapter.recompute import install_recomputation, recompute_layers
+from mcore_adapter.settings import Fp8Recipe, Level
 from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
 from model_specs.rope import Llama3RopeScaling
@@ -111,6 +112,7 @@ class ModelChunk(GPTModel):
         num_stages = parallel.layout.vpp
         vp_stage = stage if num_stages > 1 else None
         spec = device.block_spec(megatron, vp_stage)
+        install_recomputation(spec)
         if model_config.moe is not None:
             _install_router(spec, model_config.moe, balance, device.torch_device)
             if device.has_grouped_products:
@@ -160,7 +162,7 @@ def build_model(
     device: Device,
     dtype: torch.dtype,
     is_critic: bool = False,
-    recompute: Recompute = "none",
+    recompute: Level = "none",
     fp8: Fp8Recipe | None = None,
     sequence_parallel: bool | None = None,
     balance: Balance | None = None,
@@ -183,7 +185,6 @@ def build_model(
         parallel=parallel,
         device=device,
         dtype=dtype,
-        recompute=recompute,
         fp8=fp8,
         sequence_parallel=layout.tp > 1 if sequence_parallel is None else sequence_parallel,
     )
@@ -194,6 +195,7 @@ def build_model(
         )
         for stage in range(layout.vpp)
     ]  # fmt: skip
+    recompute_layers(chunks, [recompute] * config.num_layers)
     for param, conversion in named_conversions(chunks):
         if isinstance(conversion, OfExpert):
             # Other replicas of an expert are other ranks than those of what is around it: reduced and counted apart.

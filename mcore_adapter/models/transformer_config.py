@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,6 @@ from mcore_adapter.models.families import FAMILIES
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.config import ModelConfig
-
-Recompute = Literal["none", "selective", "full"]
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": dict(recompute_granularity="selective"),
-    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-}
 
 
 def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
@@ -40,7 +32,6 @@ def transformer_config(
     parallel: ParallelState,
     device: Device,
     dtype: torch.dtype,
-    recompute: Recompute,
     sequence_parallel: bool,
     fp8: Fp8Recipe | None = None,
 ) -> TransformerConfig:
@@ -88,7 +79,6 @@ def transformer_config(
         # range of e5m2; blocks of 128 values do not.
         fp8={None: None, "tensorwise": "hybrid", "blockwise": "e4m3"}[fp8],
         fp8_recipe=fp8 or "tensorwise",
-        **_RECOMPUTE[recompute],
         **{**device.config_overrides(), **family},
     )
 

@@ -502,6 +502,11 @@ def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
     assert config.ref_path == "other"
     assert config.actor.dtype(on_gpu=False) == "bfloat16"
     assert config.actor.recompute(on_gpu=False) == "full"
+    for level in ("auto", "selective", "linear"):
+        config = load(tmp_path, SMALLEST_PPO, f"actor.gradient_checkpointing={level}")
+        assert config.actor.recompute(on_gpu=True) == level
+    (message,) = errors(tmp_path, SMALLEST_PPO, "actor.gradient_checkpointing=fully")
+    assert "auto" in message and "selective" in message
     assert load(tmp_path, SMALLEST_PPO, "ppo.gen.max_new_tokens=27648").max_tokens_per_mb("actor_train") == 27664
 
 

@@ -79,6 +79,10 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
             "actor.optimizer.min_lr_ratio=0.5", {"actor.optimizer.min_lr_ratio"}, "constant",
             "actor.optimizer.lr_scheduler_type=cosine",
         ),
+        (
+            "actor.gradient_checkpointing_limit_gib=80", {"actor.gradient_checkpointing_limit_gib"}, "is not auto",
+            "actor.gradient_checkpointing=auto",
+        ),
     ],
 )  # fmt: skip
 def test_a_key_without_effect_is_reported_with_the_reason(

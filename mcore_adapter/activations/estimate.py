@@ -1,0 +1,172 @@
+"""How much memory the activations of an update take on a rank, and the least recomputation that fits into a limit.
+
+An estimate from the shape of the model, for TransformerEngine's layers; auto.py corrects it by what was
+measured. Invariant: it depends on what all ranks of a pipeline stage have in common, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from allocation import ParallelLayout
+from mcore_adapter.settings import LEVELS, Level
+from model_specs.config import ModelConfig
+from model_specs.moe import MoEConfig
+
+LOGITS_BYTES = 5 << 30
+"""Most of a buffer of output logits; see cuda/lm_head.py."""
+_FP32_ROWS = 512
+_ROUTER_BYTES = 12  # for each expert: logits and scores in float32, and their gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateShape:
+    """What one rank computes of an update."""
+
+    config: ModelConfig
+    layout: ParallelLayout
+    itemsize: int
+    """Bytes of an element of weights and activations."""
+    tokens: int
+    """Of the largest microbatch, before context parallelism divides it."""
+    in_flight: int
+    """Passes through a chunk whose activations are held at once; see in_flight()."""
+    layers: range
+    """Of the longest chunk of the rank."""
+    has_head: bool
+    """Whether the rank computes logits (or values)."""
+    is_critic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the layers of a chunk recompute, in order, and the estimated bytes of activations."""
+
+    levels: tuple[Level, ...]
+    activation_bytes: float
+    fits: bool
+
+    def __str__(self) -> str:
+        counts = ((level, self.levels.count(level)) for level in reversed(LEVELS))
+        return ", ".join(f"{level} in {count}" for level, count in counts if count) + f" of {len(self.levels)} layers"
+
+
+def in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int) -> int:
+    """Return how many passes through a chunk the 1F1B schedules hold at once on a pipeline stage."""
+    if layout.vpp == 1:
+        return min(num_microbatches, layout.pp - pp_rank)
+    warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp
+    return min(num_microbatches * layout.vpp, warm_up + 1)
+
+
+def choose(shape: UpdateShape, limit_bytes: float, *, correction: float = 1.0) -> Choice:
+    """Return the least recomputation whose activations fit, raising the level of one layer after the other; where
+    nothing fits, that of all layers to the highest. `correction`: measured by estimated bytes."""
+    for levels in _ladder(len(shape.layers)):
+        size = correction * activation_bytes(shape, levels)
+        if size <= limit_bytes:
+            return Choice(levels=levels, activation_bytes=size, fits=True)
+    return Choice(levels=levels, activation_bytes=size, fits=False)
+
+
+def _ladder(num_layers: int) -> Iterator[tuple[Level, ...]]:
+    """Yield the choices, from the least recomputation on; the levels of a choice descend."""
+    yield (LEVELS[0],) * num_layers
+    for lower, higher in zip(LEVELS, LEVELS[1:], strict=False):
+        for count in range(1, num_layers + 1):
+            yield (higher,) * count + (lower,) * (num_layers - count)
+
+
+def activation_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
+    """Return the peak of the activations: what is kept from forward to backward pass, and the larger of what the
+    backward passes of the output layer and of one layer need beside it."""
+    tokens = shape.tokens / shape.layout.cp
+    kept = sum(_kept(shape, level, layer) for level, layer in zip(levels, shape.layers, strict=True))
+    passing = max(
+        _passing(shape, level, layer) * tokens + _expert_gradients(shape, layer)
+        for level, layer in zip(levels, shape.layers, strict=True)
+    )
+    head = _head(shape, tokens) if shape.has_head else 0.0
+    return tokens * shape.in_flight * kept + max(passing, head)
+
+
+def _kept(shape: UpdateShape, level: Level, layer: int) -> float:
+    """Return the bytes of a token that a layer keeps from forward to backward pass."""
+    config, size = shape.config, shape.itemsize
+    hidden = config.hidden_size / shape.layout.tp  # sequence parallelism is on with tensor parallelism
+    if level == "full":
+        return size * hidden
+    attention, output = _attention_widths(shape)
+    if level in ("qkv", "linear") and config.mla is None:
+        attention = 0.0
+    residuals = (4 if config.post_norms else 2) * hidden
+    total = residuals + attention + output
+    moe = _moe(shape, layer)
+    if moe is None:
+        width = config.intermediate_size / shape.layout.tp
+        total += {"none": hidden + 3 * width, "linear": 0.0}.get(level, hidden + 2 * width)
+        return size * total
+    copies = moe.top_k / shape.layout.tp
+    total += hidden + 3 * moe.shared_intermediate_size / shape.layout.tp
+    if shape.layout.ep > 1:  # each copy that came from another rank
+        total += copies * config.hidden_size
+    if level != "linear":
+        total += copies * 2 * moe.intermediate_size
+    return size * total + _ROUTER_BYTES * moe.num_experts / shape.layout.tp
+
+
+def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
+    """Return the bytes of a token that the backward pass of a layer takes while it runs: what it computes again, and
+    gradients."""
+    config, size = shape.config, shape.itemsize
+    hidden = config.hidden_size / shape.layout.tp
+    again = _kept(shape, "none", layer) - _kept(shape, level, layer)
+    attention, output = _attention_widths(shape)
+    moe = _moe(shape, layer)
+    if moe is None:
+        mlp = 3 * config.intermediate_size / shape.layout.tp
+    else:
+        mlp = moe.top_k / shape.layout.tp * (3 * moe.intermediate_size + 2 * config.hidden_size)
+    # One after the other: gradients of the MLP's inner activations; of queries (summed in float32), keys and values.
+    return again + size * (max(mlp, attention + 3 * output) + 3 * hidden)
+
+
+def _attention_widths(shape: UpdateShape) -> tuple[float, float]:
+    """Return the elements of a token that are the core attention's input or lead to it, and those of its output."""
+    config, tp = shape.config, shape.layout.tp
+    hidden = config.hidden_size / tp
+    if config.mla is not None:
+        heads = config.num_heads / tp
+        inner = heads * (2 * config.mla.qk_head_dim + config.mla.v_head_dim)
+        latent = 2 * (config.mla.kv_lora_rank + (config.mla.q_lora_rank or 0))
+        return hidden + inner + latent, heads * config.mla.v_head_dim
+    queries, keys = (n * config.head_dim / tp for n in (config.num_heads, config.num_kv_heads))
+    normed = queries + keys if config.qk_norm else 0  # its input, which is a copy
+    return hidden + normed + queries + 2 * keys, queries
+
+
+def _expert_gradients(shape: UpdateShape, layer: int) -> float:
+    """Return the bytes of the gradients of a layer's experts before they are added to those of other microbatches."""
+    moe = _moe(shape, layer)
+    if moe is None:
+        return 0.0
+    return shape.itemsize * 3 * moe.num_experts / shape.layout.ep * moe.intermediate_size * shape.config.hidden_size
+
+
+def _head(shape: UpdateShape, tokens: float) -> float:
+    """Return the bytes of the backward pass of the output layer."""
+    config, size = shape.config, shape.itemsize
+    hidden = 3 * tokens * config.hidden_size
+    if shape.is_critic:
+        return (size + 4) * hidden
+    rows = config.vocab_size / shape.layout.tp
+    logits = tokens * rows * size
+    gradient = rows * config.hidden_size * (size if logits <= LOGITS_BYTES else 2 * size + 4)
+    return size * hidden + min(logits, LOGITS_BYTES) + 4 * _FP32_ROWS * rows + gradient
+
+
+def _moe(shape: UpdateShape, layer: int) -> MoEConfig | None:
+    """Return the experts of a layer, None for a dense one."""
+    moe = shape.config.moe
+    return moe if moe is not None and moe.sparse_layers[layer] else None

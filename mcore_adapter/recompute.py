@@ -1,0 +1,180 @@
+"""What a layer computes again in the backward pass instead of keeping it, chosen for each layer while the model runs.
+
+Invariant: the choice changes no loss and no gradient, and every tensor-, context- and expert-parallel rank of a
+pipeline stage has the same one, as the second computation communicates like the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any, Literal
+
+import megatron.core.transformer.mlp as megatron_mlp
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config as yarn_concentration,
+)
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+
+from mcore_adapter.settings import Level
+
+
+class RecomputingAttention(SelfAttention):
+    """Self-attention that can drop queries, keys and values after the core attention, and make them again."""
+
+    recompute_inputs = False
+    _inputs: tuple[Tensor, Tensor, Tensor] | None = None
+    """Of the pass under way, where they will be dropped: rotated queries [t, n, d] and keys, and values."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        given: dict[str, Any] = dict(rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
+        if not (self.recompute_inputs and torch.is_grad_enabled()):
+            return super().forward(hidden_states, attention_mask, *args, **given)
+        assert rotary_pos_emb is not None and packed_seq_params.qkv_format == "thd", "as every family and packing has"
+        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)
+
+        def inputs(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._rotated(hidden, angles, packed_seq_params)
+
+        self._inputs = checkpoint.checkpoint(inputs, hidden_states)
+        try:
+            output, bias = super().forward(hidden_states, attention_mask, *args, **{**given, "rotary_pos_emb": None})
+        finally:
+            self._inputs = None
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, bias
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is None:
+            return super().get_query_key_value_tensors(*args, **kwargs)
+        return tuple(x.unsqueeze(1) for x in self._inputs)  # the caller squeezes
+
+    def _rotated(self, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (x.squeeze(1) for x in super().get_query_key_value_tensors(hidden))
+        padded = packing.cu_seqlens_q_padded
+        settings: dict[str, Any] = dict(
+            config=self.config,
+            cu_seqlens=packing.cu_seqlens_q if padded is None else padded,
+            mscale=yarn_concentration(self.config),
+            cp_group=self.pg_collection.cp,
+        )
+        query, key = (apply_rotary_pos_emb(x, a, **settings) for x, a in zip((query, key), angles, strict=True))
+        return query, key, value.contiguous()  # a view would hold all three until the core attention is done
+
+
+class RecomputingMLP(MLP):
+    """A dense MLP that need not keep the input of its second linear layer, or that and the output of the first."""
+
+    recompute: Literal["nothing", "product", "halves"] = "nothing"
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.config.fp8:  # otherwise it keeps its input in 8 bits, beside the one that is dropped
+            self.linear_fc2.save_original_input = self.recompute == "halves"
+        if self.recompute == "nothing" or not torch.is_grad_enabled():
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        if self.recompute == "product":
+            return self._without_product(hidden_states)
+        checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)
+        output, bias = self.linear_fc2(checkpoint.checkpoint(self._product, hidden_states))
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, bias
+
+    def _product(self, hidden_states: Tensor) -> Tensor:
+        halves, bias = self.linear_fc1(hidden_states)
+        assert bias is None, "no supported family has a bias here"
+        return _swiglu(halves)
+
+    def _without_product(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        halves, _ = self.linear_fc1(hidden_states)
+        product = _swiglu(halves)
+        address = product.data_ptr()
+
+        def pack(tensor: Tensor) -> Tensor | torch.Size:
+            return tensor.shape if tensor.data_ptr() == address else tensor
+
+        weight: Any = self.linear_fc2.weight
+
+        def unpack(kept: Tensor | torch.Size) -> Tensor:
+            if self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad"):
+                # Through these hooks TransformerEngine gets a copy of the weight's object: it adds the gradient to the
+                # buffer, but cannot report it, which the wrapper that reduces gradients waits for.
+                weight.grad_added_to_main_grad = True
+                weight.grad = weight.detach().new_empty(()).expand(weight.shape)
+            return kept if isinstance(kept, Tensor) else _swiglu(halves.detach()).view(kept)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return self.linear_fc2(product)
+
+
+def _swiglu(halves: Tensor) -> Tensor:
+    """Compute silu(first) * second of halves [..., 2 * f]: [..., f]. Megatron's, or what the device put there."""
+    product: Tensor = megatron_mlp.bias_swiglu_impl(halves, None)  # type: ignore[no-untyped-call]
+    return product
+
+
+def install_recomputation(spec: TransformerBlockSubmodules) -> None:
+    """Let the layers of `spec` be able to recompute, where the parts of this file stand for theirs."""
+    for layer in spec.layer_specs or ():
+        parts = layer.submodules
+        if parts.self_attention.module is SelfAttention:
+            parts.self_attention.module = RecomputingAttention
+        if parts.mlp.module is MLP:
+            parts.mlp.module = RecomputingMLP
+
+
+def recompute_layers(chunks: Iterable[nn.Module], levels: Sequence[Level]) -> None:
+    """Set what the layers of each chunk recompute from the next forward pass on: the i-th of every chunk levels[i].
+    Those that are recomputed as a whole come first. Below that level, latent attention and experts
+    that are not stacked keep all."""
+    num_full = sum(1 for _ in takewhile(lambda level: level == "full", levels))
+    assert "full" not in levels[num_full:], "Megatron checkpoints the first layers of a chunk"
+    for chunk in chunks:
+        of_block: Any = chunk
+        checkpoint_first_layers(of_block.config, num_full)
+        for layer, level in zip(of_block.decoder.layers, levels, strict=False):
+            _recompute_parts(layer, level)
+
+
+def checkpoint_first_layers(config: TransformerConfig, num_layers: int) -> None:
+    """Let Megatron checkpoint the first layers of each chunk, 0 for none."""
+    config.recompute_granularity = "full" if num_layers else None
+    config.recompute_method = "block" if num_layers else None
+    config.recompute_num_layers = num_layers or None
+
+
+_OF_MLP: dict[Level, Literal["nothing", "product", "halves"]] = {
+    "none": "nothing",
+    "selective": "product",
+    "qkv": "product",
+    "linear": "halves",
+    "full": "nothing",
+}
+
+
+def _recompute_parts(layer: Any, level: Level) -> None:
+    attention, mlp = layer.self_attention, layer.mlp
+    if isinstance(attention, RecomputingAttention):
+        attention.recompute_inputs = level in ("qkv", "linear")
+    if isinstance(mlp, RecomputingMLP):
+        mlp.recompute = _OF_MLP[level]
+    experts: Any = getattr(mlp, "experts", None)
+    if hasattr(experts, "keep_halves"):
+        experts.keep_halves = level != "linear"

@@ -1,0 +1,135 @@
+"""recompute="auto" in an engine: what it chooses, corrects and falls back to; the update is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from allocation import ParallelLayout
+from helpers.engine_cases import make_engine, policy_loss, random_batch
+from helpers.mcore_ranks import LAYOUTS, Rank, RankPool
+from helpers.tiny_models import write_model
+from mcore_adapter.activations.estimate import activation_bytes
+from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.settings import LEVELS
+
+HELD = 1.0  # GiB beside the activations, as every rank reports it
+
+
+class Stats:
+    """What a device reports; `used()`: activations of the last update, in GiB."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from mcore_adapter.cpu.device import CpuDevice
+
+        self.used: Callable[[], float] = lambda: 0.0
+        patch.setattr(
+            CpuDevice, "memory_stats",
+            lambda _: {"allocated_gib": HELD, "peak_gib": HELD + self.used(), "available_gib": 100.0},
+        )  # fmt: skip
+
+
+def step(engine: Any, tokens: int = 200) -> dict[str, float]:
+    return engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=tokens)
+
+
+def sizes_of(engine: Any) -> dict[str, float]:
+    """The estimate in GiB of each level in all layers."""
+    shape = engine._recompute._shape
+    return {level: activation_bytes(shape, [level] * len(shape.layers)) / 2**30 for level in LEVELS}
+
+
+def chosen_by_limit(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, Any]:
+    """Steps with plenty of memory, then with limits between the levels."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
+        stats = Stats(patch)
+        plain = step(make_engine(parallel, device, model))
+        roomy = make_engine(parallel, device, model, recompute="auto")
+        steps = {"roomy": (step(roomy), roomy._recompute.choice.levels)}
+        sizes = sizes_of(roomy)
+        pending = make_engine(parallel, device, model)._optimizer.pending_bytes() / 2**30
+        for level in ("linear", "full"):
+            stats.used = partial(float, sizes[level] * 1.0001)
+            limit = HELD + pending + sizes[level] * 1.001
+            engine = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)
+            steps[level] = step(engine), engine._recompute.choice.levels
+        return {"plain": plain, "steps": steps}
+
+
+@pytest.mark.parametrize("layout", ["one process", "tp2", "pp2", "cp2"])
+def test_the_least_that_fits_is_chosen_and_the_update_is_the_same(ranks: RankPool, tmp_path: Any, layout: str) -> None:
+    write_model("qwen3", tmp_path / "model")
+    where = LAYOUTS[layout]
+    results = ranks.run(chosen_by_limit, where.world_size, where, str(tmp_path / "model"))
+    for result in results:
+        for figures, _ in result["steps"].values():
+            assert figures == result["plain"]
+    if where.pp == 1:  # limits are those of every rank's own estimate
+        levels = {name: levels for name, (_, levels) in results[0]["steps"].items()}
+        assert levels == {"roomy": ("none",) * 4, "linear": ("linear",) * 4, "full": ("full",) * 4}
+        assert all(result["steps"].keys() == results[0]["steps"].keys() for result in results)
+
+
+def corrected(rank: Rank, model: str) -> list[int]:
+    """The choices for steps that use half of what is estimated, then for larger microbatches."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        stats = Stats(patch)
+        probe = make_engine(parallel, device, model, recompute="auto")
+        probe._recompute.prepare(100, 1)
+        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + sizes_of(probe)["linear"] * 1.01
+        engine = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)
+        auto = engine._recompute
+        patch.setattr(auto, "_pending_bytes", probe._optimizer.pending_bytes)  # its moments are in no report
+        stats.used = lambda: auto.choice and activation_bytes(auto._shape, auto.choice.levels) / 2**31 or 0.0
+        choices = []
+        for tokens in (100, 100, 100, 150):
+            auto.prepare(tokens, 1)
+            choices.append(sum(map(LEVELS.index, auto.choice.levels)))
+            step(engine, tokens)
+        return choices
+
+
+def test_a_measured_peak_below_the_estimate_allows_less_recomputation(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    ((first, second, third, larger),) = ranks.run(corrected, 1, str(tmp_path / "model"))
+    assert first == 3 * 4 and second < first, "after the first update it is corrected"
+    assert third == second, "and settles"
+    assert third < larger < 3 * 4, "what was measured holds for larger microbatches too"
+
+
+def ran_out(rank: Rank, model: str, least: int) -> Any:
+    """A step on a device on which everything below a sum of levels runs out of memory."""
+    import mcore_adapter.engine as module
+
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        Stats(patch)
+        plain = step(make_engine(parallel, device, model))
+        engine = make_engine(parallel, device, model, recompute="auto")
+        run = module.run_schedule
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)  # the gradients are there: they must not count
+            if sum(map(LEVELS.index, engine._recompute.choice.levels)) < least:
+                raise MemoryError("no memory")
+            return result
+
+        patch.setattr(module, "run_schedule", fails)
+        try:
+            return step(engine) == plain, engine._recompute.choice.levels
+        except StepOutOfMemory as e:
+            return e.repeatable, engine._recompute.choice.levels
+
+
+def test_an_update_that_ran_out_of_memory_is_repeated_with_more_recomputation(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3_moe", tmp_path / "model")
+    ((same, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 6)
+    assert same and 6 <= sum(map(LEVELS.index, levels)) < 16
+
+
+def test_an_update_that_never_fits_is_reported_as_before(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3_moe", tmp_path / "model")
+    ((repeatable, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 17)
+    assert repeatable and set(levels) == {"full"}

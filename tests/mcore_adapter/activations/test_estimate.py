@@ -1,0 +1,96 @@
+"""The estimate of activation memory, against what was measured on a GPU, and the choice that is made by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allocation import ParallelLayout
+from mcore_adapter.activations.estimate import UpdateShape, activation_bytes, choose, in_flight
+from mcore_adapter.settings import LEVELS
+from model_specs.hf_config import parse_config
+from tools.bench.gpu import config_of
+from tools.bench.gpu_experts import SLICE
+
+DENSE = config_of("1.5B")
+LATENT: dict[str, Any] = dict(
+    model_type="deepseek_v3", hidden_act="silu", vocab_size=512, hidden_size=64, intermediate_size=96,
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16,
+    qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=24, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    max_position_embeddings=512, norm_topk_prob=True, routed_scaling_factor=1.0,
+)  # fmt: skip
+
+
+def shape(raw: dict[str, Any], tokens: int, **changes: Any) -> UpdateShape:
+    config = parse_config(raw)
+    one = UpdateShape(
+        config=config, layout=ParallelLayout(), itemsize=2, tokens=tokens, in_flight=1,
+        layers=range(config.num_layers), has_head=True,
+    )  # fmt: skip
+    return replace(one, **changes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "tokens", "measured"),
+    [
+        # Peak less weights, gradients and optimizer state of `tools.bench gpu`, rows memory.*, in GB.
+        (DENSE, 16384, 59.1 - 27.8), (DENSE, 32768, 89.5 - 27.8),
+        (SLICE, 16384, 91.5 - 78.6), (SLICE, 32768, 103.6 - 78.6),
+    ],
+)  # fmt: skip
+def test_the_estimate_is_near_what_was_measured(raw: dict[str, Any], tokens: int, measured: float) -> None:
+    one = shape(raw, tokens)
+    assert activation_bytes(one, ["selective"] * len(one.layers)) / 1e9 == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize("raw", [DENSE, SLICE, LATENT], ids=["dense", "experts", "latent"])
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)], ids=str
+)
+def test_a_smaller_limit_means_more_recomputation_that_fits(raw: dict[str, Any], layout: ParallelLayout) -> None:
+    one = shape(raw, 8192, layout=layout)
+    sizes = [activation_bytes(one, [level] * len(one.layers)) for level in LEVELS]
+    least, most = choose(one, sizes[0]), choose(one, sizes[-1])
+    assert set(least.levels) == {"none"} and set(most.levels) == {"full"} and least.fits and most.fits
+    before = 0
+    for part in range(21):
+        limit = sizes[0] + (sizes[-1] - sizes[0]) * part / 20
+        choice = choose(one, limit)
+        ranks = [LEVELS.index(level) for level in choice.levels]
+        assert choice.fits and activation_bytes(one, choice.levels) == choice.activation_bytes <= limit
+        assert ranks == sorted(ranks, reverse=True) and sum(ranks) >= before
+        before = sum(ranks)
+    hopeless = choose(one, sizes[-1] / 2)
+    assert set(hopeless.levels) == {"full"} and not hopeless.fits
+
+
+def test_a_correction_scales_the_estimate() -> None:
+    one = shape(DENSE, 8192)
+    limit = activation_bytes(one, ["linear"] * 28)
+    assert choose(one, limit * 1.5, correction=1.5).levels == choose(one, limit).levels
+    roomier = choose(one, limit, correction=0.5)
+    assert roomier.levels != choose(one, limit).levels and roomier.fits
+    assert roomier.activation_bytes == activation_bytes(one, roomier.levels) / 2
+
+
+def test_ranks_that_share_the_tokens_or_the_widths_keep_half() -> None:
+    one = shape(DENSE, 8192, has_head=False)
+    for layout in (ParallelLayout(tp=2), ParallelLayout(cp=2)):
+        halved = replace(one, layout=layout)
+        for level in LEVELS:
+            assert activation_bytes(halved, [level] * 28) == pytest.approx(activation_bytes(one, [level] * 28) / 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "microbatches", "expected"),
+    [
+        (ParallelLayout(), 0, 8, 1), (ParallelLayout(pp=4), 0, 8, 4), (ParallelLayout(pp=4), 3, 8, 1),
+        (ParallelLayout(pp=4), 0, 2, 2), (ParallelLayout(pp=2, vpp=2), 0, 8, 5), (ParallelLayout(pp=2, vpp=2), 1, 8, 3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_earlier_stages_hold_more_passes(layout: ParallelLayout, rank: int, microbatches: int, expected: int) -> None:
+    assert in_flight(layout, rank, microbatches) == expected

@@ -1,0 +1,93 @@
+"""What layers recompute in the backward pass: it changes no gradient, and is not kept meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from allocation import ParallelLayout
+from helpers.engine_cases import MAX_TOKENS, make_engine, policy_loss, random_batch
+from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
+from mcore_adapter.recompute import recompute_layers
+from mcore_adapter.settings import LEVELS, Level
+
+MIXED: list[Level] = ["full", "linear", "qkv", "selective"]  # of the 4 layers of a tiny model
+CASES = [
+    *(("qwen3", layout) for layout in ("one process", "tp2", "cp2", "pp2 vpp2")),
+    *((name, "one process") for name in ("qwen2_tied", "glm4", "deepseek_v2")),
+    *(("qwen3_moe", layout) for layout in ("one process", "tp2 ep2")),
+]
+
+
+def step_of(engine: Any) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """Run one step, and return its figures and the gradients of this rank."""
+    step = engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS, with_entropy=True)
+    return step, [p.main_grad.clone() for chunk in engine._model for p in chunk.parameters()]
+
+
+def compare_levels(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, bool]:
+    """Return for each choice whether a step with it is the step without recomputation, to the last bit."""
+    from mcore_adapter.cpu.device import CpuDevice
+
+    with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
+        patch.setattr(CpuDevice, "has_grouped_products", True)
+        choices: dict[str, list[Level]] = {level: [level] * 4 for level in LEVELS} | {"mixed": MIXED}
+        steps = {}
+        for name, levels in choices.items():
+            engine = make_engine(parallel, device, model)
+            recompute_layers(engine._model, levels)
+            steps[name] = step_of(engine)
+        figures, gradients = steps.pop("none")
+        return {
+            name: other[0] == figures and all(map(torch.equal, other[1], gradients)) for name, other in steps.items()
+        }
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_what_is_recomputed_changes_no_bit_of_the_gradients(
+    ranks: RankPool, model_folders: Any, name: str, layout: str
+) -> None:
+    where = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    for same in ranks.run(compare_levels, where.world_size, where, str(model_folders[name][0])):
+        assert all(same.values()), same
+
+
+def kept_bytes(rank: Rank, model: str) -> dict[str, int]:
+    """Return for each level the bytes that the layers keep between forward and backward pass."""
+    from mcore_adapter.cpu.device import CpuDevice
+
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        patch.setattr(CpuDevice, "has_grouped_products", True)
+        engine = make_engine(parallel, device, model)
+        weights = {p.untyped_storage().data_ptr() for p in engine._model[0].parameters()}
+        kept: dict[str, int] = {}
+
+        def loss(level: str, output: Any, fields: Any, sequences: Any) -> Any:
+            alive = {s.data_ptr(): s.nbytes() for s in storages if s.nbytes() and s.data_ptr() not in weights}
+            kept[level] = sum(alive.values())
+            return policy_loss(output, fields, sequences)
+
+        for level in LEVELS:
+            storages: list[torch.UntypedStorage] = []
+            recompute_layers(engine._model, [level] * 4)
+
+            def pack(tensor: torch.Tensor, storages: Any = storages) -> torch.Tensor:
+                storages.append(tensor.untyped_storage())
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                engine.train_step(
+                    random_batch(), lambda *given, level=level: loss(level, *given), max_tokens_per_mb=4096
+                )
+        return kept
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_each_level_keeps_less_than_the_one_before(ranks: RankPool, model_folders: Any, name: str) -> None:
+    (kept,) = ranks.run(kept_bytes, 1, str(model_folders[name][0]))
+    sizes = [kept[level] for level in LEVELS]
+    if name == "qwen3_moe":  # its layers have no dense MLP whose product could be dropped
+        assert sizes[0] == sizes.pop(1)
+    assert all(more > less for more, less in zip(sizes, sizes[1:], strict=False)), kept
