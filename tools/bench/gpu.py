@@ -53,12 +53,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         vocab_size=152064, tie_word_embeddings=False,
     ),
+    "7B_12_layers": dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=12, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, tie_word_embeddings=False,
+    ),
     "tiny": dict(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=512, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-"""Qwen2.5's shapes, and one for trying the measurements out."""
+"""Qwen2.5's shapes, a part of 7B that trains on one GPU, and one for trying the measurements out."""
 
 
 def config_of(shape: str) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def update(scene: Scene) -> Iterator[Figure]:
             batch = random_batch(scene, [length] * count)
             bare, bare_peak = _bare(scene, parallel, device, batch, tokens_per_mb, bare_recompute)
             free(device)
-            ours, peak = _ours(scene, parallel, device, batch, tokens_per_mb)
+            ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb)
             free(device)
         name = f"update.{scene.shape}_{length}"
         yield Figure(name=f"{name}_tokens_per_second", value=ours, unit="tokens/s", baseline=bare, target=">= 1.0x")
@@ -218,9 +222,10 @@ def _bare(
     return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
 
 
-def _ours(
+def update_rate(
     scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, **settings: Any
 ) -> tuple[float, float]:
+    """Return (tokens/s, peak GB) of updates of an engine with these settings."""
     device.forget_peak()
     engine = make_engine(scene, parallel, device, **{"recompute": "selective", **settings})
     seconds = median_seconds(device, lambda: ppo_update(engine, batch, tokens_per_mb))
@@ -247,7 +252,7 @@ def options(scene: Scene) -> Iterator[Figure]:
     for name, settings in choices.items():
         with trainer_world() as (parallel, device):
             batch = random_batch(scene, [2048] * 32)
-            rate, peak = _ours(scene, parallel, device, batch, 16384, **settings)
+            rate, peak = update_rate(scene, parallel, device, batch, 16384, **settings)
             free(device)
         if name == "plain":
             plain, plain_peak = rate, peak

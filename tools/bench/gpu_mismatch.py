@@ -96,12 +96,12 @@ async def _mismatch(
         await push_once([served], sending, buckets, 1, verify=True)
         count = load().in_flight
         length = 256 if gpu is not None else 16
-        batch = await _sampled(served, 1, prompts(scene, count), length)
+        batch = await sampled(served, 1, prompts(scene, count), length)
         for figure in _figures(f"mismatch.{scene.shape}_random", engine, device, scene, batch):
             yield figure
         text = corpus(scene)
         if text is not None:
-            loss_of_text = await asyncio.to_thread(_in_device, device, learn, engine, text)
+            loss_of_text = await asyncio.to_thread(in_device, device, learn, engine, text)
             yield Figure(
                 name=f"mismatch.{scene.shape}_trained_loss", value=loss_of_text, unit="nats", baseline=None, target=""
             )
@@ -114,23 +114,23 @@ async def _mismatch(
             return [text[start : start + width] for start in rng.integers(0, len(text) - width, number)]
 
         await push_once([served], sending, buckets, 2, verify=True)
-        batch = await _sampled(served, 2, asked(count), length)
+        batch = await sampled(served, 2, asked(count), length)
         name = f"mismatch.{scene.shape}_{'trained' if text is not None else 'untrained'}"
         for figure in _figures(name, engine, device, scene, batch):
             yield figure
-        first, later = _difference(engine, batch), []
+        first, later = difference(engine, batch), []
         for version in range(3, 23):
             engine.train_step(batch, loss, max_tokens_per_mb=32768)
             await push_once([served], sending, buckets, version, verify=True)  # raises where a checksum differs
-            batch = await _sampled(served, version, asked(count // 8), length)
-            later.append(_difference(engine, batch))
+            batch = await sampled(served, version, asked(count // 8), length)
+            later.append(difference(engine, batch))
             logger.info("version %d: %.5f nats", version, later[-1])
         await asyncio.to_thread(sending.close)
     yield Figure(name=f"{name}_worst_of_20_updates", value=max(later), unit="nats", baseline=first, target="no drift")
     yield Figure(name=f"{name}_after_20_updates", value=later[-1], unit="nats", baseline=first, target="no drift")
 
 
-def _in_device(device: Any, function: Callable[..., Any], *args: Any) -> Any:
+def in_device(device: Any, function: Callable[..., Any], *args: Any) -> Any:
     with device.activate():
         return function(*args)
 
@@ -141,7 +141,7 @@ def _figures(name: str, engine: Any, device: Any, scene: Scene, batch: Any) -> I
     def figure(what: str, value: float, unit: str = "nats", target: str = "") -> Figure:
         return Figure(name=f"{name}_{what}", value=value, unit=unit, baseline=None, target=target)
 
-    yield figure("at_start", _difference(engine, batch), target="<= 0.01")
+    yield figure("at_start", difference(engine, batch), target="<= 0.01")
     yield figure("num_tokens", float(batch.loss_mask.sum()), "tokens", ">= 100000")
     yield figure("mean_surprise", -float(batch.fields["rollout_logprobs"][batch.loss_mask].mean()))
     trainer_off, server_off = _against_fp32(scene, engine, device, batch, min(32, batch.num_sequences))
@@ -149,7 +149,8 @@ def _figures(name: str, engine: Any, device: Any, scene: Scene, batch: Any) -> I
     yield figure("server_against_fp32", server_off)
 
 
-async def _sampled(served: SGLangGenerator, version: int, given: list[np.ndarray], length: int) -> Any:
+async def sampled(served: SGLangGenerator, version: int, given: list[np.ndarray], length: int) -> Any:
+    """Return answers of `length` tokens to the given prompts as a batch for the trainer."""
     sampling = SamplingParams(max_new_tokens=length)
     completions: list[Completion] = await asyncio.gather(
         *(
@@ -162,22 +163,22 @@ async def _sampled(served: SGLangGenerator, version: int, given: list[np.ndarray
     blank = [np.zeros(len(p), np.float32) for p in given]
     logprobs = np.concatenate([x for p, c in zip(blank, completions, strict=True) for x in (p, c.logprobs)])
     mask = np.concatenate([x for p, c in zip(blank, completions, strict=True) for x in (p > 0, c.logprobs <= 0)])
-    sampled = torch.from_numpy(logprobs)
-    advantages = torch.randn(len(sampled), generator=torch.Generator().manual_seed(version))
+    theirs = torch.from_numpy(logprobs)
+    advantages = torch.randn(len(theirs), generator=torch.Generator().manual_seed(version))
     return PackedBatch(
         token_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
         cu_seqlens=torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0))),
         loss_mask=torch.from_numpy(mask),
-        fields={"rollout_logprobs": sampled, "old_logprobs": sampled, "advantages": advantages},
+        fields={"rollout_logprobs": theirs, "old_logprobs": theirs, "advantages": advantages},
     )
 
 
-def _difference(engine: Any, batch: Any) -> float:
+def difference(engine: Any, batch: Any) -> float:
     """Return the mean absolute difference over the sampled tokens, nats."""
-    return float((_trainers(engine, batch) - batch.fields["rollout_logprobs"]).abs()[batch.loss_mask].mean())
+    return float((trainer_logprobs(engine, batch) - batch.fields["rollout_logprobs"]).abs()[batch.loss_mask].mean())
 
 
-def _trainers(engine: Any, batch: Any) -> torch.Tensor:
+def trainer_logprobs(engine: Any, batch: Any) -> torch.Tensor:
     """Return the log-probabilities by the trainer: [T]."""
     shard = engine.logprobs(batch, max_tokens_per_mb=32768)
     ours = torch.zeros(batch.num_tokens)
@@ -191,7 +192,7 @@ def _against_fp32(scene: Scene, engine: Any, device: Any, batch: Any, count: int
     from transformers import AutoConfig, AutoModelForCausalLM
 
     part = batch.select(range(count))
-    ours, theirs = _trainers(engine, part), part.fields["rollout_logprobs"]
+    ours, theirs = trainer_logprobs(engine, part), part.fields["rollout_logprobs"]
     with device.torch_device:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scene.model), dtype=torch.float32).eval()
     for bucket in engine.iter_hf_weights(1 << 30):

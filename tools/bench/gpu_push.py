@@ -19,6 +19,7 @@ import orjson
 from allocation import parse
 from core.config.push import choose_transport
 from core.weight_sync.servers import SenderPlan, make_sender
+from rollout.inference.backend import Quantization
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
@@ -55,7 +56,7 @@ async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
     return await anext(figures, None)
 
 
-def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
+def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool, weight_format: Quantization = "auto") -> Any:
     """Return what a run on one GPU (`beside`) or on two would send with."""
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderPlan(
@@ -65,6 +66,7 @@ def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any
         bucket_bytes=bucket_bytes,
         timeout_seconds=60.0,
         folder=scene.folder,
+        weight_format=weight_format,
     )
     return make_sender(plan, rank=0, world_size=1, device=device.torch_device, host="127.0.0.1")
 

@@ -115,6 +115,28 @@ def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its
     asyncio.run(main())
 
 
+def test_an_fp8_server_takes_fp8_weights_again_and_again(models: Models, tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = settings_on(0, models, tmp_path, colocated=True, weight_format="fp8_block")
+        generator = await SGLangGenerator.start(settings, interrupt="in_place", control_timeout_seconds=60.0)
+        try:
+            quantizing = replace(sender_settings(models), weight_format="fp8_block")
+            sender = IpcSender(quantizing, torch.device("cuda", 0))
+            sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
+            for version in (1, 2, 3):
+                await push(generator, sender, models, version)  # raises where a checksum or a format differs
+                completion = await sample(generator, f"r{version}", 200)
+                off = {
+                    v: np.abs(completion.logprobs - models.logprobs(v, PROMPT, completion.token_ids, forbidden=(END,)))
+                    for v in (version, version + 1)
+                }
+                assert off[version].mean() < 0.5 * off[version + 1].mean(), "other weights are further away"
+        finally:
+            await generator.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.skipif(len(query_gpus()) < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
 def test_nccl_reaches_a_server_on_another_gpu_while_requests_run(

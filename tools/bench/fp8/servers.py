@@ -1,0 +1,128 @@
+"""Servers in bfloat16 and in FP8 beside the trainer: the push, its bytes, and tokens/s.
+
+Both start at once on one GPU; what is measured runs in one of them at a time, with the other one idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mcore_adapter.settings import EngineSettings
+from rollout.inference.backend import Quantization
+from rollout.inference.gpus import query_gpus
+from rollout.inference.sglang.generator import SGLangGenerator
+from tools.bench.figure import Figure
+from tools.bench.gpu import Scene, trainer_world
+from tools.bench.gpu_mismatch import difference, sampled
+from tools.bench.gpu_push import Pushed, drive, push_once, sender
+from tools.bench.gpu_servers import ask_plainly, generator, prompts, server_settings
+
+PUSHES = 5
+AT_ONCE = (64, 256, 512)
+"""Requests of one round."""
+NEW_TOKENS = 256
+BUCKET_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A server, and the sender that pushes into it alone."""
+
+    weight_format: Quantization
+    generator: SGLangGenerator
+    sender: Any
+
+    async def push(self, engine: Any, version: int, *, verify: bool) -> Pushed:
+        buckets = partial(engine.iter_hf_weights, BUCKET_BYTES)
+        return await push_once([self.generator], self.sender, buckets, version, verify=verify)
+
+
+def formats() -> tuple[Quantization, ...]:
+    """Return what is compared; on the CPU, where this is a trial, there is no FP8."""
+    return ("auto", "fp8_block") if query_gpus() else ("auto",)
+
+
+@asynccontextmanager
+async def serving(scene: Scene, device: Any) -> AsyncIterator[list[Served]]:
+    """Start a server of each format on the trainer's GPU, at once."""
+    gpu = scene.first_gpu if query_gpus() else None
+    on_gpu = {} if gpu is None else {
+        "mem_fraction_static": 0.6, "max_total_tokens": max(AT_ONCE) * (NEW_TOKENS + 160),
+        "cuda_graph_bs_decode": [16, *AT_ONCE],
+    }  # fmt: skip
+    async with AsyncExitStack() as stack:
+
+        async def start(weight_format: Quantization) -> Served:
+            settings = replace(
+                server_settings(scene, gpu, colocated=True, **on_gpu),
+                name=f"generator-{weight_format}",
+                log_file=scene.folder / f"server-{weight_format}.log",
+                weight_format=weight_format,
+                max_running=max(AT_ONCE) if gpu is not None else 8,
+            )
+            served = await stack.enter_async_context(generator(settings, "in_place"))
+            sending = sender(scene, device, BUCKET_BYTES, beside=True, weight_format=weight_format)
+            await asyncio.to_thread(sending.connect, [replace(served.endpoint, trainer_ranks=(0,))])
+            return Served(weight_format=weight_format, generator=served, sender=sending)
+
+        yield list(await asyncio.gather(*map(start, formats())))
+
+
+def servers(scene: Scene) -> Iterator[Figure]:
+    """Yield the figures of FP8 with those of bfloat16 as baselines. One GPU."""
+    from mcore_adapter.engine import MegatronEngine
+
+    with trainer_world() as (parallel, device):
+        settings = EngineSettings(hf_path=str(scene.model), init_from_scratch=True, dtype="bfloat16")
+        engine = MegatronEngine(parallel=parallel, device=device, settings=settings, optimizer=None)
+        yield from drive(_measured(scene, engine, device))
+
+
+async def _measured(scene: Scene, engine: Any, device: Any) -> AsyncIterator[Figure]:
+    start = time.perf_counter()
+    async with serving(scene, device) as both:
+        yield _figure(scene, "both_servers_start", "s", [time.perf_counter() - start])
+        pushes = []
+        for served in both:
+            for version in (1, 2):
+                await served.push(engine, version, verify=True)  # raises where a checksum or a format differs
+            pushes.append([await served.push(engine, 3 + i, verify=False) for i in range(PUSHES)])
+        yield _figure(scene, "push", "GB", [p[-1].gigabytes for p in pushes])
+        for part in ("gather", "send"):
+            seconds = [float(np.median([getattr(p, part) for p in of])) for of in pushes]
+            yield _figure(scene, f"push_{part}", "ms", [1e3 * s for s in seconds])
+        for at_once in AT_ONCE if query_gpus() else (4,):
+            rates = [await _rate(scene, served.generator.endpoint.url, at_once) for served in both]
+            yield _figure(scene, f"tokens_per_second_{at_once}_at_once", "tokens/s", rates)
+        given = prompts(scene, 64 if query_gpus() else 2, seed=9)
+        off = [difference(engine, await sampled(s.generator, 9, given, 128 if query_gpus() else 8)) for s in both]
+        yield _figure(scene, "mismatch_random", "nats", off)
+
+
+def _figure(scene: Scene, name: str, unit: str, values: Sequence[float], target: str = "") -> Figure:
+    """Return a figure of the last format against the first, where there are two."""
+    baseline = values[0] if len(values) > 1 else None
+    return Figure(name=f"fp8.{scene.shape}_{name}", value=values[-1], unit=unit, baseline=baseline, target=target)
+
+
+async def _rate(scene: Scene, url: str, at_once: int) -> float:
+    """Return tokens/s of so many requests that begin together, after a short round that compiles what is missing."""
+    rates = []
+    for seed, new_tokens in ((1, 8), (2, NEW_TOKENS if query_gpus() else 8)):
+        sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+        bodies = [
+            {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
+            for prompt in prompts(scene, at_once, seed=seed)
+        ]
+        start = time.perf_counter()
+        lengths = await ask_plainly(url, bodies, at_once=at_once)
+        rates.append(sum(lengths) / (time.perf_counter() - start))
+    return rates[-1]
