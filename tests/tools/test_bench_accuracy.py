@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.types import Prompt
-from tools.bench import accuracy
+from tools.bench.against_trl import accuracy
 from tools.bench.reward import exact_reward
 
 
@@ -20,7 +20,9 @@ def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() 
     def side(number: int, best: tuple[float, str]) -> accuracy.Measure:
         def measure(lr: float, precision: str, seed: int) -> float:
             calls[number].append((lr, precision, seed))
-            return 10.0 * (number + 1) + seed if (lr, precision) == best else math.inf
+            if precision != best[1]:
+                return math.inf
+            return 10.0 * (number + 1) + seed + (0 if lr == best[0] else 5)
 
         return measure
 
@@ -28,7 +30,8 @@ def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() 
     assert found == [12.0, 22.0]
     for number, best in ((0, (5e-4, "float32")), (1, (1e-3, "bfloat16"))):
         searched, measured = calls[number][:-3], calls[number][-3:]
-        assert searched == [(*setting, 1) for setting in accuracy.SEARCH]
+        assert searched[:2] == [(5e-4, "float32", 1), (5e-4, "bfloat16", 1)]
+        assert searched[2:] == [(2e-4, best[1], 1), (1e-3, best[1], 1)]
         assert measured == [(*best, seed) for seed in (1, 2, 3)]
 
 

@@ -11,7 +11,7 @@ import pytest
 from core.algorithms import PRESETS
 from core.config.load import load_config
 from tools import atlas, learning
-from tools.bench import accuracy
+from tools.bench.against_trl import accuracy
 from tools.sweep import figures, runs, warm
 
 

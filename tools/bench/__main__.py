@@ -55,9 +55,9 @@ MEASUREMENTS = {
         "async": "cpu_runs:sync_and_async",
         "loop": "cpu_runs:loop",
         "memory": "cpu_runs:memory",
-        "time_to_accuracy": "accuracy:time_to_accuracy",
-        "datapath": "datapath:datapath",
-        "convert": "convert:both_ways",
+        "time_to_accuracy": "against_trl.accuracy:time_to_accuracy",
+        "datapath": "data.datapath:datapath",
+        "convert": "data.convert:both_ways",
         "spans": "spans:spans",
         "push_changes": "push_changes:push_changes",
     },
@@ -78,6 +78,7 @@ MEASUREMENTS = {
         "checkpoint": "gpu_models:checkpoint",
         "convert": "gpu_models:convert",
         "eval": "gpu_models:evaluation",
+        "trl": "against_trl.samples:against_trl",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
@@ -93,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
     parser.add_argument("--only", nargs="+", choices=sorted(MEASUREMENTS["cpu"].keys() | MEASUREMENTS["gpu"].keys()))
-    parser.add_argument("--trl-python", type=Path, help="cpu: interpreter of an environment that has trl")
+    parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has trl")
     parser.add_argument("--shape", choices=SHAPES, default="1.5B", help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
     parser.add_argument("--trial", action="store_true", help="gpu: without a GPU, run everything small on the CPU")
@@ -127,7 +128,7 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
     options: dict[str, Any] = {"trl_python": given.trl_python}
     if given.device == "gpu":
         os.environ["LOCAL_RANK"] = str(given.first_gpu)
-        options = {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
+        options |= {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         scene = find(f"{given.device}:Scene")(folder=Path(folder), **options)

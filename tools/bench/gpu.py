@@ -78,6 +78,8 @@ class Scene:
     shape: str = "1.5B"
     sglang_python: Path | None = None
     """Interpreter that has SGLang; None: this one."""
+    trl_python: Path | None = None
+    """Interpreter of an environment that has TRL."""
     first_gpu: int = 0
     """The trainer's; servers get the following ones, or share it where it is the last."""
 

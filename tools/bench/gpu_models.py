@@ -26,7 +26,7 @@ from rollout.data.encoder import BOXED_INSTRUCTION, Encoder, PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.gpus import query_gpus
 from rollout.inference.router import requests_at_once
-from tools.bench import convert as bench_convert
+from tools.bench.data import convert as bench_convert
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
 from tools.bench.gpu_servers import ask_plainly, generator, server_settings

@@ -2,9 +2,11 @@
 
 Invariant: imports nothing of this repository, so that an environment with trl alone can run it. Every completion has
 exactly --new-tokens tokens; the reward costs nothing; everything else is TRL's default for one step per generation. TRL
-trains in bfloat16 unless configured otherwise: autocast over float32 weights.
+trains in bfloat16 unless configured otherwise: autocast over float32 weights on the CPU, bfloat16 weights on a GPU,
+which are faster there.
 
     /path/to/trl-env/bin/python tools/bench/trl/samples.py --model DIR --prompts FILE.jsonl --new-tokens 16
+    /path/to/trl-env/bin/python tools/bench/trl/samples.py --gpu --continuous-batching --micro-batch 16 ...
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-WARM_UP_STEPS = 3
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,14 +36,21 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--new-tokens", type=int, required=True, help="length of every completion")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--steps", type=int, default=20, help=f"measured steps, after {WARM_UP_STEPS} of warm-up")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps, after those of the warm-up")
+    parser.add_argument("--warm-up-steps", type=int, default=3)
+    parser.add_argument("--gpu", action="store_true", help="on the first GPU instead of the CPU")
+    parser.add_argument("--micro-batch", type=int, help="sequences of a forward and backward pass (default: all)")
+    parser.add_argument("--continuous-batching", action="store_true", help="generate with it, not with generate()")
     arguments = parser.parse_args()
     seconds = step_seconds(arguments)
     samples = arguments.num_prompts * arguments.group_size
     json.dump(
-        {"samples_per_second": samples / statistics.median(seconds), "step_seconds": seconds, "versions": versions()},
+        {
+            "samples_per_second": samples / statistics.median(seconds), "step_seconds": seconds, "versions": versions(),
+            "peak_gb": torch.accelerator.max_memory_allocated() / 1e9 if arguments.gpu else None,
+        },
         sys.stdout,
-    )
+    )  # fmt: skip
     print()
 
 
@@ -56,6 +63,8 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
             ends.append(time.perf_counter())
 
     rows = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
+    samples = arguments.num_prompts * arguments.group_size
+    micro_batch = arguments.micro_batch or samples
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(
             model=str(arguments.model),
@@ -65,18 +74,20 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
             callbacks=[Clock()],
             args=GRPOConfig(
                 output_dir=scratch,
-                use_cpu=True,
+                use_cpu=not arguments.gpu,
                 bf16=arguments.precision == "bfloat16",
                 gradient_checkpointing=False,
-                model_init_kwargs={"dtype": "float32"},
-                per_device_train_batch_size=arguments.num_prompts * arguments.group_size,
+                model_init_kwargs={"dtype": arguments.precision if arguments.gpu else "float32"},
+                per_device_train_batch_size=micro_batch,
+                gradient_accumulation_steps=samples // micro_batch,
+                use_transformers_continuous_batching=arguments.continuous_batching,
                 num_generations=arguments.group_size,
                 max_completion_length=arguments.new_tokens,
                 generation_kwargs={"min_new_tokens": arguments.new_tokens},
                 temperature=1.0,
                 beta=0.0,
                 learning_rate=1e-5,
-                max_steps=WARM_UP_STEPS + arguments.steps,
+                max_steps=arguments.warm_up_steps + arguments.steps,
                 save_strategy="no",
                 logging_steps=1_000_000,
                 report_to="none",
@@ -84,7 +95,8 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
             ),
         )
         trainer.train()
-    return [b - a for a, b in zip(ends[WARM_UP_STEPS - 1 :], ends[WARM_UP_STEPS:], strict=False)]
+    ends = ends[arguments.warm_up_steps - 1 :]
+    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def versions() -> dict[str, str]:

@@ -260,7 +260,7 @@ def settings(*, decoupled: bool) -> AlgorithmSettings:
 
 def measure(size: Size) -> Usage:
     """Return what run() returns, measured in a process of its own, whose memory is then that of a driver."""
-    command = [sys.executable, "-m", "tools.bench.datapath", json.dumps(asdict(size))]
+    command = [sys.executable, "-m", "tools.bench.data.datapath", json.dumps(asdict(size))]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Usage(**json.loads(output.splitlines()[-1]))
 

@@ -1,0 +1,1 @@
+"""Measurements beside TRL's GRPOTrainer, which runs in an environment of its own (see ../trl)."""

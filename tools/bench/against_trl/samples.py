@@ -1,0 +1,145 @@
+"""Samples/s of the whole loop on one GPU, against TRL's GRPOTrainer on the same GPU: `bench gpu --only trl`.
+
+Both sides sample completions of a fixed number of tokens from the same shape with random weights, with the same prompts
+and group size, and make one update of each batch. TRL runs in its own environment, with continuous batching and with
+generate(); the faster one is the baseline. vLLM is not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.inference.gpus import query_gpus
+from tools.bench.figure import Figure
+from tools.bench.gpu import Scene
+from tools.bench.gpu_runs import run
+from tools.demo.data import write_jsonl
+
+SCRIPT = Path(__file__).parents[1] / "trl" / "samples.py"
+WARM_UP_STEPS = 2
+GENERATION = {"continuous_batching": ["--continuous-batching"], "generate": []}
+"""What TRL generates with, and the arguments of its script."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Samples of a step, and measured steps of either side; a step of TRL takes long."""
+
+    prompts: int = 32
+    answers: int = 8
+    new_tokens: int = 1024
+    steps: int = 4
+    peer_steps: int = 1
+    micro_batch: int = 16
+
+
+def load() -> Load:
+    """Return the load of this host; a small one where there is no GPU."""
+    return Load() if query_gpus() else Load(prompts=4, answers=2, new_tokens=8, steps=2, micro_batch=4)
+
+
+def against_trl(scene: Scene) -> Iterator[Figure]:
+    """Yield samples/s of this project, and of TRL where an environment with it was given."""
+    size = load()
+    prompts = scene.folder / "trl.jsonl"
+    sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
+    write_jsonl(prompts, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
+    rows = run(scene, "against-trl", configuration(scene, prompts, size))[WARM_UP_STEPS:]
+    rate = sum(row["n_seqs"] for row in rows) / sum(row["time/step"] for row in rows)
+    peers: dict[str, float] = {}
+    for name, flags in GENERATION.items() if scene.trl_python is not None else ():
+        try:
+            peers[name] = trl_samples_per_second(scene, prompts, size, flags)
+        except subprocess.CalledProcessError as error:
+            print(f"TRL with {name} ended with {error.returncode}:\n{error.stderr[-2000:]}", flush=True)
+            continue
+        yield figure(scene, size, f"trl_{name}", peers[name])
+    yield figure(scene, size, "samples", rate, baseline=max(peers.values(), default=None), target=">= 2x")
+    for part in ("wait_for_rollout", "update"):
+        seconds = sum(row[f"time/{part}"] for row in rows) / len(rows)
+        yield Figure(name=f"trl.{scene.shape}_{part}_seconds", value=seconds, unit="s", baseline=None, target="")
+
+
+def figure(
+    scene: Scene, size: Load, name: str, value: float, *, baseline: float | None = None, target: str = ""
+) -> Figure:
+    """Make a row of samples/s."""
+    return Figure(
+        name=f"trl.{scene.shape}_{size.new_tokens}_{name}_per_second", value=value, unit="samples/s",
+        baseline=baseline, target=target,
+    )  # fmt: skip
+
+
+def configuration(scene: Scene, prompts: Path, size: Load) -> dict[str, Any]:
+    """Return the run of this project: server and trainer share the GPU."""
+    config: dict[str, Any] = {
+        "experiment_name": "bench",
+        "allocation_mode": "sglang.d1m1p1",
+        "n_gpus_per_node": 1,
+        "external_configs.cluster_config.fileroot": scene.folder / "runs",
+        "actor.path": scene.model,
+        "actor.init_from_scratch": True,
+        "actor.optimizer.lr": 1e-5,
+        "actor_train.mb_spec.max_tokens_per_mb": 16384,
+        "algorithm.name": "grpo",
+        "algorithm.correction": "bypass",
+        "dataset.path": prompts,
+        "dataset.train_bs_n_seqs": size.prompts,
+        "dataset.max_prompt_len": 32,
+        "group_size": size.answers,
+        "ppo.gen.max_new_tokens": size.new_tokens,
+        "ppo.gen.min_new_tokens": size.new_tokens,
+        "ppo.ppo_n_minibatches": 1,
+        "ppo.kl_ctl": 0.0,
+        "generator.max_running": size.prompts * size.answers,
+        "reward.function": "tools.bench.reward:coin_reward",
+        "push.bucket_mib": 1024,
+        "monitor.tensorboard": False,
+        "launch.startup_timeout_seconds": 400,
+        "exp_ctrl.benchmark_steps": WARM_UP_STEPS + size.steps,
+    }
+    if not query_gpus():
+        config |= {"actor.sglang": "{device: cpu, max_total_tokens: 8192, sleep_on_idle: true}"}
+        config |= {"generator.sglang_python": scene.sglang_python}
+    return config
+
+
+def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[str]) -> float:
+    """Run TRL's loop, in its own environment. Raises subprocess.CalledProcessError."""
+    model = model_with_weights(scene)
+    command = [
+        str(scene.trl_python), str(SCRIPT), "--model", str(model), "--prompts", str(prompts),
+        "--num-prompts", str(size.prompts), "--group-size", str(size.answers), "--new-tokens", str(size.new_tokens),
+        "--warm-up-steps", "1", "--steps", str(size.peer_steps), "--micro-batch", str(size.micro_batch), *flags,
+    ]  # fmt: skip
+    if query_gpus():
+        command.append("--gpu")
+    # With LOCAL_RANK, which this benchmark sets for its engine, accelerate expects a distributed run.
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    found = json.loads(output.splitlines()[-1])
+    print(f"TRL {' '.join(flags)}: {json.dumps(found)}", flush=True)
+    return float(found["samples_per_second"])
+
+
+def model_with_weights(scene: Scene) -> Path:
+    """Return a folder of the shape with random weights, which transformers reads."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    path = scene.folder / f"{scene.shape}-with-weights"
+    if not path.exists():
+        with torch.device(torch.accelerator.current_accelerator() or "cpu"):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scene.model), dtype=torch.bfloat16)
+        model.save_pretrained(path)
+        AutoTokenizer.from_pretrained(scene.model).save_pretrained(path)
+        del model
+        if query_gpus():
+            torch.accelerator.empty_cache()
+    return path

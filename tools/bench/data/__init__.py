@@ -1,0 +1,1 @@
+"""Measurements of how batches and weights move and are stored."""
