@@ -11,6 +11,17 @@ class LaunchError(RuntimeError):
     """The cluster could not be started, or a worker of it exited or did not answer. The message names it."""
 
 
+class PushFailure(LaunchError):
+    """A weight push failed in the trainer's ranks. The message names the server, or the rank, and the cause."""
+
+    servers: tuple[str, ...] = ()
+    """Generators whose servers did not take what was sent; empty where the trainer failed."""
+
+    def __init__(self, message: str, *, servers: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.servers = servers
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return str(error).strip().partition("\n")[0][:500] or type(error).__name__

@@ -100,6 +100,10 @@ def _generators(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]
         yield f"weights travel by push.type={transport}, not through files", ("push.changes",)
     elif allocation.shares_gpus:
         yield "servers that share GPUs with the trainer release their weights: all are sent", ("push.changes",)
+    if transport != "nccl":
+        yield f"weights travel by push.type={transport}: the first trainer rank sends them", ("push.senders",)
+    elif len(allocation.trainer.layout.holders) == 1:
+        yield "the trainer has one pipeline stage and one expert-parallel rank: one sender", ("push.senders",)
     if transport == "local":
         servers = ("actor.sglang", "generator.flags", "generator.python", "push.verify")
         yield f"{backend} generators are no servers", servers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -212,6 +212,15 @@ class GeneratorPool:
             raise LaunchError(f"{replica.name} failed: {why}")
         if replica.state == "serving":
             self._lose(replica, why)
+
+    def lose_named(self, names: Collection[str], why: str) -> bool:
+        """Mark the replicas of these names as lost, while others take part; returns whether one was."""
+        named = [replica for replica in self._participants() if replica.name in names]
+        if not self._health.restarts or len(named) == len(self._participants()):
+            return False
+        for replica in named:
+            self._lose(replica, why)
+        return bool(named)
 
     def participated(self) -> list[tuple[int, Any]]:
         """Return (index, actor) of the replicas that got their first weights by the push that has just succeeded."""

@@ -18,10 +18,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from core.errors import LaunchError, first_line
+from core.errors import LaunchError, PushFailure, first_line
 from core.processes.signals import raise_if_interrupted
 from core.processes.stacks import FOLDER, collect_stacks
-from core.weight_sync.buckets import PushError
+from core.weight_sync.errors import PushError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 
@@ -151,7 +151,9 @@ def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
         return LaunchError(f"{worker}: no generator is left: {cause}")
     # A server that is gone, or weights that did not arrive: the servers may hold old and new ones mixed. The messages
     # name the server.
-    if isinstance(cause, PushError | GeneratorCallError | GeneratorGone | GeneratorStartError):
+    if isinstance(cause, PushError):
+        return PushFailure(str(cause), servers=cause.servers)
+    if isinstance(cause, GeneratorCallError | GeneratorGone | GeneratorStartError):
         return LaunchError(str(cause))
     if isinstance(cause, RayTaskError) and cause is not error:  # of another worker, which this one has called
         return as_driver_sees(cause, worker=worker)

@@ -26,13 +26,12 @@ from torch import Tensor
 from core.config.push import Changes
 from core.weight_sync.buckets import (
     Buckets,
-    Deadline,
-    PushError,
     SenderSettings,
     SendReport,
-    call_all,
-    compare_checksums,
 )
+from core.weight_sync.calls import Deadline, call_all
+from core.weight_sync.comparing import compare_checksums
+from core.weight_sync.errors import PushError
 from model_specs.block_fp8 import QUANTIZATION_CONFIG, SCALE
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
@@ -201,7 +200,7 @@ class DiskSender:
             deadline = Deadline(self._settings.timeout_seconds)
             num_files = len(list(written.folder.glob("*.safetensors")))
             sent_again = self._load(written, deadline)
-            compared = compare_checksums(self._servers, written.buckets, deadline)
+            compared = compare_checksums(self._servers, written.buckets.sent(0, 0), deadline)
         except BaseException:
             self._last = {}
             raise

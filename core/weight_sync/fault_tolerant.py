@@ -1,6 +1,10 @@
 """`WeightPush` that outlives generators: those that fail during a push are left out, those that have rejoined are
 brought in.
 
+A push that fails although every generator responds is repeated once, through new groups. A generator that has not taken
+it then either, while others have, is restarted. After a failure generators hold old and new weights mixed, so they stay
+paused with their requests until the repetition.
+
 Invariant: when push() returns, every generator that takes part samples with the pushed version, and the rollout side
 uses all participating replicas.
 """
@@ -9,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from core.errors import LaunchError
+from core.errors import LaunchError, PushFailure
 from core.processes.signals import raise_if_interrupted
 from core.weight_sync.base import PushReport, WeightPush
 
@@ -35,6 +39,8 @@ class Fleet(Protocol):
     def mark_dead_generators(self) -> bool: ...
 
     def lose(self, index: int, why: str) -> None: ...
+
+    def lose_named(self, names: Collection[str], why: str) -> bool: ...
 
     def participated(self) -> list[tuple[int, Any]]: ...
 
@@ -64,11 +70,12 @@ class FaultTolerantWeightSync:
         *,
         reconnect: Callable[[], None],
         patience_seconds: float,
+        repeats: bool = True,
     ) -> None:
         """`reconnect` makes the senders join the generators that take part now; `patience_seconds` is how long a push
-        waits while there is none."""
+        waits while there is none. `repeats`: a push can be repeated with the same generators."""
         self._push, self._generators, self._rollout = push, generators, rollout
-        self._reconnect, self._patience = reconnect, patience_seconds
+        self._reconnect, self._patience, self._repeats = reconnect, patience_seconds, repeats
         self._version: int | None = None
         self._compared_at = 0.0
 
@@ -79,22 +86,43 @@ class FaultTolerantWeightSync:
         """Push the weights to all working generators. Raises LaunchError when no generator is left, or a push fails
         although no generator has failed."""
         self._version = version
+        failure: LaunchError | None = None
+        repeated: frozenset[str] | None = None
+        """The generators that the first failure named."""
         while True:
             self._wait_for_generators()
             try:
-                if self._generators.membership_changed():
+                if self._generators.membership_changed() or failure is not None:
                     self._reconnect()
                 report = self._push.push(version)
                 break
             except LaunchError as e:
-                if not self._generators.mark_dead_generators():
-                    raise
-                logger.warning("The push of version %d failed (%s); retrying with the remaining generators", version, e)
+                failure = e
+                if self._generators.mark_dead_generators():
+                    logger.warning(
+                        "The push of version %d failed (%s); retrying with the remaining generators", version, e
+                    )
+                    continue
+                repeated = self._repeat(e, version, repeated)
         for index, actor in self._generators.participated():
             self._rollout.replace_generator(index, actor)
         self._compare()
         logger.debug("Pushed version %d: %s", version, report)
         return report
+
+    def _repeat(self, failure: LaunchError, version: int, named_before: frozenset[str] | None) -> frozenset[str]:
+        """Return the generators that a failure names, when the push is to be repeated. `named_before`: by the failure
+        that it was repeated for, if it was. Raises the failure."""
+        if not self._repeats or not isinstance(failure, PushFailure):
+            raise failure
+        if named_before is None:
+            logger.warning("The push of version %d failed (%s); repeating it", version, failure)
+            return frozenset(failure.servers)
+        again = named_before.intersection(failure.servers)
+        if not self._generators.lose_named(again, str(failure)):
+            raise failure
+        logger.warning("The push of version %d failed again (%s); restarting %s", version, failure, ", ".join(again))
+        return frozenset()
 
     def sync_rejoined(self) -> None:
         """Send the weights of the last push to generators that have rejoined, while the trainer is idle."""

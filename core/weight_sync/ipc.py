@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from core.weight_sync.buckets import (
     BucketSender,
-    Deadline,
-    PushError,
     SendReport,
-    call_all,
-    compare_checksums,
 )
+from core.weight_sync.calls import Deadline, call_all
+from core.weight_sync.comparing import compare_checksums
+from core.weight_sync.errors import PushError
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
@@ -61,7 +60,7 @@ class IpcSender(BucketSender):
             torch.cuda.ipc_collect()
         if self._settings.rank != 0:
             return None
-        compared = compare_checksums(self._servers, buckets, deadline)
+        compared = compare_checksums(self._servers, buckets.sent(num_bytes, number), deadline)
         seconds = time.perf_counter() - start
         return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=number, compared=compared)
 

@@ -1,8 +1,9 @@
-"""Weight push over a process group of the trainer's first rank and all ranks of all servers: one broadcast a bucket.
+"""Weight push over a process group of a sending rank and all ranks of all servers: one broadcast a bucket.
 
-For trainers and generators on GPUs of their own. While a bucket is in flight the next one is gathered and laid out.
-A server that refuses an update leaves the broadcast waiting for it, so every answer is watched and a failure or the
-deadline aborts the communicator.
+For trainers and generators on GPUs of their own. One rank sends everything, or one of each pipeline stage and
+expert-parallel rank sends what is there, each through a group of its own and in turns (turns.py). While a bucket is in
+flight the next one is gathered and laid out. A server that refuses an update leaves the broadcast waiting for it, so
+every answer is watched and a failure or the deadline aborts the communicator.
 """
 
 from __future__ import annotations
@@ -12,32 +13,28 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from core.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
-from core.weight_sync.buckets import (
-    BucketSender,
-    Deadline,
-    SenderSettings,
-    SendReport,
-    call_all,
-    compare_checksums,
-    in_background,
-)
+from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings, SendReport
+from core.weight_sync.calls import SENDER, Deadline, call_all, in_background
+from core.weight_sync.comparing import Sent, compare_checksums
+from core.weight_sync.errors import PushError
+from core.weight_sync.turns import Turns
 from rollout.inference.backend import GroupMembership, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
 
 _groups = itertools.count()
+_END = object()
 
 
 class NcclSender(BucketSender):
@@ -56,6 +53,8 @@ class NcclSender(BucketSender):
         self._group: dist.ProcessGroup | None = None
         self._gate: Gate | None = None
         self._name = f"slipstream-{os.getpid()}-{next(_groups)}"
+        self._not_sent: Iterable[object] = ()
+        self._turns = Turns(settings.senders, settings.rank, settings.connection)
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Make the group: this rank is 0 of it, then the servers' tensor-parallel ranks in order. Raises ValueError
@@ -68,62 +67,94 @@ class NcclSender(BucketSender):
                     "with the trainer; use p1 on the generator's side, or push.type=disk"
                 )
         self._servers = servers
-        if self._settings.rank != 0:
+        if self._settings.rank not in self._settings.senders:
             return
         deadline = Deadline(self._settings.timeout_seconds)
+        try:
+            self._turns.wait(deadline)
+            self._join(deadline)
+            self._turns.end()
+        except BaseException as error:
+            self._turns.fail(error)
+            raise
+
+    def _join(self, deadline: Deadline) -> None:
         # The store must listen before the servers look for it; the group forms only when all have come.
         listener = listen(LOOPBACK, 0)
         port = listener.getsockname()[1]
         if self._host != LOOPBACK:  # for as long as the group lives: its members may connect again
-            hosts = {self._host, *(server.host for server in servers)}
+            hosts = {self._host, *(server.host for server in self._servers)}
             self._gate = Gate(self._host, 0, port, check=from_hosts(hosts))
             port = self._gate.port
-        world = 1 + sum(server.tp for server in servers)
+        world = 1 + sum(server.tp for server in self._servers)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         places, first = {}, 1
-        for server in servers:
+        for server in self._servers:
             places[server.name] = GroupMembership(
                 name=self._name, host=self._host, port=port, first_rank=first, world_size=world, backend=backend
             )
             first += server.tp
         store = served_store(listener, world, timeout_seconds=deadline.left())
-        joined = call_all(servers, lambda s, left: s.join_group(places[s.name], timeout_seconds=left), deadline)
+        joined = call_all(self._servers, lambda s, left: s.join_group(places[s.name], timeout_seconds=left), deadline)
         group = in_background(self._make_group, backend, store, world, deadline.left())
-        deadline.wait(joined | {"the sender": group}, "joining the group of the weight push")
+        deadline.wait(joined | {SENDER: group}, "joining the group of the weight push")
         self._group = group.result()
 
     def send(self) -> SendReport | None:
         buckets = self._take_buckets()
-        if self._settings.rank != 0:
+        if self._settings.rank not in self._settings.senders:
             deque(buckets, maxlen=0)  # takes part in the gathering
             return None
         start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
-        num_bytes, number = 0, 0
         try:
-            filled = (bucket for bucket in buckets if bucket is not None)
-            current = next(filled, None)
-            while current is not None:
+            sent = self._send_all(buckets, deadline)
+            if not self._turns.reduce(sent, deadline):
+                return None
+            compared = compare_checksums(self._servers, sent, deadline)
+        except BaseException as error:
+            self._turns.fail(error)
+            self._abort()
+            self._not_sent = buckets
+            raise
+        return SendReport(
+            seconds=time.perf_counter() - start,
+            num_bytes=sent.num_bytes,
+            num_buckets=sent.num_buckets,
+            num_senders=len(self._settings.senders),
+            compared=compared,
+        )
+
+    def _send_all(self, buckets: Buckets, deadline: Deadline) -> Sent:
+        """Send every bucket of this rank, each in its turn; return what was sent."""
+        num_bytes, number, alone = 0, 0, len(self._settings.senders) == 1
+        current = next(buckets, _END)
+        while current is not _END:
+            self._turns.wait(deadline)
+            answers, work = {}, None
+            if isinstance(current, FlatBucket):
                 number, num_bytes = number + 1, num_bytes + current.num_bytes
                 answers = self._receive(current, deadline)
-                work: Any = dist.broadcast(current.flat, src=0, group=self._group, async_op=True)
-                following = next(filled, None)
+                work = dist.broadcast(current.flat, src=0, group=self._group, async_op=True)
+            # Not in its turn where there are others: they may gather with this rank only when it has ended.
+            following = next(buckets, _END) if alone else None
+            if work is not None:
                 deadline.wait(answers, f"bucket {number} of the weight push", also=work.is_completed)
-                work.wait()
-                current = following
-            compared = compare_checksums(self._servers, buckets, deadline)
-        except BaseException:
-            self._abort()
-            raise
-        seconds = time.perf_counter() - start
-        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=number, compared=compared)
+                _finish(work, number)
+            self._turns.end()
+            current = following if alone else next(buckets, _END)
+        return buckets.sent(num_bytes, number)
 
     def close(self) -> None:
-        """Leave the group. The servers may be gone already."""
+        """Leave the group. The servers may be gone already. After a failure it is collective with the ranks that still
+        take part in gathering."""
+        deque(self._not_sent, maxlen=0)
         if self._gate is not None:
             self._gate.close()
         if self._group is None:
             return
         deadline = Deadline(min(10.0, self._settings.timeout_seconds))
+        with suppress(PushError):
+            self._turns.wait(deadline)
         left = call_all(self._servers, lambda s, left: s.leave_group(self._name, timeout_seconds=left), deadline)
         for name, future in left.items():
             try:
@@ -138,6 +169,7 @@ class NcclSender(BucketSender):
             self._group = None
         except (TimeoutError, RuntimeError):
             self._abort()
+        self._turns.end()
 
     def _receive(self, bucket: FlatBucket, deadline: Deadline) -> dict[str, Future[None]]:
         """Let every server wait for the broadcast of this bucket."""
@@ -167,3 +199,11 @@ class NcclSender(BucketSender):
         logger.error("aborting the process group of the weight push")
         with suppress(TimeoutError):
             in_background(group._get_backend(self._device).abort).exception(timeout=30)
+
+
+def _finish(work: dist.Work, number: int) -> None:
+    """Wait for a broadcast that has completed. Raises PushError where it failed."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PushError(f"bucket {number} of the weight push: {error}") from error

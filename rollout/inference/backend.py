@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, get_args
 
 from allocation import Device
 from rollout.types import Completion, GenerateRequest, Generator
@@ -109,12 +109,12 @@ class BackendSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMembership:
-    """A process group of the trainer's first rank and all ranks of all replicas, and the place of one replica in it."""
+    """A process group of one trainer rank and all ranks of all replicas, and the place of one replica in it."""
 
     name: str
     host: str
     port: int
-    """Where the group's store listens, on the trainer's first rank."""
+    """Where the group's store listens, on that trainer rank."""
     first_rank: int
     """Of the replica, which has the ranks [first_rank, first_rank + tp)."""
     world_size: int
@@ -135,6 +135,15 @@ class TensorFormat:
     """None: the replica has no such parameter. Where its ranks differ, a format other than `sent`."""
 
 
+class PartialChecksums(TypedDict):
+    """What one process has added to ExpectedChecksums, as JSON."""
+
+    sums: list[tuple[int, str, int]]
+    """Tensor-parallel rank, the replica's parameter, checksum of its parts that were added."""
+    formats: list[tuple[str, str, str]]
+    """Name in the checkpoint, format, the replica's parameter."""
+
+
 class ExpectedChecksums(Protocol):
     """What the checksums of a replica must be after a push. Add every tensor, then compare."""
 
@@ -142,9 +151,17 @@ class ExpectedChecksums(Protocol):
         """Add a tensor in full, under its Hugging Face name, in the format of the replica."""
         ...
 
+    def partial(self) -> PartialChecksums:
+        """Return what was added, for include() in another process."""
+        ...
+
+    def include(self, partial: PartialChecksums) -> None:
+        """Add what another process has added."""
+        ...
+
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
-        """Return the parameters that differ, are missing, or were not expected; `received` is the result of
-        checksums()."""
+        """Return the parameters that differ, are missing, or were not expected, as "name (rank r)"; `received` is the
+        result of checksums()."""
         ...
 
     def formats(self, held: Sequence[Mapping[str, str]]) -> list[TensorFormat]:

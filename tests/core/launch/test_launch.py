@@ -16,7 +16,7 @@ from core.launch import wait as launch_wait
 from core.launch.cluster import Cluster
 from core.launch.wait import Waiter, as_driver_sees
 from core.processes.signals import Interrupts
-from core.weight_sync.buckets import PushError
+from core.weight_sync.errors import PushError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.weight_sync.buckets import PushError, Sender, SendReport
+from core.weight_sync.buckets import Sender, SendReport
 from core.weight_sync.disk import DiskSender, _Costs
+from core.weight_sync.errors import PushError
 from helpers.push_doubles import UPDATE_OF, paused, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble

@@ -13,15 +13,15 @@ import pytest
 from ray.exceptions import RayActorError
 
 from allocation import parse
-from core.errors import LaunchError
-from core.weight_sync.buckets import PushError, SendReport
+from core.errors import LaunchError, PushFailure
+from core.weight_sync.buckets import SendReport
+from core.weight_sync.errors import PushError
 from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import ServerPush
 from helpers.fake_cluster import Actor, Cluster, Rollout, clock, make_pool
 from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.weights import continue_generation, pause_generation, post
 
 __all__ = ["clock"]  # a fixture
@@ -64,8 +64,8 @@ class Trainer:
 def as_the_driver_sees() -> Iterator[None]:
     try:
         yield
-    except (PushError, GeneratorCallError, GeneratorGone) as e:
-        raise LaunchError(str(e)) from e
+    except PushError as e:
+        raise PushFailure(str(e), servers=e.servers) from e
 
 
 class ServerActor(Actor):
@@ -157,12 +157,47 @@ def test_a_push_that_fails_as_a_server_dies_is_repeated_with_those_that_live(fle
     assert not fleet.doubles[0].scheduler.paused
 
 
-def test_a_push_that_fails_while_every_generator_lives_is_not_repeated_and_nothing_resumes(fleet: Fleet) -> None:
+def refuse(fleet: Fleet, *servers: int, times: int) -> list[int]:
+    """Let servers refuse updates; return how often each server has resumed so far."""
+    for server in servers:
+        fleet.doubles[server].faults.refuse(update_path(fleet), "no such parameter", times=times)
+    return [len(double.bodies("/continue_generation")) for double in fleet.doubles]
+
+
+def test_a_push_that_fails_once_while_every_generator_lives_is_repeated_with_all_of_them(fleet: Fleet) -> None:
     fleet.push(1)
-    resumed = [len(double.bodies("/continue_generation")) for double in fleet.doubles]
-    fleet.doubles[1].faults.refuse(update_path(fleet), "no such parameter", times=100)
-    with pytest.raises(LaunchError, match=rf"generator-1: {update_path(fleet)} failed .*: no such parameter"):
+    resumed = refuse(fleet, 1, times=1)
+    fleet.push(2)
+    assert [holds(double, 2) for double in fleet.doubles] == [True, True, False]
+    assert fleet.trainer.num_sends == 3 and fleet.trainer.num_connects == 2
+    now = [len(double.bodies("/continue_generation")) for double in fleet.doubles]
+    assert now == [resumed[0] + 1, resumed[1] + 1, resumed[2]], "not on old and new weights mixed"
+    fleet.push(3)
+    assert fleet.trainer.num_connects == 2
+
+
+def test_a_generator_that_fails_the_repetition_too_is_restarted_and_the_others_continue(fleet: Fleet) -> None:
+    fleet.push(1)
+    resumed = refuse(fleet, 1, times=100)
+    fleet.push(2)
+    assert holds(fleet.doubles[0], 2) and not fleet.doubles[0].scheduler.paused
+    assert fleet.trainer.num_sends == 4 and fleet.trainer.num_connects == 3
+    assert len(fleet.doubles[1].bodies("/continue_generation")) == resumed[1]
+    assert "generator-1: generator-1: " + update_path(fleet) in fleet.pool.failures()
+    fleet.pool.look()  # its successor has started
+    fleet.push(3)
+    assert [holds(double, 3) for double in fleet.doubles] == [True, False, True]
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_push_that_no_generator_takes_ends_and_nothing_resumes(fleet: Fleet, repeats: bool) -> None:
+    fleet.push(1)
+    fleet._push._repeats = repeats
+    resumed = refuse(fleet, 0, 1, times=100)
+    with pytest.raises(LaunchError, match=rf"generator-\d: {update_path(fleet)} failed .*: no such parameter"):
         fleet.push(2)
-    assert fleet.trainer.num_sends == 2 and fleet.trainer.num_connects == 1
-    assert [double.scheduler.paused for double in fleet.doubles[:2]] == [True, True]
+    if not repeats:
+        assert fleet.trainer.num_sends == 2 and fleet.trainer.num_connects == 1
+    assert fleet.trainer.num_sends <= 4
+    assert all(double.scheduler.paused for double in fleet.doubles[:2])
     assert [len(double.bodies("/continue_generation")) for double in fleet.doubles] == resumed

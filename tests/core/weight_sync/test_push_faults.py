@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.buckets import PushError, SendReport
+from core.weight_sync.buckets import SendReport
+from core.weight_sync.errors import PushError
 from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.updates import UPDATES
@@ -196,9 +197,10 @@ def test_a_server_that_does_not_join_or_cannot_report_its_checksums_fails_the_pu
     with paused(1) as ((double,), servers):
         double.faults.refuse(path, "not today", status=200)
         sender = sender_of("nccl", folder, timeout_seconds=5.0)
-        with pytest.raises(GeneratorCallError, match=rf"generator-0: {path} failed \(HTTP 200\): not today"):
+        with pytest.raises(PushError, match=rf"generator-0: {path} failed \(HTTP 200\): not today") as failure:
             sender.connect(servers)
             push(sender, 1)
+        assert failure.value.servers == ("generator-0",)
         sender.close()
 
 

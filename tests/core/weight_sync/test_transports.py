@@ -19,23 +19,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from allocation import parse
-from core.config.push import choose_transport
-from core.weight_sync.buckets import (
-    Buckets,
-    Deadline,
-    PushError,
-    SenderSettings,
-    SendReport,
-    buckets_to_stage,
-    compare_checksums,
-    in_background,
-)
+from allocation import ParallelLayout, parse
+from core.config.push import choose_senders, choose_transport
+from core.weight_sync.buckets import Buckets, SenderSettings, SendReport, buckets_to_stage
+from core.weight_sync.calls import Deadline, in_background
 from core.weight_sync.colocated import ColocatedPush
+from core.weight_sync.comparing import compare_checksums
 from core.weight_sync.disk import DiskSender
+from core.weight_sync.errors import PushError
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.servers import ServerPush, with_colocated_ranks
+from rollout.inference.backend import Transport
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 
@@ -238,7 +233,7 @@ def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell
         (True, "no checksums compared: generator-1 with pipeline stages cannot compute them"),
     ):
         buckets = Buckets(nothing, settings_alone(), torch.device("cpu"), [stages], verify=verify)
-        assert compare_checksums([stages], buckets, Deadline(5)) == found
+        assert compare_checksums([stages], buckets.sent(0, 0), Deadline(5)) == found
 
 
 def test_the_deadline_names_who_did_not_answer() -> None:
@@ -356,6 +351,24 @@ def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
 ) -> None:
     with pytest.raises(ValueError, match=way_out):
         choose_transport(asked, parse(text, n_nodes=1, n_gpus_per_node=size))
+
+
+@pytest.mark.parametrize(
+    ("asked", "transport", "layout", "senders"),
+    [
+        ("auto", "nccl", ParallelLayout(tp=2), (0,)),
+        ("auto", "nccl", ParallelLayout(tp=2, pp=2, dp=2), (0, 4)),
+        ("auto", "nccl", ParallelLayout(dp=4, ep=4), (0, 1, 2, 3)),
+        ("auto", "nccl", ParallelLayout(dp=4, ep=4, pp=2), (0,)),
+        ("stages", "nccl", ParallelLayout(dp=4, ep=4, pp=2), tuple(range(8))),
+        ("one", "nccl", ParallelLayout(pp=2), (0,)),
+        ("stages", "disk", ParallelLayout(pp=2), (0,)),
+    ],
+)
+def test_the_layout_of_the_trainer_chooses_the_senders(
+    asked: str, transport: Transport, layout: ParallelLayout, senders: tuple[int, ...]
+) -> None:
+    assert choose_senders(asked, transport, layout) == senders
 
 
 class TurnRecorder(Recorder):

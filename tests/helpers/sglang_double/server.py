@@ -62,7 +62,9 @@ class SGLangDouble:
         self.tells_versions = True
         """A server of several pipeline stages does not."""
         self._flips: dict[int, dict[str, Any]] = {}
-        self._num_updates = 0
+        self._num_updates = self._updates_now = 0
+        self.most_updates_at_once = 0
+        """A real server handles one after the other, and waits in each for its sender."""
         self.push: str | None = None
         self._samples = samples
         self._loop = asyncio.new_event_loop()
@@ -261,11 +263,15 @@ class SGLangDouble:
         if not self.scheduler.paused:  # then it waits for all requests to end
             await self.scheduler.idle.wait()
         more = {"num_paused_requests": 0} if path == DISK else {}
+        self._updates_now += 1
+        self.most_updates_at_once = max(self.most_updates_at_once, self._updates_now)
         try:
             for rank, tensors in enumerate(await self._received(path, body)):
                 self.parameters.load(tensors, rank)
         except (ValueError, RuntimeError, OSError, KeyError) as e:  # ChangesError among them
             return 400, {"success": False, "message": f"Failed to update weights: {e}", **more}
+        finally:
+            self._updates_now -= 1
         self._num_updates += 1
         if flip := self._flips.pop(self._num_updates, None):
             self.parameters.flip(**flip)

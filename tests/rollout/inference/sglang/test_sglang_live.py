@@ -31,8 +31,9 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from core.config.push import Changes  # noqa: E402
-from core.weight_sync.buckets import PushError, Sender, SenderSettings  # noqa: E402
+from core.weight_sync.buckets import Sender, SenderSettings  # noqa: E402
 from core.weight_sync.disk import DiskSender  # noqa: E402
+from core.weight_sync.errors import PushError  # noqa: E402
 from core.weight_sync.ipc import IpcSender  # noqa: E402
 from core.weight_sync.nccl import NcclSender  # noqa: E402
 from helpers.sglang_live import CPU, TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402

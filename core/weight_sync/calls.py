@@ -1,0 +1,78 @@
+"""Calls to many servers at once, with one deadline for all steps of a push."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from core.weight_sync.errors import PushError
+from rollout.inference.backend import WeightEndpoint
+from rollout.inference.errors import GeneratorCallError, GeneratorGone
+
+_POLL_SECONDS = 0.0003
+SENDER = "the sender"
+"""In Deadline.wait(): the name of what this process itself does."""
+
+
+class Deadline:
+    """One time limit for all steps of a push."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.001, self._end - time.monotonic())
+
+    def is_over(self, *, grace_seconds: float) -> bool:
+        """Return whether the time has been over for this long."""
+        return time.monotonic() > self._end + grace_seconds
+
+    def wait(self, pending: Mapping[str, Future[Any]], what: str, *, also: Callable[[], bool] = lambda: True) -> None:
+        """Return when all futures are done and `also()` holds. Raises PushError: for the first failure at once, and
+        with the names of those that did not answer when the time is over."""
+        while True:
+            left = [name for name, future in pending.items() if not _is_done(name, future)]
+            if not left and also():
+                return
+            if time.monotonic() > self._end:
+                raise PushError(
+                    f"{what}: no answer within push.timeout_seconds={self.seconds:g} from "
+                    f"{', '.join(left) or 'the sender, although every server responded'}",
+                    servers=[name for name in left if name != SENDER],
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def _is_done(name: str, future: Future[Any]) -> bool:
+    if not future.done():
+        return False
+    try:
+        future.result()
+    except (GeneratorCallError, GeneratorGone, RuntimeError) as error:  # the last: a process group's
+        raise PushError(str(error), servers=() if name == SENDER else (name,)) from error
+    return True
+
+
+def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run in a thread that does not prevent the process from exiting: it may hang on a server that is gone."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as e:  # noqa: BLE001 (handed over to whoever waits)
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def call_all(
+    servers: Sequence[WeightEndpoint], call: Callable[[WeightEndpoint, float], Any], deadline: Deadline
+) -> dict[str, Future[Any]]:
+    """Run `call(server, timeout_seconds)` on many servers at once; return server name -> future of its answer."""
+    left = deadline.left()
+    return {server.name: in_background(call, server, left + 5) for server in servers}
