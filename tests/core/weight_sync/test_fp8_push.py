@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core.weight_sync.buckets import SenderSettings, SendReport
-from core.weight_sync.errors import PushError
 from core.weight_sync.disk import DiskSender
+from core.weight_sync.errors import PushError
 from core.weight_sync.formats import wrong_formats
 from core.weight_sync.ipc import IpcSender
 from mcore_adapter.hf.block_fp8 import FP8, dequantize
