@@ -2,8 +2,9 @@
 
 A server handles one update at a time. Two servers that handled the updates of two senders in different orders would
 wait for each other, so the senders take turns, bucket by bucket: while one sends, the others gather and convert.
-A number in the store counts the turns that have ended, and so determines whose turn it is. A sender that fails writes why, and
-the others raise the same at once. Nothing here is collective: a sender that has exited is named when the time is over.
+A number in the store counts the turns that have ended, and so determines whose turn it is. A sender that fails writes
+why, and the others raise the same at once. Nothing here is collective: a sender that has exited is named when the time
+is over.
 """
 
 from __future__ import annotations
