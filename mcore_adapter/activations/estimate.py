@@ -14,8 +14,7 @@ from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
 
-LOGITS_BYTES = 5 << 30
-"""Most of a buffer of output logits; see cuda/lm_head.py."""
+_LOGITS_BYTES, _LOGITS_CHUNK_BYTES = 5 << 30, 2 << 30  # CHUNK_BYTES and SEVERAL_BYTES of cuda/lm_head.py
 _FP32_ROWS = 512
 _ROUTER_BYTES = 12  # for each expert: logits and scores in float32, and their gradient
 
@@ -162,8 +161,10 @@ def _head(shape: UpdateShape, tokens: float) -> float:
         return (size + 4) * hidden
     rows = config.vocab_size / shape.layout.tp
     logits = tokens * rows * size
-    gradient = rows * config.hidden_size * (size if logits <= LOGITS_BYTES else 2 * size + 4)
-    return size * hidden + min(logits, LOGITS_BYTES) + 4 * _FP32_ROWS * rows + gradient
+    gradient = rows * config.hidden_size * size
+    if logits > _LOGITS_BYTES:  # beside the sum of the chunks in float32 and one of them
+        logits, gradient = _LOGITS_CHUNK_BYTES, gradient * 2 + 4 * rows * config.hidden_size
+    return size * hidden + logits + 4 * _FP32_ROWS * rows + gradient
 
 
 def _moe(shape: UpdateShape, layer: int) -> MoEConfig | None:

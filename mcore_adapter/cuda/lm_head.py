@@ -4,7 +4,7 @@ The matrix products are cuBLAS's. Between them a Triton kernel reads logits once
 entropy) or turns them into their own gradient in place (backward), everything summed in fp32. In the forward pass
 logits are fp32 too: bfloat16 would round a logit of 20 by up to 0.06. Invariant: at most one [chunk_tokens, vocabulary
 shard] buffer in the model's format is allocated, and FP32_ROWS rows in fp32; where all tokens fit in one chunk the
-buffer is kept from forward to backward, which then recomputes nothing.
+buffer is kept from forward to backward, which then recomputes nothing. Otherwise the chunks are smaller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch.autograd.function import once_differentiable
 from mcore_adapter.data.token_chunks import chunks
 
 CHUNK_BYTES = 5 << 30
-"""Size of the one buffer of logits. A larger one means fewer passes over the gradient of the weight."""
+"""Most of a buffer of the logits of all tokens."""
+SEVERAL_BYTES = 2 << 30
+"""Size of the buffer where there are several. A larger one means fewer passes over the gradient of the weight."""
 FP32_ROWS = 512
 _BLOCK = 4096
 
@@ -140,7 +142,8 @@ class FusedLogprobs(torch.autograd.Function):
         by_entropy = grad_logprobs if grad_entropy is None else grad_entropy.contiguous()
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = None
-        for rows in chunks(hidden.shape[0], ctx.chunk_tokens):
+        size = ctx.chunk_tokens if kept is not None else max(1, ctx.chunk_tokens * SEVERAL_BYTES // CHUNK_BYTES)
+        for rows in chunks(hidden.shape[0], size):
             grad = torch.mm(hidden[rows], weight.t()) if kept is None else kept
             if len(grad):
                 _grad_kernel[(len(grad),)](

@@ -66,6 +66,7 @@ MEASUREMENTS = {
         "options": "gpu:options",
         "lengths": "gpu:lengths",
         "experts": "gpu_experts:experts",
+        "long": "gpu_long:long",
         "rollout": "gpu_servers:rollout",
         "push": "gpu_push:push",
         "mismatch": "gpu_mismatch:mismatch",
