@@ -23,6 +23,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
+from mcore_adapter.host_activations import HostActivations, Pages
 from mcore_adapter.settings import Level
 
 
@@ -149,6 +150,7 @@ def recompute_layers(chunks: Iterable[nn.Module], levels: Sequence[Level]) -> No
     for chunk in chunks:
         of_block: Any = chunk
         checkpoint_first_layers(of_block.config, num_full)
+        _keep_on_host(of_block, [i for i, level in enumerate(levels) if level == "offload"])
         for layer, level in zip(of_block.decoder.layers, levels, strict=False):
             _recompute_parts(layer, level)
 
@@ -160,11 +162,20 @@ def checkpoint_first_layers(config: TransformerConfig, num_layers: int) -> None:
     config.recompute_num_layers = num_layers or None
 
 
+def _keep_on_host(chunk: Any, layers: Sequence[int]) -> None:
+    if layers and not hasattr(chunk, "host_activations"):
+        chunk.host_activations = HostActivations(chunk.decoder.layers, _PAGES)
+    if hasattr(chunk, "host_activations"):
+        chunk.host_activations.moved = frozenset(layers)
+
+
+_PAGES = Pages()
 _OF_MLP: dict[Level, Literal["nothing", "product", "halves"]] = {
     "none": "nothing",
     "selective": "product",
     "qkv": "product",
     "linear": "halves",
+    "offload": "halves",
     "full": "nothing",
 }
 
@@ -172,9 +183,9 @@ _OF_MLP: dict[Level, Literal["nothing", "product", "halves"]] = {
 def _recompute_parts(layer: Any, level: Level) -> None:
     attention, mlp = layer.self_attention, layer.mlp
     if isinstance(attention, RecomputingAttention):
-        attention.recompute_inputs = level in ("qkv", "linear")
+        attention.recompute_inputs = level in ("qkv", "linear", "offload")
     if isinstance(mlp, RecomputingMLP):
         mlp.recompute = _OF_MLP[level]
     experts: Any = getattr(mlp, "experts", None)
     if hasattr(experts, "keep_halves"):
-        experts.keep_halves = level != "linear"
+        experts.keep_halves = level not in ("linear", "offload")

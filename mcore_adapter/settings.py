@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Level = Literal["none", "selective", "qkv", "linear", "full"]
+Level = Literal["none", "selective", "qkv", "linear", "offload", "full"]
 """What a layer computes again in the backward pass. none: nothing. selective: the activation function. qkv: also what
 is before the core attention: norm, projection, rotary embedding. linear: also the norm before the MLP and its first
 linear layer, or the first products of experts; not the core attention, nor the products that follow it and the
-activation function. full: the whole layer."""
+activation function. offload: the same, and what is kept is in host memory. full: the whole layer."""
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 Fp8Recipe = Literal["tensorwise", "blockwise"]

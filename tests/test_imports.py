@@ -47,6 +47,7 @@ ORDER = {
         "quick_import settings lr_schedule layer_specs data",
         "cpu cuda",
         "device logprobs optimizer_state host_weights",
+        "host_activations",
         "parallel optimizer recompute",
         "models forward out_of_memory kernels",
         "hf bare_loop activations",

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,8 +29,10 @@ SPARE = 0.08
 """Share of the memory that is left to fragmentation, where no limit is given."""
 CORRECTIONS = 2
 """Measured updates after which a choice is made anew at most; each may cost the allocator its cache."""
+_ALIKE = 2.0
 _MOST_CORRECTION = 3.0
 _MORE_AFTER_FAILURE = 1.3
+_SHARE_OF_HOST = 0.6  # of what is available before the first update
 GIB = 2**30
 
 
@@ -70,6 +73,7 @@ class AutoRecompute:
         self._shape: UpdateShape | None = None
         self._correction, self._corrections_left = 1.0, CORRECTIONS
         self._measuring: _Measuring | None = None
+        self._on_host: float | None = None
         self.choice: Choice | None = None
 
     def prepare(self, tokens: int, num_microbatches: int) -> None:
@@ -77,6 +81,8 @@ class AutoRecompute:
         many."""
         passes = in_flight(self._parallel.layout, self._parallel.pp_rank, num_microbatches)
         if self._shape is None or tokens > self._shape.tokens or passes > self._shape.in_flight:
+            if self._shape is not None and tokens > _ALIKE * self._shape.tokens:
+                self._correction = max(1.0, self._correction)  # what small microbatches take less says little
             self._shape = UpdateShape(tokens=tokens, in_flight=passes, **self._fixed)  # type: ignore[arg-type]
             self._corrections_left = CORRECTIONS
             self._choose("estimated")
@@ -117,7 +123,9 @@ class AutoRecompute:
         held = self._device.memory_stats()["allocated_gib"] * GIB
         limit = self._limit(held) - held - self._pending_bytes()
         limit = self._agree(limit, dist.ReduceOp.MIN)
-        before, self.choice = self.choice, choose(self._shape, limit, correction=self._correction)
+        on_host = self._agree(self._host_limit(), dist.ReduceOp.MIN)
+        before = self.choice
+        self.choice = choose(self._shape, limit, host_limit_bytes=on_host, correction=self._correction)
         recompute_layers(self._chunks, self.choice.levels)
         if before is not None and before.levels == self.choice.levels:
             return
@@ -136,6 +144,15 @@ class AutoRecompute:
         if self._limit_gib is not None:
             return self._limit_gib * GIB
         return (1 - SPARE) * (held + self._device.memory_stats()["available_gib"] * GIB)
+
+    def _host_limit(self) -> float:
+        """Return the bytes of the host that activations may take, as much for every rank that may be there."""
+        if self._device.torch_device.type == "cpu":
+            return 0.0  # it is the same memory
+        if self._on_host is None:
+            ranks = min(self._parallel.world_size, torch.cuda.device_count())
+            self._on_host = _SHARE_OF_HOST * psutil.virtual_memory().available / ranks
+        return self._on_host
 
     def _agree(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
         """Return the smallest or largest value of the ranks of this stage."""

@@ -16,6 +16,7 @@ from model_specs.moe import MoEConfig
 
 _LOGITS_BYTES, _LOGITS_CHUNK_BYTES = 5 << 30, 2 << 30  # CHUNK_BYTES and SEVERAL_BYTES of cuda/lm_head.py
 _FP32_ROWS = 512
+_ON_THE_WAY = 2  # layers whose tensors are on their way to or from the host
 _ROUTER_BYTES = 12  # for each expert: logits and scores in float32, and their gradient
 
 
@@ -59,22 +60,33 @@ def in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int) -> in
     return min(num_microbatches * layout.vpp, warm_up + 1)
 
 
-def choose(shape: UpdateShape, limit_bytes: float, *, correction: float = 1.0) -> Choice:
+def choose(shape: UpdateShape, limit_bytes: float, *, host_limit_bytes: float = 0.0, correction: float = 1.0) -> Choice:
     """Return the least recomputation whose activations fit, raising the level of one layer after the other; where
     nothing fits, that of all layers to the highest. `correction`: measured by estimated bytes."""
-    for levels in _ladder(len(shape.layers)):
+    hosted = _num_on_host(shape, host_limit_bytes)
+    for levels in _ladder(len(shape.layers), hosted):
         size = correction * activation_bytes(shape, levels)
         if size <= limit_bytes:
             return Choice(levels=levels, activation_bytes=size, fits=True)
     return Choice(levels=levels, activation_bytes=size, fits=False)
 
 
-def _ladder(num_layers: int) -> Iterator[tuple[Level, ...]]:
-    """Yield the choices, from the least recomputation on; the levels of a choice descend."""
-    yield (LEVELS[0],) * num_layers
-    for lower, higher in zip(LEVELS, LEVELS[1:], strict=False):
-        for count in range(1, num_layers + 1):
-            yield (higher,) * count + (lower,) * (num_layers - count)
+def _ladder(num_layers: int, hosted: int) -> Iterator[tuple[Level, ...]]:
+    """Yield the choices, from the least recomputation on, with at most so many layers on the host; the levels of a
+    choice descend."""
+    levels: tuple[Level, ...] = (LEVELS[0],) * num_layers
+    yield levels
+    for level in LEVELS[1:]:
+        lower = levels
+        for count in range(1, (hosted if level == "offload" else num_layers) + 1):
+            levels = (level,) * count + lower[count:]
+            yield levels
+
+
+def _num_on_host(shape: UpdateShape, host_limit_bytes: float) -> int:
+    """Return how many layers fit there. The last one stays on the device: its backward pass follows at once."""
+    layer = shape.in_flight * shape.tokens / shape.layout.cp * max(_kept(shape, "linear", i) for i in shape.layers)
+    return max(0, min(len(shape.layers) - 1, int(host_limit_bytes / layer)))
 
 
 def activation_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
@@ -87,6 +99,8 @@ def activation_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
         for level, layer in zip(levels, shape.layers, strict=True)
     )
     head = _head(shape, tokens) if shape.has_head else 0.0
+    if "offload" in levels:  # on the way
+        passing += _ON_THE_WAY * tokens * max(_kept(shape, "linear", layer) for layer in shape.layers)
     return tokens * shape.in_flight * kept + max(passing, head)
 
 
@@ -94,6 +108,8 @@ def _kept(shape: UpdateShape, level: Level, layer: int) -> float:
     """Return the bytes of a token that a layer keeps from forward to backward pass."""
     config, size = shape.config, shape.itemsize
     hidden = config.hidden_size / shape.layout.tp  # sequence parallelism is on with tensor parallelism
+    if level == "offload":
+        return 0.0
     if level == "full":
         return size * hidden
     attention, output = _attention_widths(shape)
@@ -120,7 +136,7 @@ def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
     gradients."""
     config, size = shape.config, shape.itemsize
     hidden = config.hidden_size / shape.layout.tp
-    again = _kept(shape, "none", layer) - _kept(shape, level, layer)
+    again = _kept(shape, "none", layer) - _kept(shape, "linear" if level == "offload" else level, layer)
     attention, output = _attention_widths(shape)
     moe = _moe(shape, layer)
     if moe is None:

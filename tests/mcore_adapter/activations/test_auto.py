@@ -126,10 +126,10 @@ def ran_out(rank: Rank, model: str, least: int) -> Any:
 def test_an_update_that_ran_out_of_memory_is_repeated_with_more_recomputation(ranks: RankPool, tmp_path: Any) -> None:
     write_model("qwen3_moe", tmp_path / "model")
     ((same, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 6)
-    assert same and 6 <= sum(map(LEVELS.index, levels)) < 16
+    assert same and 6 <= sum(map(LEVELS.index, levels)) < 20
 
 
 def test_an_update_that_never_fits_is_reported_as_before(ranks: RankPool, tmp_path: Any) -> None:
     write_model("qwen3_moe", tmp_path / "model")
-    ((repeatable, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 17)
+    ((repeatable, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 21)
     assert repeatable and set(levels) == {"full"}

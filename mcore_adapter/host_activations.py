@@ -1,0 +1,152 @@
+"""Activations that visit the host between forward and backward pass.
+
+What a layer keeps lies in a few tensors that several operations hold. Their memory is copied to page-locked pages and
+released behind the tensors' backs, as Megatron's CheckpointWithoutOutput does, and given back before the backward pass
+of the layer begins. Invariant: a layer's tensors are complete when the gradient of its output is there; at most
+_IN_FLIGHT layers wait for their copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SMALLEST_BYTES = 1 << 20
+"""Smaller tensors stay: there are none among those that are copied, but in tests."""
+_IN_FLIGHT = 2
+
+
+class Pages:
+    """Memory of the host, taken at first use and used again, and the one stream of all copies from and to it."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._stream: Any = None
+
+    def stream(self, device: torch.device) -> Any:
+        """Return the stream; None where copies are complete when they return."""
+        if self._stream is None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def take(self, num_bytes: int, *, locked: bool) -> Tensor:
+        """Return [at least num_bytes] uint8. A free page that is too small makes way for one that is not."""
+        self._free.sort(key=len)
+        for i, page in enumerate(self._free):
+            if len(page) >= num_bytes:
+                return self._free.pop(i)
+        if self._free:
+            self._free.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=locked)
+
+    def give(self, page: Tensor) -> None:
+        self._free.append(page)
+
+
+class _Stay:
+    """The tensors of one pass through a layer, on the host."""
+
+    def __init__(self, tensors: Sequence[Tensor], before: _Stay | None, pages: Pages) -> None:
+        self._before, self._pages = before, pages
+        self._stream = stream = pages.stream(tensors[0].device)
+        self._held: list[tuple[torch.UntypedStorage, int, Tensor]] = []
+        self._ready: Any = None
+        self._fetched = False
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        for tensor in {t.untyped_storage().data_ptr(): t for t in tensors}.values():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < SMALLEST_BYTES:
+                continue
+            page = pages.take(storage.nbytes(), locked=tensor.is_cuda)
+            self._held.append((storage, storage.nbytes(), page))
+            with self._on_stream():
+                page[: storage.nbytes()].copy_(_bytes(storage), non_blocking=True)
+            if stream is not None:
+                tensor.record_stream(stream)  # its memory is free when it is copied
+            storage.resize_(0)
+        self.copied = stream.record_event() if stream is not None else None
+
+    def restore(self, *_: Any) -> None:
+        """Wait for the tensors, and begin to fetch those of the layer before: the hook of the output's gradient."""
+        self.fetch()
+        if self._ready is not None:
+            torch.cuda.current_stream().wait_event(self._ready)
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
+
+    def fetch(self) -> None:
+        """Begin to copy the tensors to the device."""
+        if self._fetched:
+            return
+        self._fetched = True
+        for storage, size, _ in self._held:
+            storage.resize_(size)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())  # for the memory's last use
+        with self._on_stream():
+            for storage, size, page in self._held:
+                _bytes(storage).copy_(page[:size], non_blocking=True)
+        if self._stream is not None:
+            self._ready = self._stream.record_event()
+        for _, _, page in self._held:
+            self._pages.give(page)  # the next copy into it is on the same stream
+        self._held = []
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class HostActivations:
+    """Moves what the layers of one chunk keep: their input, the output of the core attention, and what is before the
+    MLP and, of experts, behind its norm."""
+
+    def __init__(self, layers: Sequence[Any], pages: Pages) -> None:
+        self.moved: frozenset[int] = frozenset()
+        """The layers whose tensors are moved."""
+        self._pages = pages
+        self._seen: list[Tensor] | None = None
+        """Of the layer under way."""
+        self._last: _Stay | None = None
+        self._copying: deque[_Stay] = deque()
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._enterer(number), with_kwargs=True)
+            for part in (layer.self_attention.linear_proj, layer.pre_mlp_layernorm, layer.mlp):
+                part.register_forward_pre_hook(self._see)
+            layer.register_forward_hook(self._leave)
+
+    def _enterer(self, number: int) -> Any:
+        def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            moves = number in self.moved and layer.training and torch.is_grad_enabled()
+            self._seen = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]] if moves else None
+            if number == 0:
+                self._last = None
+
+        return enter
+
+    def _see(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._seen is not None:
+            self._seen.append(args[0])
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return
+        self._last = _Stay(seen, self._last, self._pages)
+        output[0].register_hook(self._last.restore)
+        # The host must not run ahead of the device: what is not copied yet cannot be used again.
+        self._copying.append(self._last)
+        if len(self._copying) > _IN_FLIGHT:
+            copied = self._copying.popleft().copied
+            if copied is not None:
+                copied.synchronize()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
