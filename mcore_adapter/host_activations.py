@@ -30,8 +30,8 @@ class Pages:
 
     def stream(self, device: torch.device) -> Any:
         """Return the stream; None where copies are complete when they return."""
-        if self._stream is None and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+        if self._stream is None and device.type != "cpu":
+            self._stream = torch.get_device_module(device).Stream(device)
         return self._stream
 
     def take(self, num_bytes: int, *, locked: bool) -> Tensor:
@@ -53,17 +53,19 @@ class _Stay:
 
     def __init__(self, tensors: Sequence[Tensor], before: _Stay | None, pages: Pages) -> None:
         self._before, self._pages = before, pages
-        self._stream = stream = pages.stream(tensors[0].device)
+        device = tensors[0].device
+        self._module = torch.get_device_module(device)
+        self._stream = stream = pages.stream(device)
         self._held: list[tuple[torch.UntypedStorage, int, Tensor]] = []
         self._ready: Any = None
         self._fetched = False
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(self._module.current_stream())
         for tensor in {t.untyped_storage().data_ptr(): t for t in tensors}.values():
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST_BYTES:
                 continue
-            page = pages.take(storage.nbytes(), locked=tensor.is_cuda)
+            page = pages.take(storage.nbytes(), locked=stream is not None)
             self._held.append((storage, storage.nbytes(), page))
             with self._on_stream():
                 page[: storage.nbytes()].copy_(_bytes(storage), non_blocking=True)
@@ -76,7 +78,7 @@ class _Stay:
         """Wait for the tensors, and begin to fetch those of the layer before: the hook of the output's gradient."""
         self.fetch()
         if self._ready is not None:
-            torch.cuda.current_stream().wait_event(self._ready)
+            self._module.current_stream().wait_event(self._ready)
         if self._before is not None:
             self._before.fetch()
             self._before = None
@@ -89,7 +91,7 @@ class _Stay:
         for storage, size, _ in self._held:
             storage.resize_(size)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())  # for the memory's last use
+            self._stream.wait_stream(self._module.current_stream())  # for the memory's last use
         with self._on_stream():
             for storage, size, page in self._held:
                 _bytes(storage).copy_(page[:size], non_blocking=True)
@@ -100,7 +102,7 @@ class _Stay:
         self._held = []
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else self._module.stream(self._stream)
 
 
 class HostActivations:

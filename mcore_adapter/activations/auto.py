@@ -150,7 +150,7 @@ class AutoRecompute:
         if self._device.torch_device.type == "cpu":
             return 0.0  # it is the same memory
         if self._on_host is None:
-            ranks = min(self._parallel.world_size, torch.cuda.device_count())
+            ranks = min(self._parallel.world_size, torch.accelerator.device_count())
             self._on_host = _SHARE_OF_HOST * psutil.virtual_memory().available / ranks
         return self._on_host
 
