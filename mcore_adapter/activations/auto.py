@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -29,10 +30,14 @@ SPARE = 0.08
 """Share of the memory that is left to fragmentation, where no limit is given."""
 CORRECTIONS = 2
 """Measured updates after which a choice is made anew at most; each may cost the allocator its cache."""
-_ALIKE = 2.0
+ALIKE = 2.0
 _MOST_CORRECTION = 3.0
 _MORE_AFTER_FAILURE = 1.3
 _SHARE_OF_HOST = 0.6  # of what is available before the first update
+_CONTROL_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 GIB = 2**30
 
 
@@ -77,11 +82,16 @@ class AutoRecompute:
         self.choice: Choice | None = None
 
     def prepare(self, tokens: int, num_microbatches: int) -> None:
-        """Choose for an update whose largest microbatch has so many tokens, unless the present choice is for as
-        many."""
+        """Choose for an update whose largest microbatch has so many tokens, unless the present choice is for as many,
+        or for less than ALIKE times as many."""
         passes = in_flight(self._parallel.layout, self._parallel.pp_rank, num_microbatches)
-        if self._shape is None or tokens > self._shape.tokens or passes > self._shape.in_flight:
-            if self._shape is not None and tokens > _ALIKE * self._shape.tokens:
+        now = self._shape
+        if (
+            now is None
+            or not now.tokens / ALIKE < tokens <= now.tokens
+            or not now.in_flight / ALIKE < passes <= now.in_flight
+        ):
+            if now is not None and tokens > ALIKE * now.tokens:
                 self._correction = max(1.0, self._correction)  # what small microbatches take less says little
             self._shape = UpdateShape(tokens=tokens, in_flight=passes, **self._fixed)  # type: ignore[arg-type]
             self._corrections_left = CORRECTIONS
@@ -151,7 +161,7 @@ class AutoRecompute:
             return 0.0  # it is the same memory
         if self._on_host is None:
             ranks = min(self._parallel.world_size, torch.accelerator.device_count())
-            self._on_host = _SHARE_OF_HOST * psutil.virtual_memory().available / ranks
+            self._on_host = _SHARE_OF_HOST * _available_on_host() / ranks
         return self._on_host
 
     def _agree(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
@@ -164,3 +174,15 @@ class AutoRecompute:
         values[self._parallel.pp_rank] = value
         dist.all_reduce(values, op=how)
         return float(values[self._parallel.pp_rank])
+
+
+def _available_on_host() -> float:
+    """Return the bytes of memory that this host, or the control group of this process, has left."""
+    available = float(psutil.virtual_memory().available)
+    for limit, used in _CONTROL_GROUPS:
+        try:
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # no such version of control groups; "max"
+            continue
+        available = min(available, left)
+    return available
