@@ -73,6 +73,7 @@ MEASUREMENTS = {
         "fp8_servers": "fp8.servers:servers",
         "fp8_updates": "fp8.updates:updates",
         "fp8_mismatch": "fp8.mismatch:mismatch",
+        "fp8_learning": "fp8.learning:learning",
         "async": "gpu_runs:asynchronous",
         "push_tp": "gpu_ranks:push",
         "overlap": "gpu_ranks:overlap",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,10 @@ async def _mismatch(scene: Scene, engine: Any, device: Any) -> AsyncIterator[Fig
         loss = partial(policy_loss, settings=AlgorithmSettings(correction="tis", correction_level="token"))
         later = []
         for version in range(2, 2 + UPDATES):
-            engine.train_step(batch, loss, max_tokens_per_mb=32768)
+            old = trainer_logprobs(engine, batch)  # the proximal policy: w is old / server
+            engine.train_step(
+                replace(batch, fields={**batch.fields, "old_logprobs": old}), loss, max_tokens_per_mb=32768
+            )  # fmt: skip
             await both[-1].push(engine, version, verify=True)
             batch = await sampled(both[-1].generator, version, asked(count // 4), length)
             later.append(difference(engine, batch))
