@@ -4,10 +4,6 @@ One update with a small learning rate leaves most values in bfloat16 as they wer
 tensor, the positions and new values of those whose bits differ from the push before, and an index with the identity of
 both pushes and the SHA-256 of every file. Only weights of the push before can take changes.
 
-A server loads weights by code of its own, one for each model family, which cuts, joins and copies tensors. `Changed`
-passes through that code like the whole tensor: shape operations act on values and mask, and where it is copied, values
-that have not changed stay.
-
 The file is also read by servers, which import nothing else of this project: it stands alone.
 """
 
@@ -16,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -32,6 +29,8 @@ NOT_THE_BASE = "other weights than these changes are for"
 """In the message of a server that needs a whole push."""
 
 _LONGEST_GAP = 255
+_BLOCK = 1 << 18
+"""Elements that are compared at once: they stay in the cache."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _VALUES, _GAPS = ":values", ":gaps"
 
@@ -41,26 +40,40 @@ class ChangesError(RuntimeError):
 
 
 def changed_positions(new: Tensor, old: Tensor) -> Tensor:
-    """Return the positions, in ascending order, of elements whose bits differ: [n] int64. Both of one shape and
-    format."""
+    """Return the positions, in ascending order, of elements whose bits differ: [n] integers. Both of one shape and
+    format, on the CPU."""
     bits = _BITS[new.element_size()]
-    return (new.reshape(-1).view(bits) != old.reshape(-1).view(bits)).nonzero().reshape(-1)
+    after, before = (np.asarray(tensor.reshape(-1).view(bits)) for tensor in (new, old))
+    parts = [
+        np.flatnonzero(after[start : start + _BLOCK] != before[start : start + _BLOCK]).astype(_index_type(len(after)))
+        + start
+        for start in range(0, len(after), _BLOCK)
+    ]
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
+
+
+def _index_type(count: int) -> Any:
+    return np.int32 if count < 1 << 31 else np.int64
 
 
 def encode_gaps(positions: Tensor) -> Tensor:
-    """Return ascending positions as bytes: [m] uint8. Each is the number of elements since the one before; 255 stands
-    for 255 elements without a change."""
-    gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
-    ends = torch.cumsum(gaps // _LONGEST_GAP + 1, 0)
-    encoded = torch.full((int(ends[-1]) if len(ends) else 0,), _LONGEST_GAP, dtype=torch.uint8)
-    encoded[ends - 1] = (gaps % _LONGEST_GAP).to(torch.uint8)
-    return encoded
+    """Return ascending positions, on the CPU, as bytes: [m] uint8. Each is the number of elements since the one before;
+    255 stands for 255 elements without a change."""
+    gaps = np.diff(positions.numpy(), prepend=positions.numpy().dtype.type(-1)) - 1
+    encoded, far = gaps.astype(np.uint8), np.flatnonzero(gaps >= _LONGEST_GAP)
+    encoded[far] = gaps[far] % _LONGEST_GAP
+    return torch.from_numpy(np.insert(encoded, np.repeat(far, gaps[far] // _LONGEST_GAP), np.uint8(_LONGEST_GAP)))
 
 
-def decode_gaps(encoded: Tensor) -> Tensor:
-    """Undo encode_gaps(): [n] int64."""
-    ends = (encoded != _LONGEST_GAP).nonzero().reshape(-1)
-    return torch.cumsum(encoded.to(torch.int64), 0)[ends] + torch.arange(len(ends), device=encoded.device)
+def decode_gaps(encoded: Tensor, num_elements: int) -> Tensor:
+    """Undo encode_gaps() of a tensor of `num_elements`: [n] integers."""
+    dtype = torch.int32 if num_elements < 1 << 31 else torch.int64
+    kept = encoded != _LONGEST_GAP
+    if encoded.device.type == "cpu":  # several times as fast as torch there
+        steps = encoded.numpy().astype(_index_type(num_elements))
+        steps += kept.numpy()
+        return torch.from_numpy(np.cumsum(steps, dtype=steps.dtype) - 1)[kept]
+    return (torch.cumsum(encoded.to(dtype) + kept, 0, dtype=dtype) - 1)[kept]
 
 
 def changes_of(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
@@ -129,8 +142,11 @@ class ChangesReader:
         self.identity: str = index["id"]
         self._folder, self._files, self._shapes = folder, list(index["files"]), index["shapes"]
 
-    def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor) of every tensor with changes: a Changed, or a whole one."""
+    def tensors(
+        self, device: torch.device, changed: Callable[[Sequence[int], Tensor, Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, tensor) of every tensor with changes: a whole one, or what `changed` returns:
+        Changed.of of changed.py."""
         for file in self._files:
             # Not device=: to safetensors "cuda" is the first GPU, to torch the process's own.
             with safe_open(self._folder / file, framework="pt") as content:
@@ -140,120 +156,9 @@ class ChangesReader:
                     if not mark:
                         yield key, tensor
                     elif f":{kind}" == _VALUES:
-                        positions = decode_gaps(content.get_tensor(name + _GAPS).to(device))
-                        yield name, Changed.of(self._shapes[name], positions, tensor)
-
-
-class Changed(Tensor):
-    """A tensor of which only the values under `mask` count. Where it is copied to, the others stay as they are.
-
-    Operations that only change the shape or the device keep both together; every other operation raises
-    NotImplementedError. Values that are not there are NaN where the format has it: `parameter.data = tensor` is no
-    operation that a tensor can refuse.
-    """
-
-    mask: Tensor
-
-    @staticmethod
-    def of(shape: list[int], positions: Tensor, values: Tensor) -> Changed:
-        """Return a tensor of `shape` with `values` [n] at `positions` [n], int64 in the flattened tensor."""
-        whole = values.new_full((torch.Size(shape).numel(),), torch.nan if values.is_floating_point() else 0)
-        whole[positions] = values
-        mask = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
-        mask[positions] = True
-        return _with_mask(whole.view(shape), mask.view(shape))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        first: Any = args[0] if args else None
-        if not isinstance(first, Changed):
-            if name == "copy_" and len(args) > 1:
-                return first.copy_(_merged(first, args[1]))
-            if name == "__setitem__":
-                _, place, source = args
-                first[place] = _merged(first[place], source)
-                return None
-            raise _not_there(name)
-        values_out = name in _VALUES_OUT and bool(first.mask.all())
-        if not (values_out or name in _KEEPS_BOTH or name in _NO_VALUES):
-            raise _not_there(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*_plain(args), **kwargs)
-        tensors = _tensors(result)
-        if not tensors:
-            return result
-        if name not in _KEEPS_BOTH or (name != "to" and any(t.dtype != first.dtype for t in tensors)):
-            raise _not_there(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            masks = func(*_masks(args), **_masks(kwargs))
-        if isinstance(result, Tensor):
-            return _with_mask(result, masks)
-        return type(result)(map(_with_mask, result, masks))
-
-
-_KEEPS_BOTH = frozenset(
-    (
-        *("narrow", "select", "__getitem__", "unbind", "chunk", "split", "tensor_split", "split_with_sizes"),
-        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
-        *("transpose", "swapaxes", "t", "permute", "movedim"),
-        *("contiguous", "clone", "detach", "to", "cpu", "__get__"),
-    )
-)
-"""Operations whose result holds values of the tensor where the same operation puts the mask. `__get__`: the properties
-that are tensors, such as `data` and `T`."""
-
-
-_VALUES_OUT = frozenset(("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__int__", "__float__"))
-"""Operations whose result is no tensor and depends on every value: allowed where all are there."""
-_NO_VALUES = frozenset(
-    (
-        *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
-        *("is_contiguous", "is_floating_point", "is_complex", "get_device", "type", "__repr__", "__format__"),
-    )
-)
-"""Operations whose result is no tensor and depends on no value, or is for people to read."""
-
-
-def _not_there(name: str) -> NotImplementedError:
-    return NotImplementedError(f"{name} of a tensor of which only some values are there")
-
-
-def _with_mask(values: Tensor, mask: Tensor) -> Changed:
-    changed = values.as_subclass(Changed)
-    changed.mask = mask.to(torch.bool)  # to() another format means the values
-    return changed
-
-
-def _plain(values: Any) -> Any:
-    if isinstance(values, Changed):
-        return values.as_subclass(Tensor)
-    return tuple(map(_plain, values)) if isinstance(values, tuple) else values
-
-
-def _masks(values: Any) -> Any:
-    """Return arguments with masks in place of tensors."""
-    if isinstance(values, Changed):
-        return values.mask
-    if isinstance(values, dict):
-        return {key: _masks(value) for key, value in values.items()}
-    return tuple(map(_masks, values)) if isinstance(values, tuple) else values
-
-
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a result: one, several, or none."""
-    if isinstance(result, Tensor):
-        return (result,)
-    return tuple(t for t in result if isinstance(t, Tensor)) if isinstance(result, list | tuple) else ()
-
-
-def _merged(target: Tensor, source: Tensor) -> Tensor:
-    """Return `target` with the values of `source`."""
-    if not isinstance(source, Changed):
-        return source
-    mask = source.mask.to(target.device)
-    return torch.where(mask, _plain(source).to(target.device, target.dtype), target)
+                        shape = torch.Size(self._shapes[name])
+                        positions = decode_gaps(content.get_tensor(name + _GAPS).to(device), shape.numel())
+                        yield name, changed(shape, positions, tensor)
 
 
 def _sha256(path: Path) -> str:

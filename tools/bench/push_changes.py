@@ -32,6 +32,7 @@ from core.config.push import Changes
 from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.disk import DiskSender
 from rollout.inference.backend import WeightEndpoint
+from rollout.inference.changed import Changed
 from rollout.inference.changes import IDENTITY, INDEX, ChangesError, ChangesReader
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.hooks import position_checksum
@@ -205,7 +206,7 @@ def _load(folder: Path, weights: dict[str, Tensor], identity: str | None) -> str
     """Copy a pushed folder into `weights`; return the identity of the push. Raises ChangesError."""
     if (folder / INDEX).is_file():
         reader = ChangesReader(folder, identity)
-        for name, tensor in reader.tensors(torch.device("cpu")):
+        for name, tensor in reader.tensors(torch.device("cpu"), Changed.of):
             weights[name].copy_(tensor)
         return reader.identity
     for file in folder.glob("*.safetensors"):

@@ -322,7 +322,7 @@ def install_hooks() -> None:
         Hooks(),
         Sampling(),
         InFlight(),
-        beside("pushed_folders.py").PushedFolders(beside("../changes.py")),
+        beside("pushed_folders.py").PushedFolders(beside("../changes.py"), beside("../changed.py")),
     )
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     delayer = "sglang.srt.managers.prefill_delayer.PrefillDelayer."

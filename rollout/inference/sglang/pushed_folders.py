@@ -6,6 +6,8 @@ Read by the server's processes beside hooks.py, and stands alone as it does.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +18,9 @@ import torch
 class PushedFolders:
     """Identity of the push that one scheduler process has loaded, if it was a folder."""
 
-    def __init__(self, changes: ModuleType) -> None:
-        """`changes`: rollout/inference/changes.py as a module."""
-        self._changes = changes
+    def __init__(self, changes: ModuleType, changed: ModuleType) -> None:
+        """rollout/inference/changes.py and changed.py as modules."""
+        self._changes, self._changed = changes, changed
         self._identity: str | None = None
 
     def forget(self, result: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +37,7 @@ class PushedFolders:
             return success, message
         try:
             reader = self._changes.ChangesReader(folder, before)
-            _load_some(updater, reader)
+            _load_some(updater, partial(reader.tensors, changed=self._changed.Changed.of))
         except Exception as error:  # noqa: BLE001  reported to the sender, which sends all weights then
             return False, f"{type(error).__name__}: {error}"
         self._identity = reader.identity
@@ -54,11 +56,11 @@ class PushedFolders:
             result.success, result.message = False, failures[0]
 
 
-def _load_some(updater: Any, reader: Any) -> None:
-    """Load changes as update_weights_from_disk loads whole tensors."""
+def _load_some(updater: Any, tensors: Callable[[torch.device], Iterable[Any]]) -> None:
+    """Load `tensors` as update_weights_from_disk loads whole ones."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     device = torch.device(updater.device)
     with set_default_torch_dtype(updater.model_config.dtype):
-        DefaultModelLoader.load_weights_and_postprocess(updater.get_model(), reader.tensors(device), device)
+        DefaultModelLoader.load_weights_and_postprocess(updater.get_model(), tensors(device), device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollout.inference import changed as sparse
 from rollout.inference import changes
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
 from rollout.inference.sglang import pushed_folders
@@ -23,9 +24,9 @@ def load_whole(updater: Any, model_path: str, load_format: str) -> tuple[bool, s
     return (Path(model_path) / IDENTITY).is_file(), "read"
 
 
-def apply(updater: Any, reader: Any) -> None:
+def apply(updater: Any, tensors: Any) -> None:
     """In place of the server's own loader."""
-    for name, tensor in reader.tensors(torch.device("cpu")):
+    for name, tensor in tensors(torch.device("cpu")):
         updater.weights[name].copy_(tensor)
 
 
@@ -33,7 +34,7 @@ def apply(updater: Any, reader: Any) -> None:
 def server(monkeypatch: pytest.MonkeyPatch) -> tuple[PushedFolders, dict[str, Tensor]]:
     """The hook of a server, and its weights."""
     monkeypatch.setattr(pushed_folders, "_load_some", apply)
-    return PushedFolders(changes), {"w": torch.zeros(10)}
+    return PushedFolders(changes, sparse), {"w": torch.zeros(10)}
 
 
 def whole(folder: Path, identity: str) -> Path:
