@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from helpers.sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, settings_for
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from rollout.inference.errors import GeneratorGone
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, GenerateRequest, WeightBucket
@@ -368,9 +368,7 @@ def test_a_refused_update_ends_the_push_at_once(server: SGLangServer, models: Mo
         sender.prepare(iter([wrong]), verify=False)
         await generator.pause()
         start = time.monotonic()
-        with pytest.raises(
-            GeneratorCallError, match=r"generator-0: /update_weights_from_distributed failed \(HTTP 400\)"
-        ):
+        with pytest.raises(PushError, match=r"generator-0: /update_weights_from_distributed failed \(HTTP 400\)"):
             await asyncio.to_thread(sender.send)
         await update(generator, models, 2)
         return time.monotonic() - start
