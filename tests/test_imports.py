@@ -36,7 +36,7 @@ ORDER = {
         "types plugins errors",
         "answer_file",
         "trajectory_checks data rewards experience ledger",
-        "inference.errors inference.gpus inference.bucket inference.changes inference.router",
+        "inference.errors inference.gpus inference.bucket inference.changes inference.changed inference.router",
         "inference.backend",
         "inference.sglang inference.embedded inference.mock",
         "inference.registry",
