@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from allocation import ParallelLayout
 from mcore_adapter.models.gpt import FP8_ROWS, _check_fp8
+from mcore_adapter.models.transformer_config import transformer_config
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.hf_config import parse_config
 from model_specs.values import ModelConfigError
@@ -63,3 +65,16 @@ def test_a_size_that_blocks_do_not_divide_is_named(changes: dict[str, Any], tp: 
     check("tensorwise", HOPPER, tp, **changes)
     with pytest.raises(ModelConfigError, match=f"fp8=blockwise needs multiples of 128, {size}"):
         check("blockwise", HOPPER, tp, **changes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [(None, (None, "tensorwise")), ("tensorwise", ("hybrid", "tensorwise")), ("blockwise", ("e4m3", "blockwise"))],
+)
+def test_gradients_have_the_range_of_e5m2_where_a_whole_tensor_has_one_factor(recipe: Any, expected: Any) -> None:
+    config = transformer_config(
+        parse_config(SIZES), parallel=cast(Any, SimpleNamespace(layout=ParallelLayout())),
+        device=cast(Any, SimpleNamespace(config_overrides=dict)), dtype=torch.bfloat16, sequence_parallel=False,
+        fp8=recipe,
+    )  # fmt: skip
+    assert (config.fp8, config.fp8_recipe) == expected

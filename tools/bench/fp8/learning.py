@@ -1,6 +1,6 @@
 """The demo's additions, learnt from answers of a server in bfloat16 and of one in FP8: held-out accuracy by step.
 
-One supervised warm-up, then GRPO from its weights with each server: 64 prompts of 8 answers a step, one update, with
+One supervised warm-up, then GRPO from its weights with each server: 32 prompts of 8 answers a step, one update, with
 truncated importance weights between the trainer and the server. Engine, push, server and loss are those of a run.
 """
 
@@ -37,8 +37,8 @@ WARM_ACCURACY = 0.35
 class Size:
     """How much is done; less in a trial on the CPU."""
 
-    steps: int = 100
-    prompts: int = 64
+    steps: int = 80
+    prompts: int = 32
     held_out: int = 256
     every: int = 20
     """Steps between evaluations."""
@@ -97,7 +97,7 @@ async def _warm_up(engine: Any, served: Served, sums: Sums, size: Size) -> None:
     rng = np.random.default_rng(0)
     for version in range(1, 40):
         for _ in range(size.lessons):
-            rows = [sums.train[i] for i in rng.integers(0, len(sums.train), 2 * size.prompts)]
+            rows = [sums.train[i] for i in rng.integers(0, len(sums.train), 4 * size.prompts)]
             pairs = [(sums.ids(prompt), [*sums.ids(answer), sums.eos]) for prompt, answer in rows]
             engine.train_step(_packed(pairs, {}), sft_loss, max_tokens_per_mb=16384)
         await served.push(engine, version, verify=False)
