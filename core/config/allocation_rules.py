@@ -152,9 +152,15 @@ def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
     if wanted not in backend.capabilities.quantizations:
         able = " or ".join(f"{b.label}s" for b in BACKENDS.values() if wanted in b.capabilities.quantizations)
         yield Violation(keys, f"{wanted} needs {able} on GPUs, the generator is {placed.backend}; write auto")
-    elif not placed.on_gpu:
+        return
+    if not placed.on_gpu:
         yield Violation(keys, f"{wanted} needs generators on GPUs, these compute on {placed.device}; write auto")
-    elif config.push.changes == "always":
+        return
+    dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
+    if dtype != "bfloat16":
+        message = f"{wanted} needs bfloat16 for what is not quantized, got {dtype}; write generator.dtype=bfloat16"
+        yield Violation(("generator.weight_format", "generator.dtype"), message)
+    if config.push.changes == "always":
         message = f"always, but with generator.weight_format={wanted} all weights are sent; write auto"
         yield Violation(("push.changes", "generator.weight_format"), message)
     for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):

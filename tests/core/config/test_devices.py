@@ -193,6 +193,10 @@ FP8 = "generator.weight_format=fp8_block"
         (["allocation_mode=mock.d1m1p1+d1m1p1"], "fp8_block needs SGLang servers on GPUs, the generator is mock"),
         ([SERVERS, "generator.device=cpu"], "fp8_block needs generators on GPUs, these compute on cpu; write auto"),
         ([SERVERS, "push.type=disk", "push.changes=always"], "push.changes: always, but with generator.weight_format"),
+        (
+            [SERVERS, "generator.dtype=float32"],
+            "fp8_block needs bfloat16 for what is not quantized, got float32; write",
+        ),
         ([SERVERS, "actor.sglang.quantization=fp8"], "actor.sglang.quantization: cannot be set: generator.weight_for"),
     ],
 )
@@ -201,9 +205,7 @@ def test_fp8_generators_are_refused_where_the_format_or_its_weights_cannot_be(
 ) -> None:
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
     assert message in refused(tmp_path, FP8, *overrides)
-    refused_as_plain = "=mock" in overrides[0] or len(overrides) == 1
-    if not refused_as_plain:
-        load_config("ppo-math", write_run(tmp_path), overrides)
+    load_config("ppo-math", write_run(tmp_path), overrides)  # without FP8 nothing of this is refused
 
 
 def test_fp8_generators_of_a_model_that_blocks_do_not_divide_are_refused_with_the_size(
