@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -132,6 +132,9 @@ class ModelChunk(GPTModel):
             rotary_base=model_config.rope_theta,
             vp_stage=vp_stage,
         )
+        if not megatron.multi_latent_attention:
+            rotary = self.rotary_pos_emb
+            rotary.get_rotary_seq_len = partial(_table_length, rotary.get_rotary_seq_len)
         self.model_config, self.is_critic, self.expert_rank = model_config, is_critic, parallel.ep_rank
         if isinstance(model_config.rope_scaling, Llama3RopeScaling):
             inverse = self.rotary_pos_emb.inv_freq
@@ -153,6 +156,12 @@ class ModelChunk(GPTModel):
         if isinstance(packed_seq_params, SharedPromptParams):
             angles = angles.index_select(0, position_ids[0])
         return embedded, angles, *rest
+
+
+def _table_length(longest: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Return the number of angles for a microbatch: a power of two, as Megatron keeps the tables of 32 lengths, which
+    for every other longest sequence would be gigabytes."""
+    return 1 << (longest(*args, **kwargs) - 1).bit_length()
 
 
 def build_model(
