@@ -13,6 +13,7 @@ import numpy as np
 
 from core.algorithms.losses import policy_loss
 from core.algorithms.settings import AlgorithmSettings
+from mcore_adapter.settings import EngineSettings
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.fp8.servers import serving
@@ -31,10 +32,10 @@ def mismatch(scene: Scene) -> Iterator[Figure]:
         optimizer = {"lr": 3e-4, "min_lr_ratio": 1 / 300, "lr_scheduler_type": "cosine", "eps": 1e-8}
         optimizer |= {"warmup_steps_proportion": 0.1, "total_steps": num_lessons()}
         engine = make_engine(scene, parallel, device, optimizer=optimizer, recompute="selective")
-        yield from drive(_mismatch(scene, engine, device))
+        yield from drive(_mismatch(scene, engine, parallel, device))
 
 
-async def _mismatch(scene: Scene, engine: Any, device: Any) -> AsyncIterator[Figure]:
+async def _mismatch(scene: Scene, engine: Any, parallel: Any, device: Any) -> AsyncIterator[Figure]:
     text = corpus(scene)
 
     def name(what: str) -> str:
@@ -65,6 +66,13 @@ async def _mismatch(scene: Scene, engine: Any, device: Any) -> AsyncIterator[Fig
             name=name("share_of_tokens_with_w_above_2"), value=tails[-1], unit="",
             baseline=tails[0] if len(both) > 1 else None, target="",
         )  # fmt: skip
+        if len(both) > 1:
+            exact = await asyncio.to_thread(_block_engine, scene, parallel, device, engine)
+            value = difference(exact, batch)
+            yield Figure(
+                name=name("trainer_in_blockwise_fp8"), value=value, unit="nats", baseline=differences[-1], target=""
+            )
+            del exact
         loss = partial(policy_loss, settings=AlgorithmSettings(correction="tis", correction_level="token"))
         later = []
         for version in range(2, 2 + UPDATES):
@@ -79,6 +87,17 @@ async def _mismatch(scene: Scene, engine: Any, device: Any) -> AsyncIterator[Fig
             name=name(f"worst_of_{UPDATES}_updates"), value=max(later), unit="nats", baseline=differences[-1],
             target="no drift",
         )  # fmt: skip
+
+
+def _block_engine(scene: Scene, parallel: Any, device: Any, engine: Any) -> Any:
+    """Return an engine with the same weights that computes in block-wise FP8, as an FP8 server does."""
+    from mcore_adapter.engine import MegatronEngine
+
+    folder = str(scene.folder / "trained")
+    with device.activate():
+        engine.save_hf(folder, tokenizer_from=str(scene.model))
+        settings = EngineSettings(hf_path=folder, dtype="bfloat16", fp8="blockwise")
+        return MegatronEngine(parallel=parallel, device=device, settings=settings, optimizer=None)
 
 
 def _share_truncated(engine: Any, batch: Any) -> float:
