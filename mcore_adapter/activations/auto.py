@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -33,21 +32,13 @@ CORRECTIONS = 2
 ALIKE = 2.0
 _MOST_CORRECTION = 3.0
 _MORE_AFTER_FAILURE = 1.3
+_LESS_GIB = 1.0  # free than before: a choice is made anew
 _SHARE_OF_HOST = 0.6  # of what is available before the first update
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 GIB = 2**30
-
-
-@dataclass
-class _Measuring:
-    """A choice whose peak is not known yet."""
-
-    held: float  # bytes before the update
-    limit: float  # of activations
-    estimate: float
 
 
 class AutoRecompute:
@@ -76,66 +67,71 @@ class AutoRecompute:
             has_head=parallel.is_last_stage, is_critic=is_critic,
         )  # fmt: skip
         self._shape: UpdateShape | None = None
+        self._microbatches = 0
+        self._limit = 0.0  # of activations, when the choice was made
         self._correction, self._corrections_left = 1.0, CORRECTIONS
-        self._measuring: _Measuring | None = None
+        self._measures = False  # the peak of the next update
+        self._held = 0.0  # when that began
         self._on_host: float | None = None
         self.choice: Choice | None = None
 
     def prepare(self, tokens: int, num_microbatches: int) -> None:
         """Choose for an update whose largest microbatch has so many tokens, unless the present choice is for as many,
-        or for less than ALIKE times as many."""
-        passes = in_flight(self._parallel.layout, self._parallel.pp_rank, num_microbatches)
-        now = self._shape
-        if (
-            now is None
-            or not now.tokens / ALIKE < tokens <= now.tokens
-            or not now.in_flight / ALIKE < passes <= now.in_flight
-        ):
+        or for less than ALIKE times as many, and there is as much memory."""
+        layout, now = self._parallel.layout, self._shape
+        limit = self._agree(self._free(), dist.ReduceOp.MIN)
+        # What all stages decide alike: as many microbatches as a stage can hold, whichever it is.
+        microbatches = min(num_microbatches, 2 * layout.pp * layout.vpp)
+        if now is None or not now.tokens / ALIKE < tokens <= now.tokens or microbatches != self._microbatches:
             if now is not None and tokens > ALIKE * now.tokens:
                 self._correction = max(1.0, self._correction)  # what small microbatches take less says little
+            passes = in_flight(layout, self._parallel.pp_rank, num_microbatches)
             self._shape = UpdateShape(tokens=tokens, in_flight=passes, **self._fixed)  # type: ignore[arg-type]
-            self._corrections_left = CORRECTIONS
-            self._choose("estimated")
+            self._microbatches, self._corrections_left = microbatches, CORRECTIONS
+            self._choose("estimated", limit)
+            self._measures = True
+        elif self._agree(limit - self._limit, dist.ReduceOp.MIN, of_stage=False) < -_LESS_GIB * GIB:
+            self._choose("with less memory free", limit)
+        if self._measures:
+            self._device.forget_peak()
+            self._held = self._device.memory_stats()["allocated_gib"] * GIB
 
     def observe(self) -> None:
         """Compare the peak of the update with the estimate, and choose anew by it."""
-        if self._measuring is None or self._shape is None or self.choice is None:
+        if not self._measures or self.choice is None:
             return
-        seen, self._measuring = self._measuring, None
-        peak = self._agree(self._device.memory_stats()["peak_gib"] * GIB - seen.held, dist.ReduceOp.MAX)
-        self._correction *= min(max(peak / seen.estimate, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        estimate = self.choice.activation_bytes
+        peak = self._agree(self._device.memory_stats()["peak_gib"] * GIB - self._held, dist.ReduceOp.MAX)
+        self._correction *= min(max(peak / estimate, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
         logger.info(
             "gradient checkpointing: %s; activations %.1f GiB, estimated %.1f, limit %.1f, beside %.1f of weights, "
             "gradients and optimizer",
-            self.choice, peak / GIB, seen.estimate / GIB, seen.limit / GIB, seen.held / GIB,
+            self.choice, peak / GIB, estimate / GIB, self._limit / GIB, self._held / GIB,
         )  # fmt: skip
-        if self._corrections_left:
+        self._measures = self._corrections_left > 0
+        if self._measures:
             self._corrections_left -= 1
-            self._choose("measured")
+            self._choose("measured", self._limit)
 
     def retreat(self) -> bool:
         """Recompute more after memory ran out; return False where there is no more."""
-        assert self._shape is not None and self.choice is not None, "an update precedes its failure"
-        self._measuring = None
-        if all(level == LEVELS[-1] for level in self.choice.levels):
-            return False
-        self._correction *= _MORE_AFTER_FAILURE
-        self._corrections_left = 0
+        assert self.choice is not None, "an update precedes its failure"
+        self._measures = False
         before = self.choice.levels
-        self._choose("after memory ran out")
+        if all(level == LEVELS[-1] for level in before):
+            return False
+        self._corrections_left = 0
         while self.choice.levels == before:
             self._correction *= _MORE_AFTER_FAILURE
-            self._choose("after memory ran out")
+            self._choose("after memory ran out", self._limit)
         return True
 
-    def _choose(self, why: str) -> None:
+    def _choose(self, why: str, limit: float) -> None:
         assert self._shape is not None, "prepare() was called"
-        held = self._device.memory_stats()["allocated_gib"] * GIB
-        limit = self._limit(held) - held - self._pending_bytes()
-        limit = self._agree(limit, dist.ReduceOp.MIN)
-        on_host = self._agree(self._host_limit(), dist.ReduceOp.MIN)
-        before = self.choice
-        self.choice = choose(self._shape, limit, host_limit_bytes=on_host, correction=self._correction)
+        if self._on_host is None:
+            self._on_host = self._agree(self._host_limit(), dist.ReduceOp.MIN)
+        before, self._limit = self.choice, limit
+        self.choice = choose(self._shape, limit, host_limit_bytes=self._on_host, correction=self._correction)
         recompute_layers(self._chunks, self.choice.levels)
         if before is not None and before.levels == self.choice.levels:
             return
@@ -145,35 +141,31 @@ class AutoRecompute:
         )  # fmt: skip
         if not self.choice.fits:
             logger.warning("gradient checkpointing: auto expects more memory than there is, with all recomputed")
-        if why == "after memory ran out":
-            return
-        self._device.forget_peak()
-        self._measuring = _Measuring(held, limit, self.choice.activation_bytes)
 
-    def _limit(self, held: float) -> float:
-        if self._limit_gib is not None:
-            return self._limit_gib * GIB
-        return (1 - SPARE) * (held + self._device.memory_stats()["available_gib"] * GIB)
+    def _free(self) -> float:
+        """Return the bytes that activations may take."""
+        stats = self._device.memory_stats()
+        limit = self._limit_gib or (1 - SPARE) * (stats["allocated_gib"] + stats["available_gib"])
+        return (limit - stats["allocated_gib"]) * GIB - self._pending_bytes()
 
     def _host_limit(self) -> float:
         """Return the bytes of the host that activations may take, as much for every rank that may be there."""
         if self._device.torch_device.type == "cpu":
             return 0.0  # it is the same memory
-        if self._on_host is None:
-            ranks = min(self._parallel.world_size, torch.accelerator.device_count())
-            self._on_host = _SHARE_OF_HOST * _available_on_host() / ranks
-        return self._on_host
+        return _SHARE_OF_HOST * _available_on_host() / min(self._parallel.world_size, torch.accelerator.device_count())
 
-    def _agree(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
-        """Return the smallest or largest value of the ranks of this stage."""
-        layout = self._parallel.layout
+    def _agree(self, value: float, how: dist.ReduceOp.RedOpType, *, of_stage: bool = True) -> float:
+        """Return the smallest or largest value of the ranks of this stage, or of all."""
         if self._parallel.world_size == 1:
             return value
         neutral = float("inf") if how == dist.ReduceOp.MIN else -float("inf")
-        values = torch.full((layout.pp,), neutral, dtype=torch.float64, device=self._device.torch_device)
+        values = torch.full((self._parallel.layout.pp,), neutral, dtype=torch.float64)
         values[self._parallel.pp_rank] = value
+        values = values.to(self._device.torch_device)
         dist.all_reduce(values, op=how)
-        return float(values[self._parallel.pp_rank])
+        if of_stage:
+            return float(values[self._parallel.pp_rank])
+        return float(values.min() if how == dist.ReduceOp.MIN else values.max())
 
 
 def _available_on_host() -> float:

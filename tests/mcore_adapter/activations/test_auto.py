@@ -20,16 +20,20 @@ HELD = 1.0  # GiB beside the activations, as every rank reports it
 
 
 class Stats:
-    """What a device reports; `used()`: activations of the last update, in GiB."""
+    """What a device reports, in GiB; `used()`: activations of the last update, `moments()`: once they are there."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         from mcore_adapter.cpu.device import CpuDevice
 
         self.used: Callable[[], float] = lambda: 0.0
-        patch.setattr(
-            CpuDevice, "memory_stats",
-            lambda _: {"allocated_gib": HELD, "peak_gib": HELD + self.used(), "available_gib": 100.0},
-        )  # fmt: skip
+        self.moments: Callable[[], float] = lambda: 0.0
+        self.available = 100.0
+
+        def memory_stats(_: Any) -> dict[str, float]:
+            held = HELD + self.moments()
+            return {"allocated_gib": held, "peak_gib": held + self.used(), "available_gib": self.available}
+
+        patch.setattr(CpuDevice, "memory_stats", memory_stats)
 
 
 def step(engine: Any, tokens: int = 200) -> dict[str, float]:
@@ -79,10 +83,11 @@ def corrected(rank: Rank, model: str) -> list[int]:
         stats = Stats(patch)
         probe = make_engine(parallel, device, model, recompute="auto")
         probe._recompute.prepare(100, 1)
-        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + sizes_of(probe)["linear"] * 1.01
+        moments = probe._optimizer.pending_bytes() / 2**30
+        limit = HELD + moments + sizes_of(probe)["linear"] * 1.01
         engine = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)
         auto = engine._recompute
-        patch.setattr(auto, "_pending_bytes", probe._optimizer.pending_bytes)  # its moments are in no report
+        stats.moments = lambda: moments - engine._optimizer.pending_bytes() / 2**30
         stats.used = lambda: auto.choice and activation_bytes(auto._shape, auto.choice.levels) / 2**31 or 0.0
         choices = []
         for tokens in (100, 100, 100, 150):
@@ -98,6 +103,31 @@ def test_a_measured_peak_below_the_estimate_allows_less_recomputation(ranks: Ran
     assert first == 3 * 4 and second < first, "after the first update it is corrected"
     assert third == second, "and settles"
     assert third < larger < 3 * 4, "what was measured holds for larger microbatches too"
+
+
+def squeezed(rank: Rank, layout: ParallelLayout, model: str) -> list[int]:
+    """The choices before and after the first rank alone has less memory."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
+        stats = Stats(patch)
+        engine = make_engine(parallel, device, model, recompute="auto")
+        choices = []
+        for available in (100.0, 100.0, 0.0 if rank.rank == 0 else 100.0):
+            stats.available = available
+            step(engine)
+            choices.append(sum(map(LEVELS.index, engine._recompute.choice.levels)))
+        return choices
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_rank_with_less_memory_than_before_lets_its_stage_recompute(
+    ranks: RankPool, tmp_path: Any, layout: str
+) -> None:
+    write_model("qwen3", tmp_path / "model")
+    where = LAYOUTS[layout]
+    first, second = ranks.run(squeezed, 2, where, str(tmp_path / "model"))
+    layers = 4 // where.pp
+    assert first == [0, 0, layers * LEVELS.index("full")]
+    assert second == (first if where.pp == 1 else [0, 0, 0])
 
 
 def ran_out(rank: Rank, model: str, least: int) -> Any:
