@@ -90,7 +90,7 @@ class ServerSettings:
             if why := decided_elsewhere(key):
                 raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
         if self.weight_format == "fp8_block" and not self.gpus:
-            raise ValueError(f"{self.name}: weight_format=fp8_block needs GPUs; write auto")
+            raise ValueError(f"{self.name}: generator.weight_format=fp8_block needs GPUs; write auto")
 
 
 def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, nccl_port: int) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _format_flags(settings: ServerSettings, model: ModelConfig) -> dict[str, Any
     if settings.weight_format == "auto":
         return {}
     for problem in serving_problems(model, settings.tp):
-        raise ValueError(f"{settings.name}: {problem}; write weight_format=auto")
+        raise ValueError(f"{settings.name}: {problem}; write generator.weight_format=auto")
     given = json.loads(str(settings.flags.get("json_model_override_args") or "{}"))
     override = {**given, "quantization_config": dict(QUANTIZATION_CONFIG)}
     # The folder's own weights are not FP8; SGLang would copy their values and leave the scales as they are.
