@@ -23,7 +23,7 @@ from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.microbatch import Microbatch
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_sequences
-from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.planner import Planner, attention_cost
 from mcore_adapter.data.routing_inputs import check_routed_experts
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.shape import BatchShape
@@ -130,7 +130,7 @@ class MegatronEngine:
             interleaved=parallel.layout.vpp > 1,
             sequence_multiple=self._packing.sequence_multiple,
             share_prompts=self._packing.share_prompts,
-            attention_cost=_attention_cost(self.model_config),
+            attention_cost=attention_cost(self.model_config),
         )
         """How this engine cuts a batch."""
 
@@ -414,19 +414,3 @@ class MegatronEngine:
             dist.broadcast_object_list(packed, src=source, group=parallel.pp_group, device=self._device.torch_device)
             return packed[0]
         return dict(zip(names, values, strict=True))
-
-
-def _attention_cost(config: ModelConfig) -> float:
-    """Return the cost of a token pair relative to that of a token: causal attention against the matrix products, in
-    FLOPs."""
-    if config.mla is not None:
-        attention_width = config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim) // 2
-    else:
-        attention_width = config.num_heads * config.head_dim
-    kv_width = 0 if config.mla else config.num_kv_heads * config.head_dim
-    ffn_width = config.intermediate_size
-    if config.moe is not None:
-        ffn_width = config.moe.top_k * config.moe.intermediate_size + config.moe.shared_intermediate_size
-    per_layer = config.hidden_size * (2 * attention_width + 2 * kv_width + 3 * ffn_width)
-    linear = config.num_layers * per_layer + config.vocab_size * config.hidden_size
-    return config.num_layers * attention_width / linear

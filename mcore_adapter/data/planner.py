@@ -13,6 +13,7 @@ import numpy as np
 
 from mcore_adapter.data.microbatch import Microbatch, check_longest, plan_microbatches
 from mcore_adapter.data.shape import BatchShape, given_units, prompt_units
+from model_specs.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -103,3 +104,19 @@ class Planner:
             tokens = [[sum(padded[i] for i in microbatch) for microbatch in rank] for rank in cut]
             logger.debug("%d sequences in microbatches of at most %d tokens, by rank: %s", len(padded), limit, tokens)
         return cut
+
+
+def attention_cost(config: ModelConfig) -> float:
+    """Return the cost of a token pair relative to that of a token: causal attention against the matrix products, in
+    FLOPs."""
+    if config.mla is not None:
+        attention_width = config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim) // 2
+    else:
+        attention_width = config.num_heads * config.head_dim
+    kv_width = 0 if config.mla else config.num_kv_heads * config.head_dim
+    ffn_width = config.intermediate_size
+    if config.moe is not None:
+        ffn_width = config.moe.top_k * config.moe.intermediate_size + config.moe.shared_intermediate_size
+    per_layer = config.hidden_size * (2 * attention_width + 2 * kv_width + 3 * ffn_width)
+    linear = config.num_layers * per_layer + config.vocab_size * config.hidden_size
+    return config.num_layers * attention_width / linear
