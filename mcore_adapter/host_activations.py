@@ -107,7 +107,7 @@ class _Stay:
 
 class HostActivations:
     """Moves what the layers of one chunk keep: their input, the output of the core attention, and what is before the
-    MLP and, of experts, behind its norm."""
+    MLP and, of experts, behind its norm and the dispatch of its tokens."""
 
     def __init__(self, layers: Sequence[Any], pages: Pages) -> None:
         self.moved: frozenset[int] = frozenset()
@@ -119,8 +119,10 @@ class HostActivations:
         self._copying: deque[_Stay] = deque()
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._enterer(number), with_kwargs=True)
-            for part in (layer.self_attention.linear_proj, layer.pre_mlp_layernorm, layer.mlp):
-                part.register_forward_pre_hook(self._see)
+            experts = getattr(layer.mlp, "experts", None)
+            for part in (layer.self_attention.linear_proj, layer.pre_mlp_layernorm, layer.mlp, experts):
+                if part is not None:
+                    part.register_forward_pre_hook(self._see)
             layer.register_forward_hook(self._leave)
 
     def _enterer(self, number: int) -> Any:
