@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Changed(Tensor):
     """A tensor of which only some values are there. Where it is copied to, the others stay as they are.
@@ -135,7 +137,9 @@ def _places(changed: Changed, strides: Sequence[int]) -> tuple[Tensor, Tensor]:
     axes = sorted((axis for axis, size in enumerate(sizes) if size > 1), key=lambda axis: -own[axis])
     limits = torch.tensor([offset, offset + _reach(sizes, own)], device=changed.positions.device)
     begin, end = torch.searchsorted(changed.positions, limits.to(changed.positions.dtype)).tolist()
-    left, values = changed.positions[begin:end] - offset, changed.present[begin:end]
+    left, values = changed.positions[begin:end], changed.present[begin:end]
+    if offset:
+        left = left - offset
     if _reach(sizes, strides) >= 1 << 31:
         left = left.to(torch.int64)
     if changed.meta.is_contiguous() and tuple(strides) == own:
@@ -177,7 +181,12 @@ def _put(target: Tensor, source: Tensor) -> None:
         places, values = _places(source, target.stride())
         reach = _reach(target.shape, target.stride())
         memory = torch.as_strided(target.detach(), (reach,), (1,), int(target.storage_offset()))
-        memory[places.to(target.device)] = values.to(target.device, target.dtype)
+        values = values.to(target.device, target.dtype)
+        if target.device.type == "cpu":  # numpy takes less time there, and has no bfloat16
+            bits = _BITS[target.element_size()]
+            memory.view(bits).numpy()[places.numpy()] = values.view(bits).numpy()
+        else:
+            memory[places.to(target.device)] = values
 
 
 def _set(target: Tensor, place: Any, source: Tensor) -> None:

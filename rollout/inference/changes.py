@@ -67,13 +67,15 @@ def encode_gaps(positions: Tensor) -> Tensor:
 
 def decode_gaps(encoded: Tensor, num_elements: int) -> Tensor:
     """Undo encode_gaps() of a tensor of `num_elements`: [n] integers."""
-    dtype = torch.int32 if num_elements < 1 << 31 else torch.int64
-    kept = encoded != _LONGEST_GAP
-    if encoded.device.type == "cpu":  # several times as fast as torch there
-        steps = encoded.numpy().astype(_index_type(num_elements))
-        steps += kept.numpy()
-        return torch.from_numpy(np.cumsum(steps, dtype=steps.dtype) - 1)[kept]
-    return (torch.cumsum(encoded.to(dtype) + kept, 0, dtype=dtype) - 1)[kept]
+    dtype = _index_type(num_elements)
+    if encoded.device.type == "cpu":  # torch takes many times as long there
+        steps, kept = encoded.numpy().astype(dtype), encoded.numpy() != _LONGEST_GAP
+        steps += kept
+        positions = np.cumsum(steps, dtype=dtype) - dtype(1)
+        return torch.from_numpy(positions if kept.all() else positions[kept])
+    kept_there = encoded != _LONGEST_GAP
+    of_torch = torch.int32 if dtype is np.int32 else torch.int64
+    return (torch.cumsum(encoded.to(of_torch) + kept_there, 0, dtype=of_torch) - 1)[kept_there]
 
 
 def changes_of(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
@@ -85,7 +87,7 @@ def changes_of(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[di
         positions = changed_positions(tensor, old[name])
         if not len(positions):
             continue
-        gaps, values = encode_gaps(positions), tensor.reshape(-1)[positions]
+        gaps, values = encode_gaps(positions), tensor.reshape(-1).index_select(0, positions)
         if gaps.nbytes + values.nbytes < tensor.nbytes:
             content |= {name + _GAPS: gaps, name + _VALUES: values}
         else:
