@@ -76,6 +76,7 @@ MEASUREMENTS = {
         "fp8_learning": "fp8.learning:learning",
         "async": "gpu_runs:asynchronous",
         "push_tp": "gpu_ranks:push",
+        "push_senders": "gpu_ranks:push_senders",
         "overlap": "gpu_ranks:overlap",
         "checkpoint": "gpu_models:checkpoint",
         "convert": "gpu_models:convert",
@@ -86,7 +87,7 @@ MEASUREMENTS = {
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
 SHAPES = ("1.5B", "7B", "tiny")
 """Of tools/bench/gpu.py, which is slow to import."""
-NUM_GPUS = {"async": 2, "overlap": 2, "push_tp": 4}
+NUM_GPUS = {"async": 2, "overlap": 2, "push_tp": 4, "push_senders": 3}
 """That a measurement needs, where one is not enough."""
 DATA = "SLIPSTREAM_DATA"
 """Environment variable of the folder with the data sets that `eval` needs."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from allocation import ParallelLayout, parse
-from core.config.push import choose_transport
+from core.config.push import choose_senders, choose_transport
 from core.weight_sync.servers import SenderPlan, make_sender
 from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineSettings
 from rollout.inference.gpus import query_gpus
+from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
 from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
@@ -32,19 +36,49 @@ def push(scene: Scene) -> Iterator[Figure]:
 
 
 async def _push(scene: Scene) -> AsyncIterator[Figure]:
-    gpus = (scene.server_gpus[1:] if query_gpus() else []) or [None] * 2
-    ranks = TrainerRanks(scene, _tensor_parallel_rank)
+    async with AsyncExitStack() as stack:
+        served = await _servers(scene, 2, stack)
+        for figure in await _figures(scene, served, f"push.{scene.shape}_tp2_to_2_servers", "one", 0, tp=RANKS):
+            yield figure
+
+
+def push_senders(scene: Scene) -> Iterator[Figure]:
+    """Yield pushes of two pipeline stages into one server: by the first rank, and by one rank of each stage, against
+    the first. Three GPUs."""
+    yield from drive(_push_senders(scene))
+
+
+async def _push_senders(scene: Scene) -> AsyncIterator[Figure]:
+    async with AsyncExitStack() as stack:
+        served = await _servers(scene, 1, stack)
+        name = f"push.{scene.shape}_pp2"
+        by_one = await _figures(scene, served, f"{name}_1_sender", "one", 0, pp=RANKS)
+        by_stages = await _figures(scene, served, f"{name}_{RANKS}_senders", "stages", 100, pp=RANKS)
+        for figure in by_one:
+            yield figure
+        for figure, of_one in zip(by_stages, by_one, strict=True):
+            yield replace(figure, baseline=of_one.value)
+
+
+async def _servers(scene: Scene, count: int, stack: AsyncExitStack) -> list[SGLangGenerator]:
+    """Return servers behind the ranks' GPUs, or on the CPU."""
+    gpus = (scene.server_gpus[1 : 1 + count] if query_gpus() else []) or [None] * count
+    starting = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
+    return await asyncio.gather(*starting)
+
+
+async def _figures(
+    scene: Scene, served: list[SGLangGenerator], name: str, senders: str, version: int, **layout: int
+) -> list[Figure]:
+    """Push from ranks of this layout while every server streams; `version` is the last one pushed."""
+    ranks = TrainerRanks(scene, _sending_rank, senders, layout)
     try:
-        async with AsyncExitStack() as stack:
-            starting = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
-            served = await asyncio.gather(*starting)
-            await asyncio.to_thread(ranks.connect, [one.endpoint for one in served])
-            pushes, gaps = await pushes_into_streams(scene, served, ranks, lambda: None, 0)
-            await asyncio.to_thread(ranks.close)
-            for figure in push_figures(f"push.{scene.shape}_tp2_to_2_servers", pushes, gaps, "<= 150"):
-                yield figure
+        await asyncio.to_thread(ranks.connect, [one.endpoint for one in served])
+        pushes, gaps = await pushes_into_streams(scene, served, ranks, lambda: None, version)
+        await asyncio.to_thread(ranks.close)
     finally:
         ranks.kill()
+    return push_figures(name, pushes, gaps, "<= 150")
 
 
 def overlap(scene: Scene) -> Iterator[Figure]:
@@ -66,16 +100,20 @@ def overlap(scene: Scene) -> Iterator[Figure]:
 
 
 class TrainerRanks:
-    """Processes that run `function(rank, scene, tasks, results, *args)`; in the first place senders, as one."""
+    """Processes that run `function(rank, port, scene, tasks, results, *args)`; in the first place senders, as one."""
 
     def __init__(self, scene: Scene, function: Callable[..., None], *args: Any) -> None:
         scene.model  # noqa: B018 (written before the ranks look for it)
-        (scene.folder / "ranks").unlink(missing_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self._tasks: list[Any] = [context.Queue() for _ in range(RANKS)]
         self._results: Any = context.Queue()
         self._processes = [
-            context.Process(target=function, args=(rank, scene, self._tasks[rank], self._results, *args), daemon=True)
+            context.Process(
+                target=function, args=(rank, port, scene, self._tasks[rank], self._results, *args), daemon=True
+            )
             for rank in range(RANKS)
         ]
         for process in self._processes:
@@ -111,7 +149,7 @@ class TrainerRanks:
 
 
 @contextmanager
-def _joined(rank: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]:
+def _joined(rank: int, port: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]:
     """Yield (parallel, device) of this rank."""
     os.environ |= {"LOCAL_RANK": str(scene.first_gpu + rank), "NCCL_CUMEM_ENABLE": "0"}
     from mcore_adapter.parallel import initialize_parallel
@@ -119,14 +157,14 @@ def _joined(rank: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]
     device = get_device("auto")
     with device.activate():
         parallel = initialize_parallel(
-            ParallelLayout(**layout), rank=rank, world_size=RANKS, init_method=f"file://{scene.folder}/ranks",
-            device=device, seed=1,
+            ParallelLayout(**layout), rank=rank, world_size=RANKS, 
+            init_method=f"tcp://127.0.0.1:{port}", device=device, seed=1,
         )  # fmt: skip
         yield parallel, device
 
 
-def _data_parallel_rank(rank: int, scene: Scene, _: Any, results: Any, overlapped: bool) -> None:
-    with _joined(rank, scene, dp=RANKS) as (parallel, device):
+def _data_parallel_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, overlapped: bool) -> None:
+    with _joined(rank, port, scene, dp=RANKS) as (parallel, device):
         device.overlaps_communication = overlapped
         engine = make_engine(scene, parallel, device, recompute="selective")
         batch = random_batch(scene, [2048] * 64 if query_gpus() else [64] * 4)
@@ -136,10 +174,12 @@ def _data_parallel_rank(rank: int, scene: Scene, _: Any, results: Any, overlappe
         engine.logprobs(batch, max_tokens_per_mb=16384)  # no rank leaves while another one communicates
 
 
-def _tensor_parallel_rank(rank: int, scene: Scene, tasks: Any, results: Any) -> None:
+def _sending_rank(
+    rank: int, port: int, scene: Scene, tasks: Any, results: Any, senders: str, layout: dict[str, int]
+) -> None:
     from mcore_adapter.engine import MegatronEngine
 
-    with _joined(rank, scene, tp=RANKS) as (parallel, device):
+    with _joined(rank, port, scene, **layout) as (parallel, device):
         engine = MegatronEngine(
             parallel=parallel,
             device=device,
@@ -147,19 +187,23 @@ def _tensor_parallel_rank(rank: int, scene: Scene, tasks: Any, results: Any) -> 
             optimizer=None,
         )
         allocation = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
+        transport = choose_transport("auto", allocation)
         plan = SenderPlan(
-            type=choose_transport("auto", allocation),
+            type=transport,
             model_path=str(scene.model),
             dtype="bfloat16",
             bucket_bytes=BUCKET_BYTES,
             timeout_seconds=60.0,
+            senders=choose_senders(senders, transport, parallel.layout),
+            connection=str(port),
             folder=Path(scene.folder),
         )
         sending = make_sender(plan, rank=rank, world_size=RANKS, device=device.torch_device, host="127.0.0.1")
+        buckets = partial(engine.iter_hf_weights, BUCKET_BYTES, at_holders=len(plan.senders) > 1)
         while True:
             name, args = tasks.get()
             if name == "prepare":
-                sending.prepare(engine.iter_hf_weights(BUCKET_BYTES), verify=args[0])
+                sending.prepare(buckets(), verify=args[0])
                 device.synchronize()
                 results.put((rank, None))
             else:
