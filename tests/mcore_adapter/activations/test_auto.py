@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,16 @@ def test_an_update_that_never_fits_is_reported_as_before(ranks: RankPool, tmp_pa
     write_model("qwen3_moe", tmp_path / "model")
     ((repeatable, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 21)
     assert repeatable and set(levels) == {"full"}
+
+
+def test_the_memory_of_the_host_is_that_of_its_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_adapter.activations import auto
+
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(auto, "_CONTROL_GROUPS", (("/no/max", "/no/current"), (str(limit), str(used))))
+    whole = auto._available_on_host()
+    limit.write_text("3000000\n")
+    used.write_text("1000000\n")
+    assert auto._available_on_host() == 2_000_000 < whole
+    limit.write_text("max\n")
+    assert auto._available_on_host() > 2_000_000
