@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_adapter.activations.auto import AutoRecompute
+from mcore_adapter.activations.auto import AutoRecompute, Peak
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import PackedBatch
@@ -109,7 +109,7 @@ class MegatronEngine:
                     itemsize=dtype.itemsize,
                     is_critic=settings.is_critic,
                     limit_gib=settings.recompute_limit_gib,
-                    pending_bytes=self._optimizer.pending_bytes,
+                    optimizer=self._optimizer,
                 )
         self._host_copy = HostCopy()
         self._host_weights = HostWeights(self._model)
@@ -269,6 +269,15 @@ class MegatronEngine:
     def computed_by(self) -> dict[str, str]:
         """Return which library computes each part of the model and of the update."""
         return computed_by(self._model, self._optimizer)
+
+    def held_bytes(self) -> dict[str, float]:
+        """Return the bytes of weights, gradients and optimizer state on the device; nothing without an optimizer."""
+        return {} if self._optimizer is None else self._optimizer.held_bytes()
+
+    @property
+    def recompute_peak(self) -> Peak | None:
+        """What recompute="auto" measured last, and of which choice; None before the first update."""
+        return None if self._recompute is None else self._recompute.peak
 
     def offload(self, *, weights: bool = False) -> None:
         """Drop the gradients and move masters and moments to the host, and with `weights` the weights too: then nothing

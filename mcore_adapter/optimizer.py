@@ -134,6 +134,19 @@ class TrainOptimizer:
         masters = [(o.state, p) for o in inner for group in o.param_groups for p in group["params"]]
         return sum(2.0 * p.nbytes for state, p in masters if p not in state)
 
+    def held_bytes(self) -> dict[str, float]:
+        """Return the bytes on the device by use: "weights", "gradients" and "optimizer" (masters and moments)."""
+        inner = [optimizer.optimizer for optimizer in self.megatron.chained_optimizers]
+        masters = [p for o in inner for group in o.param_groups for p in group["params"]]
+        moments = [t for o in inner for state in o.state.values() for t in state.values() if torch.is_tensor(t)]
+        buffers = [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        device = buffers[0].device
+        return {
+            "weights": float(sum(p.nbytes for chunk in self._chunks for p in chunk.parameters())),
+            "gradients": float(sum(b.untyped_storage().nbytes() for b in buffers)),
+            "optimizer": float(sum(t.nbytes for t in (*masters, *moments) if t.device == device)),
+        }
+
     def zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

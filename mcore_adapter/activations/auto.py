@@ -7,7 +7,8 @@ Invariant: all ranks of a pipeline stage have the same choice; they agree on the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from torch import nn
 from mcore_adapter.activations.estimate import Choice, UpdateShape, choose, in_flight
 from mcore_adapter.device import Device
 from mcore_adapter.models.transformer_config import layers_of_chunks
+from mcore_adapter.optimizer import TrainOptimizer
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.recompute import recompute_layers
 from mcore_adapter.settings import LEVELS
@@ -41,6 +43,15 @@ _CONTROL_GROUPS = (
 GIB = 2**30
 
 
+@dataclass(frozen=True)
+class Peak:
+    """Activations of an update, in bytes: measured, and estimated without correction."""
+
+    choice: Choice
+    measured: float
+    estimated: float
+
+
 class AutoRecompute:
     """Chooses what the layers of `chunks` recompute. Methods are collective, with the same arguments on all ranks."""
 
@@ -54,12 +65,11 @@ class AutoRecompute:
         itemsize: int,
         is_critic: bool,
         limit_gib: float | None,
-        pending_bytes: Callable[[], float],
+        optimizer: TrainOptimizer,
     ) -> None:
-        """`limit_gib`: of the memory that this process uses in an update; None: what is free, but for SPARE.
-        `pending_bytes`: what the optimizer will allocate in its first step."""
+        """`limit_gib`: of the memory that this process uses in an update; None: what is free, but for SPARE."""
         self._chunks, self._parallel, self._device = chunks, parallel, device
-        self._limit_gib, self._pending_bytes = limit_gib, pending_bytes
+        self._limit_gib, self._optimizer = limit_gib, optimizer
         layout = parallel.layout
         own = layers_of_chunks(config.num_layers, layout)[parallel.pp_rank :: layout.pp]
         self._fixed = dict(
@@ -74,6 +84,8 @@ class AutoRecompute:
         self._held = 0.0  # when that began
         self._on_host: float | None = None
         self.choice: Choice | None = None
+        self.peak: Peak | None = None
+        """Of the last update that was measured."""
 
     def prepare(self, tokens: int, num_microbatches: int) -> None:
         """Choose for an update whose largest microbatch has so many tokens, unless the present choice is for as many,
@@ -102,11 +114,12 @@ class AutoRecompute:
             return
         estimate = self.choice.activation_bytes
         peak = self._agree(self._device.memory_stats()["peak_gib"] * GIB - self._held, dist.ReduceOp.MAX)
+        self.peak = Peak(self.choice, peak, estimate / self._correction)
         self._correction *= min(max(peak / estimate, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        held = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self._optimizer.held_bytes().items())
         logger.info(
-            "gradient checkpointing: %s; activations %.1f GiB, estimated %.1f, limit %.1f, beside %.1f of weights, "
-            "gradients and optimizer",
-            self.choice, peak / GIB, estimate / GIB, self._limit / GIB, self._held / GIB,
+            "gradient checkpointing: %s; activations %.1f GiB, estimated %.1f, limit %.1f, beside %.1f: %s",
+            self.choice, peak / GIB, estimate / GIB, self._limit / GIB, self._held / GIB, held,
         )  # fmt: skip
         self._measures = self._corrections_left > 0
         if self._measures:
@@ -146,7 +159,7 @@ class AutoRecompute:
         """Return the bytes that activations may take."""
         stats = self._device.memory_stats()
         limit = self._limit_gib or (1 - SPARE) * (stats["allocated_gib"] + stats["available_gib"])
-        return (limit - stats["allocated_gib"]) * GIB - self._pending_bytes()
+        return (limit - stats["allocated_gib"]) * GIB - self._optimizer.pending_bytes()
 
     def _host_limit(self) -> float:
         """Return the bytes of the host that activations may take, as much for every rank that may be there."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,16 +15,8 @@ from typing import Any
 from model_specs.hf_config import parse_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import (
-    PEAK_FLOPS,
-    Scene,
-    free,
-    make_engine,
-    median_seconds,
-    ppo_update,
-    random_batch,
-    trainer_world,
-)
+from tools.bench.gpu import PEAK_FLOPS, ROUNDS, WARM_UP, Scene, free, make_engine, random_batch, trainer_world
+from tools.bench.gpu_memory import Measured, measure, mfu_rows, rows
 
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
@@ -81,55 +72,49 @@ def experts(scene: Scene) -> Iterator[Figure]:
     small = not query_gpus()
     ours = ExpertScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else SLICE)
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
-    results = {stacked: _measure(ours, length, count, sizes, stacked=stacked) for stacked in (False, True)}
-    for size in sizes:
-        (bare, bare_peak), (rate, peak) = results[False][size], results[True][size]
-        name = f"update.experts_{size}"
-        yield Figure(name=f"{name}_tokens_per_second", value=rate, unit="tokens/s", baseline=bare, target="")
-        mfu, bare_mfu = (100 * r * ours.flops_per_token(length) / PEAK_FLOPS for r in (rate, bare))
-        target = ">= 38, aim 45" if size == max(sizes) else ">= 30"
-        yield Figure(name=f"{name}_mfu", value=mfu, unit="%", baseline=bare_mfu, target=target)
-        yield Figure(name=f"memory.experts_{size}", value=peak, unit="GB", baseline=bare_peak, target="")
-    yield from within_limit(ours, length, count, sizes, results[True])
-
-
-def within_limit(
-    scene: ExpertScene, length: int, count: int, sizes: tuple[int, ...], kept: dict[int, tuple[float, float]]
-) -> Iterator[Figure]:
-    """Yield the same updates with the least recomputation that fits into LIMIT_GB, against those that keep more."""
+    grouped, stacked = (_measure(ours, length, count, sizes, stacked=way) for way in (False, True))
     settings = {"recompute": "auto", "recompute_limit_gib": LIMIT_GB * 1e9 / 2**30}
-    measured = _measure(scene, length, count, sizes, stacked=True, settings=settings)
+    within = _measure(ours, length, count, sizes, stacked=True, settings=settings)
+    flops = ours.flops_per_token(length)
     for size in sizes:
-        (bare, bare_peak), (rate, peak) = kept[size], measured[size]
-        name = f"experts_{size}_auto"
-        yield Figure(name=f"update.{name}_tokens_per_second", value=rate, unit="tokens/s", baseline=bare, target="")
-        mfu, bare_mfu = (100 * r * scene.flops_per_token(length) / PEAK_FLOPS for r in (rate, bare))
-        yield Figure(name=f"update.{name}_mfu", value=mfu, unit="%", baseline=bare_mfu, target="")
-        yield Figure(name=f"memory.{name}", value=peak, unit="GB", baseline=bare_peak, target=f"<= {LIMIT_GB}")
+        target = ">= 38, aim 45" if size == max(sizes) else ">= 30"
+        name = f"experts_{size}"
+        yield from mfu_rows(
+            f"update.{name}", stacked[size], grouped[size], flops_per_token=flops, peak_flops=PEAK_FLOPS, target=target
+        )
+        yield from rows(name, stacked[size], grouped[size], target="")
+        # The least recomputation that fits into LIMIT_GB, against selective recomputation.
+        name += "_auto"
+        yield from mfu_rows(
+            f"update.{name}",
+            within[size],
+            stacked[size],
+            flops_per_token=flops,
+            peak_flops=PEAK_FLOPS,
+            target=">= 1.0x",
+        )
+        yield from rows(name, within[size], stacked[size], target=f"<= {LIMIT_GB}")
 
 
 def _measure(
-    scene: Scene,
+    scene: ExpertScene,
     length: int,
     count: int,
     sizes: tuple[int, ...],
     *,
     stacked: bool,
     settings: Mapping[str, Any] = MappingProxyType({"recompute": "selective"}),
-) -> dict[int, tuple[float, float]]:
-    """Return tokens of a microbatch -> (tokens/s, peak GB)."""
+) -> dict[int, Measured]:
+    """Return the updates by the tokens of a microbatch."""
     with trainer_world() as (parallel, device):
         device.has_grouped_products = stacked
         batch = random_batch(scene, [length] * count)
-        measured = _updates(make_engine(scene, parallel, device, **settings), device, batch, sizes)
+        engine = make_engine(scene, parallel, device, **settings)
+        label = f"{settings['recompute']}, {'stacked' if stacked else 'grouped layers'}"
+        measured = {
+            size: measure(engine, device, batch, size, updates=WARM_UP + ROUNDS, label=f"{label}, {size}")
+            for size in sizes
+        }
+        del engine
         free(device)
-    return measured
-
-
-def _updates(engine: Any, device: Any, batch: Any, sizes: tuple[int, ...]) -> dict[int, tuple[float, float]]:
-    measured: dict[int, tuple[float, float]] = {}
-    for size in sizes:
-        device.forget_peak()
-        seconds = median_seconds(device, partial(ppo_update, engine, batch, size))
-        measured[size] = batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
     return measured

@@ -16,7 +16,8 @@ from mcore_adapter.out_of_memory import StepOutOfMemory
 from model_specs.hf_config import parse_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, seconds_of, trainer_world
+from tools.bench.gpu import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, trainer_world
+from tools.bench.gpu_memory import Measured, measure, mfu_rows, rows
 
 LENGTHS = (65536, 131072)
 WIDTHS: dict[str, Any] = dict(
@@ -68,49 +69,33 @@ def long(scene: Scene) -> Iterator[Figure]:
     small = not query_gpus()
     ours = LongScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
     lengths = (64, 128) if small else LENGTHS
-    results = {"full": _measure(ours, lengths[:1], "full"), "auto": _measure(ours, lengths, "auto")}
+    whole, auto = _measure(ours, lengths[:1], "full"), _measure(ours, lengths, "auto")
     for length in lengths:
-        name = f"long.{NAME}_{length}"
-        if length not in results["auto"]:
+        if length not in auto:
             continue  # it did not fit, as the log says
-        rate, peak = results["auto"][length]
-        bare, bare_peak = results["full"].get(length, (None, None))
-        mfu, bare_mfu = (r and 100 * r * ours.flops_per_token(length) / PEAK_FLOPS for r in (rate, bare))
-        target = ">= 45" if length == lengths[0] else "fits"
-        yield Figure(name=f"{name}_tokens_per_second", value=rate, unit="tokens/s", baseline=bare, target="")
-        yield Figure(name=f"{name}_mfu", value=mfu or 0.0, unit="%", baseline=bare_mfu, target=target)
-        yield Figure(name=f"memory.{name}", value=peak, unit="GB", baseline=bare_peak, target="")
+        name, bare = f"long.{NAME}_{length}", whole.get(length)
+        yield from mfu_rows(
+            name, auto[length], bare, flops_per_token=ours.flops_per_token(length), peak_flops=PEAK_FLOPS,
+            target=">= 45" if length == lengths[0] else "fits",
+        )  # fmt: skip
+        yield from rows(name, auto[length], bare, target="")
 
 
-def _measure(scene: LongScene, lengths: tuple[int, ...], recompute: str) -> dict[int, tuple[float, float]]:
-    """Return length -> (tokens/s, peak GB) of the last of a few updates: the first of a length take memory, and correct
-    the choice."""
-    measured: dict[int, tuple[float, float]] = {}
+def _measure(scene: LongScene, lengths: tuple[int, ...], recompute: str) -> dict[int, Measured]:
+    """Return the updates by length."""
+    measured: dict[int, Measured] = {}
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device, recompute=recompute)
         ppo_update(engine, random_batch(scene, [lengths[0] // 16]), lengths[0])  # kernels and moments
         for length in lengths:
             batch = random_batch(scene, [length])
+            updates = 3 if recompute == "auto" and length == lengths[0] else 2
+            label = f"{recompute}, {length} tokens"
             try:
-                seconds = _seconds(
-                    engine, device, batch, length, 2 if length > lengths[0] or recompute == "full" else 3
-                )
+                measured[length] = measure(engine, device, batch, length, updates=updates, label=label)
             except StepOutOfMemory as e:
-                logger.warning("%s, %d tokens: %s", recompute, length, e)
+                logger.warning("%s: %s", label, e)
                 break
-            measured[length] = length / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
         del engine
         free(device)
     return measured
-
-
-def _seconds(engine: Any, device: Any, batch: Any, length: int, updates: int) -> float:
-    for number in range(updates):
-        device.forget_peak()
-        seconds = seconds_of(device, lambda: ppo_update(engine, batch, length))
-        stats = device.memory_stats()
-        logger.info(
-            "%d tokens, update %d: %.2f s, peak %.1f GB, %d times out of cache", length, number, seconds,
-            stats["peak_gib"] * 2**30 / 1e9, stats["allocator_retries"],
-        )  # fmt: skip
-    return seconds

@@ -95,6 +95,7 @@ def corrected(rank: Rank, model: str) -> list[int]:
             auto.prepare(tokens, 1)
             choices.append(sum(map(LEVELS.index, auto.choice.levels)))
             step(engine, tokens)
+        assert engine.recompute_peak.measured / engine.recompute_peak.estimated == pytest.approx(0.5)
         return choices
 
 
