@@ -165,6 +165,8 @@ class BucketSender:
         """See Sender.prepare()."""
         self._buckets = Buckets(buckets, self._settings, self._device, self._servers, verify=verify)
         self._buckets.stage(buckets_to_stage(self._settings, self._device))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what gathers and quantizes would else run in the pause
 
     def _take_buckets(self) -> Buckets:
         """Return what prepare() made, once. Raises PushError without prepare()."""

@@ -28,10 +28,12 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     at least 1e-4 / 448.
     """
     *lead, rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., out / 128, 128, in / 128, 128]
-    scale = (blocks.abs().amax((-3, -1), keepdim=True) / LARGEST).clamp_min(_SMALLEST_SCALE)
-    values = (blocks / scale).to(FP8).flatten(-4, -3).flatten(-2, -1)
+    if rows % BLOCK or columns % BLOCK:
+        weight = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = weight.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., out / 128, 128, in / 128, 128]
+    largest = blocks.abs().amax((-3, -1), keepdim=True).float()  # exact in any format
+    scale = (largest / LARGEST).clamp_min(_SMALLEST_SCALE)
+    values = (blocks / scale).to(FP8).flatten(-4, -3).flatten(-2, -1)  # divided in float32, whatever the format
     return values[..., :rows, :columns].contiguous(), scale.squeeze(-1).squeeze(-2)
 
 

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -118,10 +119,20 @@ def main() -> None:
         if python is not None and not os.access(python, os.X_OK):
             parser.error(f"{python}: no such interpreter")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    end_on_sigterm()
     rows = list(_measure(given))
     print("\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
     for row in rows:
         print(line(row))
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM, which `timeout` sends, end this process as Ctrl-C does: measurements end their servers then."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _measure(given: argparse.Namespace) -> Iterator[Row]:

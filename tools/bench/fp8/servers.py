@@ -66,7 +66,7 @@ async def serving(scene: Scene, device: Any) -> AsyncIterator[list[Served]]:
                 name=f"generator-{weight_format}",
                 log_file=scene.folder / f"server-{weight_format}.log",
                 weight_format=weight_format,
-                max_running=max(AT_ONCE) if gpu is not None else 8,
+                max_running=(max(AT_ONCE) if gpu is not None else 0) + 8,  # more than the server keeps for itself
             )
             served = await stack.enter_async_context(generator(settings, "in_place"))
             sending = sender(scene, device, BUCKET_BYTES, beside=True, weight_format=weight_format)
