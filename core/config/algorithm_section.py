@@ -34,7 +34,7 @@ class AlgorithmConfig(Section):
         "gae",
         "gae: values of the critic, if there is one. returns: discounted sums. group: reward minus the group's mean. "
         "leave_one_out: minus the mean of the others. logavgexp: minus opmd_tau * log mean exp(reward / opmd_tau). "
-        "maxrl: group, divided by the group's mean",
+        "maxrl: group, divided by the group's mean above the lowest reward",
     )
     advantage_std: Literal["none", "group", "batch"] = key(
         "group",

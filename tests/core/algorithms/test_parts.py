@@ -78,9 +78,19 @@ def test_a_ratio_of_a_token_is_cut_off_at_exp_20() -> None:
 def test_groups_without_a_spread_or_of_one_answer_have_no_advantage() -> None:
     ids = torch.tensor([0, 0, 1])
     assert centred(torch.tensor([3.0, 3.0, 7.0]), ids).tolist() == [0.0, 0.0, 0.0]
-    assert maximum_likelihood(torch.tensor([1.0, -1.0, 7.0]), ids).tolist() == [0.0, 0.0, 0.0]
+    assert maximum_likelihood(torch.tensor([3.0, 3.0, 7.0]), ids).tolist() == [0.0, 0.0, 0.0]
     large = log_average_exp(torch.tensor([1000.0, 1000.0, 0.0]), ids, tau=0.5)
     assert large.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_maxrl_gives_rewards_of_minus_one_and_one_the_advantages_of_zero_and_one() -> None:
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    expected = [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert maximum_likelihood(scores, ids).tolist() == expected
+    assert maximum_likelihood(2 * scores - 1, ids).tolist() == expected
+    lowest = torch.full((8,), -0.3)  # their mean in float32 is a little more
+    assert maximum_likelihood(lowest, torch.zeros(8, dtype=torch.long)).tolist() == [0.0] * 8
 
 
 def test_the_deviation_of_the_batch_is_that_of_all_scores() -> None:
