@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import megatron.core.transformer.mlp as megatron_mlp
 import torch
@@ -22,9 +22,46 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from mcore_adapter.data.token_chunks import chunks
 from mcore_adapter.host_activations import HostActivations, Pages
 from mcore_adapter.settings import Level
+
+CHUNK_ROWS = 8192
+"""Tokens whose gradient with respect to the MLP's inner activations exists beside these."""
+
+
+class _Checkpoint(CheckpointWithoutOutput):
+    """Megatron's, which after the second computation holds its outputs twice."""
+
+    def _recompute(self, grad: Tensor) -> None:
+        ctx = self.ctx
+        super()._recompute(grad)  # type: ignore[no-untyped-call]
+        if ctx is not None:
+            for output in ctx.outputs:  # only their graph is used, and no operation in it keeps its own output
+                output.untyped_storage().resize_(0)
+
+
+class _SwiGLUInPlace(torch.autograd.Function):
+    """_swiglu() of halves that nothing else uses: their gradient takes their place."""
+
+    @staticmethod
+    def forward(ctx: Any, halves: Tensor) -> Tensor:
+        ctx.save_for_backward(halves)
+        return _swiglu(halves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (halves,) = ctx.saved_tensors
+        for rows in chunks(len(halves), CHUNK_ROWS):
+            part = halves[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                product = _swiglu(part)
+            (grad_part,) = torch.autograd.grad(product, part, grad[rows])
+            halves[rows].copy_(grad_part)
+        return halves.detach()
 
 
 class RecomputingAttention(SelfAttention):
@@ -48,7 +85,7 @@ class RecomputingAttention(SelfAttention):
             return super().forward(hidden_states, attention_mask, *args, **given)
         assert rotary_pos_emb is not None and packed_seq_params.qkv_format == "thd", "as every family and packing has"
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)
+        checkpoint = _Checkpoint(fp8=self.config.fp8)
 
         def inputs(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self._rotated(hidden, angles, packed_seq_params)
@@ -93,7 +130,7 @@ class RecomputingMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         if self.recompute == "product":
             return self._without_product(hidden_states)
-        checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)
+        checkpoint = _Checkpoint(fp8=self.config.fp8)
         output, bias = self.linear_fc2(checkpoint.checkpoint(self._product, hidden_states))
         checkpoint.discard_output_and_register_recompute(output)
         return output, bias
@@ -101,7 +138,7 @@ class RecomputingMLP(MLP):
     def _product(self, hidden_states: Tensor) -> Tensor:
         halves, bias = self.linear_fc1(hidden_states)
         assert bias is None, "no supported family has a bias here"
-        return _swiglu(halves)
+        return cast(Tensor, _SwiGLUInPlace.apply(halves)) if torch.is_grad_enabled() else _swiglu(halves)
 
     def _without_product(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         halves, _ = self.linear_fc1(hidden_states)

@@ -140,7 +140,7 @@ def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
     attention, output = _attention_widths(shape)
     moe = _moe(shape, layer)
     if moe is None:
-        mlp = 3 * config.intermediate_size / shape.layout.tp
+        mlp = (1 if level in ("linear", "offload") else 3) * config.intermediate_size / shape.layout.tp
     else:
         mlp = moe.top_k / shape.layout.tp * (3 * moe.intermediate_size + 2 * config.hidden_size)
     # One after the other: gradients of the MLP's inner activations; of queries (summed in float32), keys and values.

@@ -74,7 +74,7 @@ def test_layers_move_to_the_host_before_any_is_recomputed_as_a_whole() -> None:
     assert several.levels == ("offload",) * several.levels.count("offload") + ("linear",) * (
         28 - several.levels.count("offload")
     )
-    assert 5 < several.levels.count("offload") < 10, "some more: they are on the way for a while"
+    assert 5 <= several.levels.count("offload") < 10, "perhaps more: some are on their way"
     none = choose(one, 0, host_limit_bytes=1e15)
     assert none.levels == ("full",) * 28
     few = choose(one, kept - 12 * layer, host_limit_bytes=2.5 * layer)

@@ -10,7 +10,7 @@ import torch
 from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, make_engine, policy_loss, random_batch
 from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
-from mcore_adapter import host_activations
+from mcore_adapter import host_activations, recompute
 from mcore_adapter.recompute import recompute_layers
 from mcore_adapter.settings import LEVELS, Level
 
@@ -98,3 +98,18 @@ def test_each_level_keeps_less_than_the_one_before(ranks: RankPool, model_folder
     if name == "qwen3_moe":  # its layers have no dense MLP whose product could be dropped
         assert sizes[0] == sizes.pop(1)
     assert all(more > less for more, less in zip(sizes, sizes[1:], strict=False)), kept
+
+
+def test_the_gradient_of_a_recomputed_product_takes_the_place_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_adapter.cpu.device import CpuDevice
+
+    monkeypatch.setattr(recompute, "CHUNK_ROWS", 5)
+    leaf = torch.randn(13, 1, 24, requires_grad=True)
+    grad = torch.randn(13, 1, 12)
+    with CpuDevice().activate():
+        (expected,) = torch.autograd.grad(recompute._swiglu(leaf), leaf, grad)
+        halves = leaf.clone()
+        address, seen = halves.data_ptr(), []
+        halves.register_hook(lambda g: seen.append(g.data_ptr()))
+        (found,) = torch.autograd.grad(recompute._SwiGLUInPlace.apply(halves), leaf, grad)
+    assert torch.equal(found, expected) and seen == [address]
