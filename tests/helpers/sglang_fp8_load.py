@@ -1,0 +1,84 @@
+"""Load quantized weights into a model of SGLang, twice, with the server's own interpreter and no GPU.
+
+    python sglang_fp8_load.py MODEL OVERRIDE FIRST.safetensors SECOND.safetensors
+
+MODEL has a config.json; OVERRIDE, as JSON, makes its weights FP8. Prints, as JSON on the last line, one
+pair for each file: {parameter: checksum} and {parameter: format}. Nothing is computed with the weights: a CPU without
+AMX has no kernels for them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def hooks() -> Any:
+    """The server's hooks, which have to be installed before its modules load."""
+    path = ROOT / "rollout/inference/sglang/hooks.py"
+    spec = importlib.util.spec_from_file_location("slipstream_hooks", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(folder: str, override: str) -> Any:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.server_args import prepare_server_args, set_global_server_args_for_scheduler
+
+    args = prepare_server_args(
+        ["--model-path", folder, "--device", "cpu", "--attention-backend", "torch_native", "--load-format", "dummy",
+         "--dtype", "bfloat16", "--skip-tokenizer-init", "--json-model-override-args", override]
+    )  # fmt: skip
+    config = ModelConfig.from_server_args(args)
+    set_global_server_args_for_scheduler(args)
+    store = f"file://{folder}/rendezvous"
+    init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=store)
+    initialize_model_parallel()
+    initialize_dp_attention(server_args=args, model_config=config)
+    initialize_moe_config(args)
+    load = LoadConfig(load_format="dummy")
+    with set_default_torch_dtype(torch.bfloat16):
+        return _initialize_model(config, load, _get_quantization_config(config, load))
+
+
+def main() -> None:
+    folder, override, *files = sys.argv[1:]
+    module = hooks()
+    from sglang.srt.plugins import load_plugins
+
+    module.install_hooks()
+    load_plugins()
+    model = build(folder, override)
+    results = []
+    for file in files:
+        items = list(load_file(file).items())
+        for part in range(2):  # a bucket may hold a weight without its factors
+            model.load_weights(items[part::2])
+        named = dict(model.named_parameters())
+        results.append(
+            [
+                {name: int(module.position_checksum(p)) for name, p in named.items()},
+                {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()},
+            ]
+        )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
