@@ -1,8 +1,8 @@
 """Samples/s of the whole loop on one GPU, against TRL's GRPOTrainer on the same GPU: `bench gpu --only trl`.
 
 Both sides sample completions of a fixed number of tokens from the same shape with random weights, with the same prompts
-and group size, and make one update of each batch. TRL runs in its own environment, with continuous batching and with
-generate(); the faster one is the baseline. vLLM is not measured.
+and group size, and make one update of each batch. TRL runs in its own environment, with generate() and with continuous
+batching; the faster one is the baseline. A side that takes too long has no figure. vLLM is not measured.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from tools.demo.data import write_jsonl
 
 SCRIPT = Path(__file__).parents[1] / "trl" / "samples.py"
 WARM_UP_STEPS = 2
-GENERATION = {"continuous_batching": ["--continuous-batching"], "generate": []}
+GENERATION = {"generate": [], "continuous_batching": ["--continuous-batching"]}
 """What TRL generates with, and the arguments of its script."""
+WARM_UP_TOKENS, PEER_SECONDS = 16, 240.0
+"""Of TRL: a warm-up with whole completions takes as long as what is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +54,16 @@ def against_trl(scene: Scene) -> Iterator[Figure]:
     write_jsonl(prompts, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
     rows = run(scene, "against-trl", configuration(scene, prompts, size))[WARM_UP_STEPS:]
     rate = sum(row["n_seqs"] for row in rows) / sum(row["time/step"] for row in rows)
+    print(f"{rate:.2f} samples/s", flush=True)  # also where TRL does not end
     peers: dict[str, float] = {}
     for name, flags in GENERATION.items() if scene.trl_python is not None else ():
         try:
             peers[name] = trl_samples_per_second(scene, prompts, size, flags)
         except subprocess.CalledProcessError as error:
             print(f"TRL with {name} ended with {error.returncode}:\n{error.stderr[-2000:]}", flush=True)
+            continue
+        except subprocess.TimeoutExpired:
+            print(f"TRL with {name} took longer than {PEER_SECONDS:.0f} s and was ended", flush=True)
             continue
         yield figure(scene, size, f"trl_{name}", peers[name])
     yield figure(scene, size, "samples", rate, baseline=max(peers.values(), default=None), target=">= 2x")
@@ -111,18 +117,21 @@ def configuration(scene: Scene, prompts: Path, size: Load) -> dict[str, Any]:
 
 
 def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[str]) -> float:
-    """Run TRL's loop, in its own environment. Raises subprocess.CalledProcessError."""
+    """Run TRL's loop, in its own environment. Raises subprocess.CalledProcessError, subprocess.TimeoutExpired."""
     model = model_with_weights(scene)
     command = [
         str(scene.trl_python), str(SCRIPT), "--model", str(model), "--prompts", str(prompts),
         "--num-prompts", str(size.prompts), "--group-size", str(size.answers), "--new-tokens", str(size.new_tokens),
-        "--warm-up-steps", "1", "--steps", str(size.peer_steps), "--micro-batch", str(size.micro_batch), *flags,
+        "--warm-up-steps", "1", "--steps", str(size.peer_steps), "--micro-batch", str(size.micro_batch),
+        "--warm-up-tokens", str(min(WARM_UP_TOKENS, size.new_tokens)), *flags,
     ]  # fmt: skip
     if query_gpus():
         command.append("--gpu")
     # With LOCAL_RANK, which this benchmark sets for its engine, accelerate expects a distributed run.
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True, timeout=PEER_SECONDS
+    ).stdout
     found = json.loads(output.splitlines()[-1])
     print(f"TRL {' '.join(flags)}: {json.dumps(found)}", flush=True)
     return float(found["samples_per_second"])

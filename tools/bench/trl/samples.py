@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=20, help="measured steps, after those of the warm-up")
     parser.add_argument("--warm-up-steps", type=int, default=3)
+    parser.add_argument("--warm-up-tokens", type=int, help="length of completions in the warm-up (default: the same)")
     parser.add_argument("--gpu", action="store_true", help="on the first GPU instead of the CPU")
     parser.add_argument("--micro-batch", type=int, help="sequences of a forward and backward pass (default: all)")
     parser.add_argument("--continuous-batching", action="store_true", help="generate with it, not with generate()")
@@ -61,6 +62,8 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
+            if len(ends) == arguments.warm_up_steps:
+                set_length(trainer, arguments.new_tokens)
 
     rows = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
     samples = arguments.num_prompts * arguments.group_size
@@ -94,9 +97,16 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
                 disable_tqdm=True,
             ),
         )
+        set_length(trainer, arguments.warm_up_tokens or arguments.new_tokens)
         trainer.train()
     ends = ends[arguments.warm_up_steps - 1 :]
     return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def set_length(trainer: GRPOTrainer, tokens: int) -> None:
+    """Set the length of all completions from the next generation on."""
+    trainer.generation_config.max_new_tokens = tokens
+    trainer.generation_config.min_new_tokens = tokens
 
 
 def versions() -> dict[str, str]:
