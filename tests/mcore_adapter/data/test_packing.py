@@ -81,6 +81,16 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_each_sequence(
     assert ranks == [[[1, 2, 7, 8, 9, 0]], [[3, 4, 5, 6, 10, 11]]]
 
 
+def test_no_tensor_on_a_context_parallel_rank_is_as_long_as_the_sequence() -> None:
+    batch = batch_of([64])
+    for rank in range(4):
+        packed = pack_microbatch(batch, [0], PackingLayout(cp_size=4, cp_rank=rank, routes=True), device=CPU)
+        params: Any = packed.packed_seq_params
+        held = {**vars(packed), **packed.fields, **vars(params), **vars(params.routing)}
+        sizes = {name: value.numel() for name, value in held.items() if isinstance(value, torch.Tensor)}
+        assert {"token_ids", "targets", "advantages", "sequences"} <= sizes.keys() and max(sizes.values()) <= 17
+
+
 def test_for_8_bit_products_every_rank_gets_rows_in_multiples_of_16():
     for cp, sp in ((1, 1), (1, 2), (2, 2)):
         layout = PackingLayout(cp_size=cp, sequence_parallel_size=sp, row_multiple=16)
