@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from helpers.forks.server import ForkedProgram, start_program
+from rollout.inference.gpus import query_gpus
 from tools.nightly import FRESH
 
 Program = ForkedProgram | subprocess.Popen[bytes]
@@ -37,9 +38,9 @@ def start(
     fresh: bool = False,
 ) -> Program:
     """Start `python WORDS` in a session of its own, with what it writes in the file `output`. `fresh`: in a new
-    interpreter."""
+    interpreter, as always where there are GPUs: CUDA does not work in a fork of a process that has used it."""
     env = dict(os.environ if env is None else env)
-    if fresh or env.get(FRESH) or sys.platform != "linux":
+    if fresh or env.get(FRESH) or sys.platform != "linux" or _uses_gpus(env):
         return subprocess.Popen(
             [sys.executable, *words], cwd=cwd, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -47,6 +48,10 @@ def start(
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), output.fileno(), output.fileno())
         return start_program(server(), words, env=env, cwd=str(cwd), streams=streams, session=True)
+
+
+def _uses_gpus(env: Mapping[str, str]) -> bool:
+    return env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and bool(query_gpus())
 
 
 @functools.cache
