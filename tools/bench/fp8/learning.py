@@ -7,6 +7,7 @@ truncated importance weights between the trainer and the server. Engine, push, s
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +54,7 @@ class Sums:
         self._tokenizer = make_tokenizer()
         rows = [(row["prompt"], answer_of(row)) for row in problems()]
         self.held_out, self.train = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
+        self.seeds = itertools.count()
         self.eos: int = self._tokenizer.convert_tokens_to_ids(EOS)
 
     def ids(self, text: str) -> list[int]:
@@ -136,8 +138,8 @@ async def _accuracy(served: Served, sums: Sums, size: Size) -> float:
 async def _answers(served: Served, sums: Sums, prompts: Sequence[str], *, temperature: float) -> list[Completion]:
     sampling = SamplingParams(max_new_tokens=6, temperature=temperature, stop_token_ids=(sums.eos,))
     requests = [
-        GenerateRequest(request_id=f"{i}-{temperature}", prompt_ids=sums.ids(prompt), sampling=sampling)
-        for i, prompt in enumerate(prompts)
+        GenerateRequest(request_id=str(seed), prompt_ids=sums.ids(prompt), sampling=sampling, seed=seed)
+        for seed, prompt in zip(sums.seeds, prompts, strict=False)
     ]
     return list(await asyncio.gather(*map(served.generator.generate, requests)))
 
