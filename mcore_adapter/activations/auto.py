@@ -91,6 +91,7 @@ class AutoRecompute:
         """Choose for an update whose largest microbatch has so many tokens, unless the present choice is for as many,
         or for less than ALIKE times as many, and there is as much memory."""
         layout, now = self._parallel.layout, self._shape
+        tokens = _rounded(tokens)
         limit = self._agree(self._free(), dist.ReduceOp.MIN)
         # What all stages decide alike: as many microbatches as a stage can hold, whichever it is.
         microbatches = min(num_microbatches, 2 * layout.pp * layout.vpp)
@@ -179,6 +180,12 @@ class AutoRecompute:
         if of_stage:
             return float(values[self._parallel.pp_rank])
         return float(values.min() if how == dist.ReduceOp.MIN else values.max())
+
+
+def _rounded(tokens: int) -> int:
+    """Round up to 5 binary digits: batches whose largest microbatches differ a little have one choice."""
+    step = 1 << max(0, tokens.bit_length() - 5)
+    return -(-tokens // step) * step
 
 
 def _available_on_host() -> float:

@@ -23,7 +23,11 @@ def test_two_ranks_learn_the_pairs_save_what_they_report_and_refuse_another_seed
         "n_gpus_per_node": 2,
         "recover_mode": "auto",
         "exp_ctrl": {"total_train_epochs": 12, "save_freq_epochs": 12, "eval_freq_epochs": 4, "ckpt_freq_epochs": 12},
-        "model": {"path": str(assets.model), "optimizer": {"lr": 1e-2, "lr_scheduler_type": "cosine"}},
+        "model": {
+            "path": str(assets.model),
+            "gradient_checkpointing": "auto",
+            "optimizer": {"lr": 1e-2, "lr_scheduler_type": "cosine"},
+        },
         "dataset": {
             "train_path": str(assets.pairs),
             "valid_path": str(assets.pairs),
@@ -36,6 +40,8 @@ def test_two_ranks_learn_the_pairs_save_what_they_report_and_refuse_another_seed
     rows = [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
     losses = [m["loss"] for m in rows if "loss" in m]
     assert len(losses) == 60 and np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    ranks = "".join(path.read_text() for path in command.logs.rglob("*.log"))
+    assert "gradient checkpointing: auto, estimated for microbatches of" in ranks
     evaluated = [(m["step"], m["eval/loss"]) for m in rows if "eval/loss" in m]
     assert [step for step, _ in evaluated] == [20, 40, 60]
 

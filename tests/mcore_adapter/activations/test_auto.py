@@ -167,6 +167,24 @@ def test_an_update_that_never_fits_is_reported_as_before(ranks: RankPool, tmp_pa
     assert repeatable and set(levels) == {"full"}
 
 
+def prepared(rank: Rank, model: str) -> list[int]:
+    """The tokens for which each of some updates had a choice."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        Stats(patch)
+        auto = make_engine(parallel, device, model, recompute="auto")._recompute
+        found = []
+        for tokens in (1000, 990, 1005, 600, 500, 32768):
+            auto.prepare(tokens, 1)
+            found.append(auto._shape.tokens)
+        return found
+
+
+def test_microbatches_of_nearly_the_same_size_share_a_choice(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    (tokens,) = ranks.run(prepared, 1, str(tmp_path / "model"))
+    assert tokens == [1024, 1024, 1024, 1024, 512, 32768]
+
+
 def test_the_memory_of_the_host_is_that_of_its_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mcore_adapter.activations import auto
 
