@@ -266,6 +266,7 @@ async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
 
 
 def longest_gap(arrivals: list[list[float]], begin: float, end: float) -> float:
-    """Return the most seconds between two chunks of one stream, among gaps that ended between two moments."""
+    """Return the most seconds between two chunks of one stream, among gaps that ended between two moments; all of that
+    time where none did."""
     gaps = [after - before for times in arrivals for before, after in pairwise(times) if begin <= after <= end]
-    return max(gaps)
+    return max(gaps, default=end - begin)
