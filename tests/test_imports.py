@@ -144,6 +144,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
         "tools.bench.fp8.learning": "mcore_adapter.engine",
         "tools.bench.fp8.mismatch": "mcore_adapter.engine",
+        "tools.bench.fp8.rounded": "mcore_adapter.engine",
         "tools.bench.fp8.servers": "mcore_adapter.engine",
         "tools.bench.gpu": "core.experiments.process_settings core.launch.trainer_group mcore_adapter.bare_loop "
         "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",

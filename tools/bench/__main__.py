@@ -61,6 +61,7 @@ MEASUREMENTS = {
         "convert": "data.convert:both_ways",
         "spans": "spans:spans",
         "push_changes": "push_changes:push_changes",
+        "fp8_rounded": "fp8.rounded:rounded",
     },
     "gpu": {
         "update": "gpu:update",

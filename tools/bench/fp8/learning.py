@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,17 +21,15 @@ from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from rollout.inference.gpus import query_gpus
-from rollout.types import Completion, GenerateRequest, SamplingParams
+from rollout.types import Completion, GenerateRequest, Generator, SamplingParams
 from tools.bench.figure import Figure
-from tools.bench.fp8.servers import Served, serving
+from tools.bench.fp8.servers import serving
 from tools.bench.gpu import Scene, trainer_world
 from tools.bench.gpu_mismatch import trainer_logprobs
 from tools.bench.gpu_push import drive
 from tools.demo.data import EOS, NUM_HELD_OUT, answer_of, make_tokenizer, problems
 
 GROUP = 8
-WARM_ACCURACY = 0.35
-"""Where the warm-up ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +43,17 @@ class Size:
     """Steps between evaluations."""
     lessons: int = 20
     """Supervised updates between evaluations of the warm-up."""
+    warm_accuracy: float = 0.35
+    """Where the warm-up ends."""
+
+
+class Server(Protocol):
+    """A generator, and the way of weights into it."""
+
+    @property
+    def generator(self) -> Generator: ...
+
+    async def push(self, engine: Any, version: int, *, verify: bool) -> object: ...
 
 
 class Sums:
@@ -66,7 +75,7 @@ class Sums:
 
 def learning(scene: Scene) -> Iterator[Figure]:
     """Yield the accuracy with FP8 at each evaluation, with that of bfloat16 as baseline. One GPU."""
-    size = Size() if query_gpus() else Size(steps=2, prompts=2, held_out=4, every=1, lessons=1)
+    size = Size() if query_gpus() else Size(steps=2, prompts=2, held_out=4, every=1, lessons=1, warm_accuracy=0.0)
     with trainer_world() as (parallel, device):
         yield from drive(_measured(replace(scene, shape="sums"), parallel, device, size))
 
@@ -82,19 +91,25 @@ async def _measured(scene: Scene, parallel: Any, device: Any, size: Size) -> Asy
     sums = Sums()
     async with serving(scene, device) as both:
         warm = engine_of(str(scene.model), 1e-3, init_from_scratch=True)
-        await _warm_up(warm, both[0], sums, size)
+        await warm_up(warm, both[0], sums, size)
         folder = str(scene.folder / "warm")
         warm.save_hf(folder, tokenizer_from=str(scene.model))
-        curves = [await _learn(engine_of(folder, 2e-4), served, sums, size) for served in both]
+        curves = [await learn(engine_of(folder, 2e-4), served, sums, size) for served in both]
+    for figure in figures("fp8.sums", curves, size):
+        yield figure
+
+
+def figures(name: str, curves: Sequence[Sequence[float]], size: Size) -> Iterator[Figure]:
+    """Yield the accuracies of the last curve against those of the first, where there are two."""
     for i, step in enumerate(range(0, size.steps + 1, size.every)):
         values = [curve[i] for curve in curves]
         yield Figure(
-            name=f"fp8.sums_accuracy_after_{step}_steps", value=values[-1], unit="",
+            name=f"{name}_accuracy_after_{step}_steps", value=values[-1], unit="",
             baseline=values[0] if len(values) > 1 else None, target="",
         )  # fmt: skip
 
 
-async def _warm_up(engine: Any, served: Served, sums: Sums, size: Size) -> None:
+async def warm_up(engine: Any, served: Server, sums: Sums, size: Size) -> None:
     """Imitate answers until some held-out problems are solved."""
     rng = np.random.default_rng(0)
     for version in range(1, 40):
@@ -103,11 +118,11 @@ async def _warm_up(engine: Any, served: Served, sums: Sums, size: Size) -> None:
             pairs = [(sums.ids(prompt), [*sums.ids(answer), sums.eos]) for prompt, answer in rows]
             engine.train_step(_packed(pairs, {}), sft_loss, max_tokens_per_mb=16384)
         await served.push(engine, version, verify=False)
-        if await _accuracy(served, sums, size) >= WARM_ACCURACY or not query_gpus():
+        if await _accuracy(served, sums, size) >= size.warm_accuracy:
             return
 
 
-async def _learn(engine: Any, served: Served, sums: Sums, size: Size) -> list[float]:
+async def learn(engine: Any, served: Server, sums: Sums, size: Size) -> list[float]:
     """Return the held-out accuracy before the first step and after each `size.every` steps."""
     rng, first = np.random.default_rng(1), 100
     loss = partial(policy_loss, settings=AlgorithmSettings(correction="tis"))
@@ -121,7 +136,7 @@ async def _learn(engine: Any, served: Served, sums: Sums, size: Size) -> list[fl
         rows = [sums.train[i] for i in rng.integers(0, len(sums.train), size.prompts) for _ in range(GROUP)]
         completions = await _answers(served, sums, [prompt for prompt, _ in rows], temperature=1.0)
         solved = [sums.text(c) == answer for c, (_, answer) in zip(completions, rows, strict=True)]
-        batch = _batch(sums, rows, completions, torch.tensor(solved, dtype=torch.float32))
+        batch = batch_of(sums, rows, completions, torch.tensor(solved, dtype=torch.float32))
         old = trainer_logprobs(engine, batch)
         engine.train_step(
             replace(batch, fields={**batch.fields, "old_logprobs": old}), loss, max_tokens_per_mb=16384
@@ -129,13 +144,13 @@ async def _learn(engine: Any, served: Served, sums: Sums, size: Size) -> list[fl
     return curve
 
 
-async def _accuracy(served: Served, sums: Sums, size: Size) -> float:
+async def _accuracy(served: Server, sums: Sums, size: Size) -> float:
     rows = sums.held_out[: size.held_out]
     completions = await _answers(served, sums, [prompt for prompt, _ in rows], temperature=0.0)
     return float(np.mean([sums.text(c) == answer for c, (_, answer) in zip(completions, rows, strict=True)]))
 
 
-async def _answers(served: Served, sums: Sums, prompts: Sequence[str], *, temperature: float) -> list[Completion]:
+async def _answers(served: Server, sums: Sums, prompts: Sequence[str], *, temperature: float) -> list[Completion]:
     sampling = SamplingParams(max_new_tokens=6, temperature=temperature, stop_token_ids=(sums.eos,))
     requests = [
         GenerateRequest(request_id=str(seed), prompt_ids=sums.ids(prompt), sampling=sampling, seed=seed)
@@ -144,7 +159,7 @@ async def _answers(served: Served, sums: Sums, prompts: Sequence[str], *, temper
     return list(await asyncio.gather(*map(served.generator.generate, requests)))
 
 
-def _batch(
+def batch_of(
     sums: Sums, rows: Sequence[tuple[str, str]], completions: Sequence[Completion], rewards: torch.Tensor
 ) -> PackedBatch:
     """Return the answers with group-normalised advantages; rewards: [prompts * GROUP]."""
