@@ -61,6 +61,8 @@ class Changed(Tensor):
                 *(a.present if isinstance(a, Changed) else a for a in args[1:]), **kwargs
             )
             return _changed(first.meta, first.positions.to(values.device), values)
+        if name == "contiguous" and not first.meta.is_contiguous() and not _overlaps(first.meta):
+            return _contiguous(first)  # so that view() is possible, as of a whole tensor
         if name in ("clone", "contiguous", "detach"):
             return _changed(first.meta, first.positions, first.present)
         if name in _SHAPES:
@@ -123,12 +125,17 @@ def _reshaped(func: Any, name: str, changed: Changed, args: Any, kwargs: Any) ->
     if any(part.untyped_storage()._cdata != changed.meta.untyped_storage()._cdata for part in parts):
         if _overlaps(changed.meta):
             raise _not_there(name)
-        whole = torch.empty(changed.meta.shape, dtype=changed.meta.dtype, device="meta")  # the operation copies
-        places, values = _places(changed, whole.stride())
-        order = torch.argsort(places)
-        return func(_changed(whole, places[order], values[order]), *args[1:], **kwargs)
+        return func(_contiguous(changed), *args[1:], **kwargs)  # the operation copies
     wrapped = [_changed(part, changed.positions, changed.present) for part in parts]
     return wrapped[0] if isinstance(result, Tensor) else type(result)(wrapped)
+
+
+def _contiguous(changed: Changed) -> Changed:
+    """Return the same of contiguous strides; without overlaps."""
+    whole = torch.empty(changed.meta.shape, dtype=changed.meta.dtype, device="meta")
+    places, values = _places(changed, whole.stride())
+    order = torch.argsort(places)
+    return _changed(whole, places[order], values[order])
 
 
 def _places(changed: Changed, strides: Sequence[int]) -> tuple[Tensor, Tensor]:

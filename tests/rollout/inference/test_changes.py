@@ -60,6 +60,8 @@ CUTS: dict[str, Callable[[Any], Any]] = {
     "split": lambda t: t.split([2, 6])[1],
     "index": lambda t: t[3:5, ::2],
     "transposed": lambda t: t.t().contiguous(),
+    "view of a transposed copy": lambda t: t.t().contiguous().view(3, 16),
+    "view of copied columns": lambda t: t[:, 1:4].contiguous().view(-1),
     "reshaped": lambda t: t.view(2, 4, 6).permute(1, 0, 2).reshape(4, 12),
     "columns from the middle, every second": lambda t: t[1:, 1::2],
     "one row": lambda t: t[3],
