@@ -164,7 +164,9 @@ def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
         message = f"always, but with generator.weight_format={wanted} all weights are sent; write auto"
         yield Violation(("push.changes", "generator.weight_format"), message)
     for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
-        for name in flags.keys() & {"quantization", "load_format"}:
+        for name in flags:
+            if name.replace("-", "_") not in ("quantization", "load_format"):
+                continue
             message = f"cannot be set: generator.weight_format={wanted} determines it; leave it out"
             yield Violation((f"{section}.{name}", "generator.weight_format"), message)
 

@@ -151,8 +151,11 @@ def _format_flags(settings: ServerSettings, model: ModelConfig) -> dict[str, Any
         return {}
     for problem in serving_problems(model, settings.tp):
         raise ValueError(f"{settings.name}: {problem}; write generator.weight_format=auto")
-    given = json.loads(str(settings.flags.get("json_model_override_args") or "{}"))
-    override = {**given, "quantization_config": dict(QUANTIZATION_CONFIG)}
+    given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
+    override = {
+        **json.loads(str(given.get("json_model_override_args") or "{}")),
+        "quantization_config": dict(QUANTIZATION_CONFIG),
+    }
     # The folder's own weights are not FP8; SGLang would copy their values and leave the scales as they are.
     return {"json_model_override_args": json.dumps(override), "load_format": "dummy"}
 

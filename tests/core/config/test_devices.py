@@ -198,6 +198,7 @@ FP8 = "generator.weight_format=fp8_block"
             "fp8_block needs bfloat16 for what is not quantized, got float32; write",
         ),
         ([SERVERS, "actor.sglang.quantization=fp8"], "actor.sglang.quantization: cannot be set: generator.weight_for"),
+        ([SERVERS, "generator.flags.load-format=auto"], "generator.flags.load-format: cannot be set: generator.weight"),
     ],
 )
 def test_fp8_generators_are_refused_where_the_format_or_its_weights_cannot_be(

@@ -98,9 +98,10 @@ def test_only_a_shared_gpu_gets_a_server_that_can_release_memory() -> None:
     assert "enable_memory_saver" not in flags() and flags(colocated=True)["enable_memory_saver"] is True
 
 
-def test_fp8_servers_take_the_format_from_an_argument_and_the_weights_from_the_first_push() -> None:
+@pytest.mark.parametrize("key", ["json_model_override_args", "json-model-override-args"])
+def test_fp8_servers_take_the_format_from_an_argument_and_the_weights_from_the_first_push(key: str) -> None:
     assert not flags().keys() & {"json_model_override_args", "load_format"}
-    chosen = flags(weight_format="fp8_block", flags={"json_model_override_args": '{"rope_theta": 2.0}'})
+    chosen = flags(weight_format="fp8_block", flags={key: '{"rope_theta": 2.0}'})
     assert chosen["load_format"] == "dummy"
     assert json.loads(chosen["json_model_override_args"]) == {
         "rope_theta": 2.0,
