@@ -6,6 +6,7 @@ measured. Invariant: it depends on what all ranks of a pipeline stage have in co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,8 +86,18 @@ def _ladder(num_layers: int, hosted: int) -> Iterator[tuple[Level, ...]]:
 
 def _num_on_host(shape: UpdateShape, host_limit_bytes: float) -> int:
     """Return how many layers fit there. The last one stays on the device: its backward pass follows at once."""
-    layer = shape.in_flight * shape.tokens / shape.layout.cp * max(_kept(shape, "linear", i) for i in shape.layers)
-    return max(0, min(len(shape.layers) - 1, int(host_limit_bytes / layer)))
+    tokens = shape.tokens / shape.layout.cp
+    layer = shape.in_flight * tokens * max(_kept(shape, "linear", i) for i in shape.layers)
+    return max(0, min(len(shape.layers) - 1, int(host_limit_bytes / (layer * _page_per_byte(shape, tokens)))))
+
+
+def _page_per_byte(shape: UpdateShape, tokens: float) -> float:
+    """Return the bytes of page-locked memory that a byte of a tensor takes at most: torch takes powers of two."""
+    widths = [shape.config.hidden_size / shape.layout.tp, _attention_widths(shape)[1]]
+    if shape.config.moe is not None and shape.layout.ep > 1:
+        widths.append(widths[0] * shape.config.moe.top_k)
+    sizes = [max(1, math.ceil(tokens * width * shape.itemsize)) for width in widths]
+    return max((1 << (size - 1).bit_length()) / size for size in sizes)
 
 
 def activation_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:

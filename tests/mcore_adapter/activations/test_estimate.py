@@ -81,6 +81,15 @@ def test_layers_move_to_the_host_before_any_is_recomputed_as_a_whole() -> None:
     assert few.levels.count("offload") <= 2 and few.levels[0] == "full" and few.fits
 
 
+def test_a_tensor_on_the_host_takes_a_power_of_two() -> None:
+    one = shape(DENSE, 32768)
+    held = 3 * (128 << 20)  # of a layer: three tensors of 96 MiB
+    five, six = (activation_bytes(one, ["offload"] * n + ["linear"] * (28 - n)) for n in (5, 6))
+    assert choose(one, five, host_limit_bytes=5.1 * held).levels.count("offload") == 5
+    assert "full" in choose(one, six, host_limit_bytes=5.9 * held).levels
+    assert choose(one, six, host_limit_bytes=6.1 * held).levels.count("offload") == 6
+
+
 def test_a_correction_scales_the_estimate() -> None:
     one = shape(DENSE, 8192)
     limit = activation_bytes(one, ["linear"] * 28)
