@@ -16,8 +16,6 @@ from rollout.inference.registry import BACKENDS
 Verify = Literal["never", "first", "always"]
 Changes = Literal["auto", "always", "never"]
 
-MOST_SENDERS = 4
-"""With push.senders=auto."""
 SHARED_MEMORY_NAMES = (
     *("sem.mp-", "psm_", "torch_", "nccl-", "plasma"),
     *(name for backend in BACKENDS.values() for name in backend.shared_memory_names),
@@ -45,11 +43,10 @@ class PushConfig(Section):
         "is faster; always; never. Unless never, the first trainer rank keeps a copy of the weights in host memory",
         needs="push.type=disk",
     )
-    senders: Literal["auto", "one", "stages"] = key(
-        "auto",
+    senders: Literal["one", "stages"] = key(
+        "one",
         "Trainer ranks that send. one: the first, which gathers all weights. stages: one of each pipeline stage and "
-        "expert-parallel rank, in turns, what it holds. auto: stages, unless these are more than "
-        f"{MOST_SENDERS} ranks: each takes memory for a communicator on every GPU of a server",
+        "expert-parallel rank, in turns, what it holds; each takes memory for a communicator on every GPU of a server",
         needs="push.type=nccl",
     )
     bucket_mib: int = key(1024, "Bucket size of weight updates in MiB", ge=1)
@@ -76,9 +73,7 @@ def choose_transport(requested: str, allocation: Allocation) -> Transport:
 
 def choose_senders(requested: str, transport: Transport, layout: ParallelLayout) -> tuple[int, ...]:
     """Return the trainer ranks that send with push.senders=`requested`."""
-    if transport != "nccl" or requested == "one" or (requested == "auto" and len(layout.holders) > MOST_SENDERS):
-        return (0,)
-    return layout.holders
+    return layout.holders if transport == "nccl" and requested == "stages" else (0,)
 
 
 def _possible(allocation: Allocation) -> Sequence[Transport]:

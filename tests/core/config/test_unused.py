@@ -107,9 +107,9 @@ def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
 
 def test_several_senders_are_reported_where_the_layout_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    one = load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m2p1 push.senders=stages")
+    one = load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m2p1 n_gpus_per_node=3 push.senders=stages")
     assert "push.type=nccl from one trainer rank of d1m2p1" in reported(one)["push.senders"]
-    assert not reported(load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m1p2 push.senders=stages"))
+    assert not reported(load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m1p2 n_gpus_per_node=3 push.senders=stages"))
 
 
 def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(

@@ -356,10 +356,9 @@ def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
 @pytest.mark.parametrize(
     ("asked", "transport", "layout", "senders"),
     [
-        ("auto", "nccl", ParallelLayout(tp=2), (0,)),
-        ("auto", "nccl", ParallelLayout(tp=2, pp=2, dp=2), (0, 4)),
-        ("auto", "nccl", ParallelLayout(dp=4, ep=4), (0, 1, 2, 3)),
-        ("auto", "nccl", ParallelLayout(dp=4, ep=4, pp=2), (0,)),
+        ("stages", "nccl", ParallelLayout(tp=2), (0,)),
+        ("stages", "nccl", ParallelLayout(tp=2, pp=2, dp=2), (0, 4)),
+        ("stages", "nccl", ParallelLayout(dp=4, ep=4), (0, 1, 2, 3)),
         ("stages", "nccl", ParallelLayout(dp=4, ep=4, pp=2), tuple(range(8))),
         ("one", "nccl", ParallelLayout(pp=2), (0,)),
         ("stages", "disk", ParallelLayout(pp=2), (0,)),
