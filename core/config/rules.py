@@ -73,6 +73,11 @@ def _quantized_sampling(config: PPOMATHConfig) -> Iterator[str]:
             f"algorithm.correction={config.correction} has no importance weight between them and the trainer's; "
             "write algorithm.correction=tis"
         )
+    if wanted != "auto" and config.push.verify == "never":
+        yield (
+            f"push.verify=never: nothing compares the formats of the weights that servers hold with {wanted}; write "
+            "push.verify=first"
+        )
 
 
 def _tracing(config: ExperimentConfig) -> Iterator[Violation]:

@@ -1,8 +1,10 @@
 """Sweeps: what runs again after an interruption, what a row holds, and how rows become tables and pictures."""
 
+import _thread
 import json
 import math
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         calls.append(arguments)
         if "bad" in keys["trial_name"]:
             raise RuntimeError("ended with 1")
+        if "interrupted" in keys["trial_name"]:
+            _thread.interrupt_main()
+            time.sleep(0.5)
         evaluates = "blind" not in keys["trial_name"]
         target = log.parent / "logs" / "user" / runs.EXPERIMENT / keys["trial_name"] / "metrics.jsonl"
         target.parent.mkdir(parents=True)
@@ -51,6 +56,13 @@ def test_a_run_with_a_row_is_not_repeated_and_one_that_failed_is(started: list[l
     assert run() == ["bad-1: ended with 1"] and len(started) == 2
     assert run() == ["bad-1: ended with 1"] and len(started) == 3
     assert [row["preset"] for row in runs.read_all(tmp_path)] == ["grpo"]
+
+
+def test_no_run_starts_after_ctrl_c(started: list[list[str]], tmp_path: Path) -> None:
+    todo = [runs.Run(labels={"preset": "interrupted", "seed": seed}) for seed in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_all(todo, tmp_path, warm=tmp_path, model=tmp_path, steps=2, jobs=1)
+    assert len(started) <= 2, "the one under way, and one that may have begun beside it"
 
 
 def test_a_run_without_evaluations_has_failed_and_the_others_have_rows(

@@ -87,7 +87,7 @@ MEASUREMENTS = {
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
-SHAPES = ("1.5B", "7B", "tiny")
+SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
 """Of tools/bench/gpu.py, which is slow to import."""
 NUM_GPUS = {"async": 2, "overlap": 2, "push_tp": 4, "push_senders": 3}
 """That a measurement needs, where one is not enough."""

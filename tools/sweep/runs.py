@@ -90,12 +90,16 @@ def run_all(
             ): run
             for run in open_runs
         }
-        for done, future in enumerate(as_completed(waiting), start=1):
-            run, error = waiting[future], future.exception()
-            if error is not None:
-                failed.append(f"{run.name}: {error}")
-            figures = "failed" if error is not None else summary(future.result())
-            print(f"[{done}/{len(open_runs)}] {run.name}: {figures}", flush=True)
+        try:
+            for done, future in enumerate(as_completed(waiting), start=1):
+                run, error = waiting[future], future.exception()
+                if error is not None:
+                    failed.append(f"{run.name}: {error}")
+                figures = "failed" if error is not None else summary(future.result())
+                print(f"[{done}/{len(open_runs)}] {run.name}: {figures}", flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C ends the runs under way, and no other starts
+            raise
     return failed
 
 

@@ -235,6 +235,13 @@ def test_fp8_generators_without_an_importance_weight_are_warned_about(
         assert any("write algorithm.correction=tis" in text for text in config_warnings(config)) is expected
 
 
+def test_fp8_weights_that_nothing_compares_are_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    for words, expected in (([FP8, "push.verify=never"], True), (["push.verify=never"], False), ([FP8], False)):
+        config = load_config("ppo-math", write_run(tmp_path), [SERVERS, *words]).config
+        assert any("write push.verify=first" in text for text in config_warnings(config)) is expected
+
+
 def test_fp8_reaches_server_and_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
     config = load_config("ppo-math", write_run(tmp_path), [SERVERS, FP8]).config
