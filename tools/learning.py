@@ -5,8 +5,8 @@
 Each run is `python -m core.quickstart` with the preset and nothing else changed: 0.9M parameters, 64 prompts of 8
 answers a step in two updates, generators up to two steps ahead. A run takes two cores; --jobs of them run at a time.
 What has a row in DIR/rows is not repeated. Rows of several hosts can be put together: the seconds in the table are
-those of the host of the first row. Writes DIR/rows/*.json, DIR/learning.md and DIR/learning.png; the exit status is 1
-if a run failed.
+those of the first one that was not --busy. Writes DIR/rows/*.json, DIR/learning.md and DIR/learning.png; the exit
+status is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from core.algorithms import PRESETS
@@ -72,7 +73,7 @@ def by_preset(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 
 def table(groups: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Write the table as markdown: mean and 95 % confidence interval over seeds."""
-    host = next(iter(groups.values()))[0]["host"]
+    host = next((row["host"] for rows in groups.values() for row in rows if row["host"]), None)
     lines = [
         f"| preset | seeds | steps | held-out accuracy at the end | best | steps to {TARGET:.0%} | seconds to "
         f"{TARGET:.0%} | seconds a step | tokens clipped |",
@@ -80,7 +81,7 @@ def table(groups: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     ]
     for name, rows in groups.items():
         steps = [row["eval_steps"][i] for row in rows if (i := first_at(row)) is not None]
-        timed = [row for row in rows if row["host"] == host] or rows
+        timed = [row for row in rows if row["host"] == host]
         seconds = [value for row in timed if (value := seconds_to(row, TARGET)) is not None]
         reached = "" if len(steps) == len(rows) else f" ({len(steps)} of {len(rows)} seeds)"
         cells = (
@@ -88,11 +89,12 @@ def table(groups: Mapping[str, Sequence[dict[str, Any]]]) -> str:
             shown([r["accuracies"][-1] for r in rows], percent=True),
             shown([max(r["accuracies"]) for r in rows], percent=True),
             shown(steps) + reached if steps else "—", shown(seconds) if seconds else "—",
-            f"{sum(r['seconds'] / r['steps'] for r in timed) / len(timed):.3f}",
+            f"{fmean(r['seconds'] / r['steps'] for r in timed):.3f}" if timed else "—",
             f"{sum(r['clip_ratio'] for r in rows) / len(rows):.1%}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"Seconds are those of {host}."]
+    if host is not None:
+        lines += ["", f"Seconds are those of one host: {host}."]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 import _thread
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -54,8 +55,13 @@ def test_a_run_with_a_row_is_not_repeated_and_one_that_failed_is(started: list[l
         return runs.run_all(todo, tmp_path, warm=tmp_path, model=tmp_path, steps=2, jobs=2)
 
     assert run() == ["bad-1: ended with 1"] and len(started) == 2
-    assert run() == ["bad-1: ended with 1"] and len(started) == 3
-    assert [row["preset"] for row in runs.read_all(tmp_path)] == ["grpo"]
+    (row,) = runs.read_all(tmp_path)
+    assert row["host"] == f"{os.cpu_count()} cores, 2 runs at a time"
+    other = [runs.Run(labels={"preset": "gspo", "seed": 1})]
+    assert not runs.run_all(other, tmp_path, warm=tmp_path, model=tmp_path, steps=2, jobs=2, busy=True)
+    assert [row["host"] for row in runs.read_all(tmp_path) if row["preset"] == "gspo"] == [""]
+    assert run() == ["bad-1: ended with 1"] and len(started) == 4
+    assert [row["preset"] for row in runs.read_all(tmp_path)] == ["grpo", "gspo"]
 
 
 def test_no_run_starts_after_ctrl_c(started: list[list[str]], tmp_path: Path) -> None:
@@ -125,7 +131,7 @@ def row(preset: str, seed: int, accuracies: list[float]) -> dict[str, Any]:
     return {
         "preset": preset, "seed": seed, "steps": 10 * (n - 1), "eval_steps": [10 * i for i in range(n)],
         "accuracies": accuracies, "eval_seconds": [5.0 * i for i in range(n)], "seconds": 5.0 * (n - 1), "age": 1.5,
-        "clip_ratio": 0.02, "host": "2 cores with 1 runs at a time",
+        "clip_ratio": 0.02, "host": "2 cores, 1 runs at a time",
     }  # fmt: skip
 
 
@@ -148,13 +154,15 @@ def test_the_learning_table_shows_how_many_seeds_reached_the_target() -> None:
     assert gspo.startswith("| `gspo` | 1 | 20 | 69.0 % |") and "| — | — |" in gspo
     one = learning.table(learning.by_preset([*rows, row("gspo", 2, [0.4, 0.9, 0.9])]))
     assert "| 10 (1 of 2 seeds) | 5 |" in one
-    assert note == "Seconds are those of 2 cores with 1 runs at a time."
+    assert note == "Seconds are those of one host: 2 cores, 1 runs at a time."
 
 
 def test_the_seconds_of_the_learning_table_are_those_of_one_host() -> None:
     slow = {**row("grpo", 2, [0.4, 0.7, 0.9]), "host": "another", "seconds": 100.0, "eval_seconds": [0.0, 50.0, 100.0]}
     table = learning.table(learning.by_preset([row("grpo", 1, [0.4, 0.7, 0.9]), slow]))
     assert "| 10 ± 0 | 5 | 0.500 |" in table
+    busy = {**row("gspo", 1, [0.4, 0.7, 0.9]), "host": ""}
+    assert learning.table(learning.by_preset([busy, slow])).splitlines()[3].endswith("| 10 | — | — | 2.0% |")
 
 
 def test_the_atlas_shows_decoupled_where_loglinear_has_nothing_to_interpolate() -> None:

@@ -20,6 +20,7 @@ def sweep_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=seed_argument, default=[1, 2, 3])
     parser.add_argument("--steps", type=integer(least=1), default=300, help="training steps of a run")
     parser.add_argument("--jobs", type=integer(least=1), default=1, help="runs at a time, two cores each")
+    parser.add_argument("--busy", action="store_true", help="other work runs on this host: do not count its seconds")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that change in every run")
     return parser
 
@@ -41,7 +42,9 @@ def run_sweep(
     warm = folder / "warm"
     model = warm_up(warm)
     runs = make_runs(given, model)
-    failed = run_all(runs, folder, warm=warm, model=model, steps=given.steps, jobs=given.jobs, given=keys)
+    failed = run_all(
+        runs, folder, warm=warm, model=model, steps=given.steps, jobs=given.jobs, busy=given.busy, given=keys
+    )
     report(folder)
     for message in failed:
         print(message, file=sys.stderr)

@@ -66,14 +66,16 @@ def run_all(
     model: Path,
     steps: int,
     jobs: int,
+    busy: bool = False,
     given: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Run what has no row yet, `jobs` at a time. Return the messages of runs that failed; the others have rows.
 
-    `given`: keys that win over those of every run."""
+    `busy`: other work runs on this host, and the rows name no host. `given`: keys that win over those of every run."""
     open_runs = [run for run in runs if not row_file(folder, run).exists()]
     print(f"{len(runs) - len(open_runs)} of {len(runs)} runs have rows; {len(open_runs)} to run", flush=True)
     failed: list[str] = []
+    host = "" if busy else f"{os.cpu_count()} cores, {jobs} runs at a time"
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         share = 0.3 / jobs
         waiting = {
@@ -86,7 +88,7 @@ def run_all(
                 steps=steps,
                 given=given or {},
                 share_of_memory=share,
-                jobs=jobs,
+                host=host,
             ): run
             for run in open_runs
         }
@@ -112,7 +114,7 @@ def run_one(
     steps: int,
     given: Mapping[str, Any] | None = None,
     share_of_memory: float = 0.05,
-    jobs: int = 1,
+    host: str = "",
 ) -> dict[str, Any]:
     """Run BASE with the changes of a run, and write its row. Raises RuntimeError where it fails."""
     run = replace(run, changes={**run.changes, **(given or {})})
@@ -125,7 +127,7 @@ def run_one(
     arguments = ["ppo-math", "--config", str(empty), *(f"{key}={value}" for key, value in changes.items())]
     quickstart(arguments, warm, log=place / "log.txt", share_of_memory=share_of_memory)
     (metrics,) = place.glob(f"logs/*/{EXPERIMENT}/*/metrics.jsonl")
-    row = {**make_row(run, read_rows(metrics)), "host": f"{os.cpu_count()} cores with {jobs} runs at a time"}
+    row = {**make_row(run, read_rows(metrics)), "host": host}
     write_row(row_file(folder, run), row)
     shutil.rmtree(place / "checkpoints", ignore_errors=True)
     return row
