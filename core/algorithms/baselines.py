@@ -57,7 +57,7 @@ def maximum_likelihood(scores: Tensor, group_ids: Tensor) -> Tensor:
     """Compute (score - mean of its group) / (mean of its group - b), 0 where the mean is b: [N].
 
     b = min(0, lowest score): the formula is for scores of 0 and 1, where b = 0, and gives the same advantages for
-    scores of -1 and 1. Without b a negative mean would turn its sign. Source: prime-rl (MaxRL)."""
+    scores of -1 and 1. Without b, division by a negative mean would reverse the signs. Source: prime-rl (MaxRL)."""
     means, _ = group_means(scores, group_ids)
     above = means - scores.min().clamp(max=0.0)
     return torch.where(above < 1e-6, 0.0, (scores - means) / above.clamp(min=1e-6))

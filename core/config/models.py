@@ -80,9 +80,8 @@ class ModelTrainEvalConfig(Section):
     gradient_checkpointing: bool | Literal["auto", "selective", "linear"] | None = key(
         None,
         "Recompute activations in the backward pass. true: full layers. linear: layers without the core attention. "
-        "selective: activation functions. auto: for each layer the least that fits in memory, on GPUs with activations "
-        "in host memory before full layers. null: selective "
-        "recomputation with GPUs, none without GPUs",
+        "selective: activation functions. auto: for each layer the least that fits in memory; on GPUs activations move "
+        "to host memory before full layers are recomputed. null: selective with GPUs, none without GPUs",
     )
     gradient_checkpointing_limit_gib: float | None = key(
         None,

@@ -75,8 +75,8 @@ def _quantized_sampling(config: PPOMATHConfig) -> Iterator[str]:
         )
     if wanted != "auto" and config.push.verify == "never":
         yield (
-            f"push.verify=never: nothing compares the formats of the weights that servers hold with {wanted}; write "
-            "push.verify=first"
+            f"push.verify=never: with generator.weight_format={wanted}, the formats of the servers' weights are not "
+            "checked; write push.verify=first"
         )
 
 

@@ -154,7 +154,9 @@ class AutoRecompute:
             why, self._shape.tokens, self.choice, self.choice.activation_bytes / GIB, limit / GIB,
         )  # fmt: skip
         if not self.choice.fits:
-            logger.warning("gradient checkpointing: auto expects more memory than there is, with all recomputed")
+            logger.warning(
+                "gradient checkpointing: auto: with all layers recomputed, the estimate still exceeds the limit"
+            )
 
     def _free(self) -> float:
         """Return the bytes that activations may take."""

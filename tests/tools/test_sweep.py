@@ -68,7 +68,7 @@ def test_no_run_starts_after_ctrl_c(started: list[list[str]], tmp_path: Path) ->
     todo = [runs.Run(labels={"preset": "interrupted", "seed": seed}) for seed in range(4)]
     with pytest.raises(KeyboardInterrupt):
         runs.run_all(todo, tmp_path, warm=tmp_path, model=tmp_path, steps=2, jobs=1)
-    assert len(started) <= 2, "the one under way, and one that may have begun beside it"
+    assert len(started) <= 2, "the run under way, and at most one that starts before the interrupt arrives"
 
 
 def test_a_run_without_evaluations_has_failed_and_the_others_have_rows(
