@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from allocation import ParallelLayout
+from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, SEVERAL_LOGITS_BYTES
 from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
 
-_LOGITS_BYTES, _LOGITS_CHUNK_BYTES = 5 << 30, 2 << 30  # CHUNK_BYTES and SEVERAL_BYTES of cuda/lm_head.py
-_FP32_ROWS = 512
 _ON_THE_WAY = 2  # layers whose tensors are on their way to or from the host
 _ROUTER_BYTES = 12  # for each expert: logits and scores in float32, and their gradient
 
@@ -189,9 +188,9 @@ def _head(shape: UpdateShape, tokens: float) -> float:
     rows = config.vocab_size / shape.layout.tp
     logits = tokens * rows * size
     gradient = rows * config.hidden_size * size
-    if logits > _LOGITS_BYTES:  # beside the sum of the chunks in float32 and one of them
-        logits, gradient = _LOGITS_CHUNK_BYTES, gradient * 2 + 4 * rows * config.hidden_size
-    return size * hidden + logits + 4 * _FP32_ROWS * rows + gradient
+    if logits > LOGITS_BYTES:  # beside the sum of the chunks in float32 and one of them
+        logits, gradient = SEVERAL_LOGITS_BYTES, gradient * 2 + 4 * rows * config.hidden_size
+    return size * hidden + logits + 4 * FP32_ROWS * rows + gradient
 
 
 def _moe(shape: UpdateShape, layer: int) -> MoEConfig | None:

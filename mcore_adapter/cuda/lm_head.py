@@ -18,13 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_adapter.data.token_chunks import chunks
+from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, SEVERAL_LOGITS_BYTES, chunks
 
-CHUNK_BYTES = 5 << 30
-"""Most of a buffer of the logits of all tokens."""
-SEVERAL_BYTES = 2 << 30
-"""Size of the buffer where there are several. A larger one means fewer passes over the gradient of the weight."""
-FP32_ROWS = 512
 _BLOCK = 4096
 
 
@@ -142,7 +137,7 @@ class FusedLogprobs(torch.autograd.Function):
         by_entropy = grad_logprobs if grad_entropy is None else grad_entropy.contiguous()
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = None
-        size = ctx.chunk_tokens if kept is not None else max(1, ctx.chunk_tokens * SEVERAL_BYTES // CHUNK_BYTES)
+        size = ctx.chunk_tokens if kept is not None else max(1, ctx.chunk_tokens * SEVERAL_LOGITS_BYTES // LOGITS_BYTES)
         for rows in chunks(hidden.shape[0], size):
             grad = torch.mm(hidden[rows], weight.t()) if kept is None else kept
             if len(grad):
@@ -169,4 +164,4 @@ def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def chunk_tokens_for(weight: Tensor) -> int:
     """Return the number of tokens whose logits fit in the buffer."""
-    return max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+    return max(1, LOGITS_BYTES // (weight.shape[0] * weight.element_size()))

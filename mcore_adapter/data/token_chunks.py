@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+LOGITS_BYTES = 5 << 30
+"""Most of a buffer of the logits of all tokens."""
+SEVERAL_LOGITS_BYTES = 2 << 30
+"""Size of the buffer where there are several. A larger one means fewer passes over the gradient of the weight."""
+FP32_ROWS = 512
+"""Rows of logits in float32 at a time."""
+
 
 def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
     """Yield slices of at most `chunk_tokens` tokens; at least one, so that zero tokens still give a zero gradient."""

@@ -5,18 +5,14 @@ Stacked experts (mcore_adapter/models/stacked_experts.py) against TransformerEng
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from model_specs.hf_config import parse_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import PEAK_FLOPS, ROUNDS, WARM_UP, Scene, free, make_engine, random_batch, trainer_world
-from tools.bench.gpu_memory import Measured, measure, mfu_rows, rows
+from tools.bench.gpu_memory import Measured, WidthsScene, measure, mfu_rows, rows
 
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
@@ -37,40 +33,10 @@ TRIED = {
 """Its shape where there is no GPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertScene(Scene):
-    """A Scene whose model is the slice."""
-
-    raw: dict[str, Any]
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.raw["vocab_size"])
-
-    @property
-    def model(self) -> Path:
-        path = self.folder / "experts"
-        path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(self.raw))
-        return path
-
-    def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of forward and backward of a causal sequence, without the embedding look-up; of experts, the
-        chosen ones."""
-        config = parse_config(self.raw)
-        moe = config.moe
-        assert moe is not None, "a model with experts"
-        hidden, width = config.hidden_size, config.num_heads * config.head_dim
-        attention = hidden * (2 * width + 2 * config.num_kv_heads * config.head_dim)
-        experts = hidden * (moe.num_experts + 3 * moe.top_k * moe.intermediate_size)
-        matrices = config.num_layers * (attention + experts) + config.vocab_size * hidden
-        return 6 * matrices + 6 * config.num_layers * width * length
-
-
 def experts(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates of 131,072 tokens in microbatches of 32,768 and 16,384. One GPU."""
     small = not query_gpus()
-    ours = ExpertScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else SLICE)
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else SLICE)
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
     grouped, stacked = (_measure(ours, length, count, sizes, stacked=way) for way in (False, True))
     settings = {"recompute": "auto", "recompute_limit_gib": LIMIT_GB * 1e9 / 2**30}
@@ -97,7 +63,7 @@ def experts(scene: Scene) -> Iterator[Figure]:
 
 
 def _measure(
-    scene: ExpertScene,
+    scene: WidthsScene,
     length: int,
     count: int,
     sizes: tuple[int, ...],

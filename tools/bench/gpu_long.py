@@ -5,19 +5,15 @@ The least recomputation that fits (recompute="auto") against that of full layers
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mcore_adapter.out_of_memory import StepOutOfMemory
-from model_specs.hf_config import parse_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, trainer_world
-from tools.bench.gpu_memory import Measured, measure, mfu_rows, rows
+from tools.bench.gpu_memory import Measured, WidthsScene, measure, mfu_rows, rows
 
 LENGTHS = (65536, 131072)
 WIDTHS: dict[str, Any] = dict(
@@ -38,36 +34,10 @@ NAME = "4B"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LongScene(Scene):
-    """A Scene whose model has these widths."""
-
-    raw: dict[str, Any]
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.raw["vocab_size"])
-
-    @property
-    def model(self) -> Path:
-        path = self.folder / "long"
-        path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(self.raw))
-        return path
-
-    def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of forward and backward of a causal sequence, without the embedding look-up."""
-        config = parse_config(self.raw)
-        hidden, width = config.hidden_size, config.num_heads * config.head_dim
-        layer = hidden * (2 * width + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size)
-        matrices = config.num_layers * layer + config.vocab_size * hidden
-        return 6 * matrices + 6 * config.num_layers * width * length
-
-
 def long(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates on one sequence of 65,536 and of 131,072 tokens, a microbatch each. One GPU."""
     small = not query_gpus()
-    ours = LongScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
     lengths = (64, 128) if small else LENGTHS
     whole, auto = _measure(ours, lengths[:1], "full"), _measure(ours, lengths, "auto")
     for length in lengths:
@@ -81,7 +51,7 @@ def long(scene: Scene) -> Iterator[Figure]:
         yield from rows(name, auto[length], bare, target="")
 
 
-def _measure(scene: LongScene, lengths: tuple[int, ...], recompute: str) -> dict[int, Measured]:
+def _measure(scene: WidthsScene, lengths: tuple[int, ...], recompute: str) -> dict[int, Measured]:
     """Return the updates by length."""
     measured: dict[int, Measured] = {}
     with trainer_world() as (parallel, device):

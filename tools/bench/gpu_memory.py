@@ -1,19 +1,53 @@
-"""Rows about the memory of an update, which the measurements of long sequences and of experts share."""
+"""What the measurements of long sequences and of experts share: a model of given widths, and rows about memory."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mcore_adapter.activations.auto import Peak
+from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
-from tools.bench.gpu import ppo_update, seconds_of
+from tools.bench.gpu import Scene, ppo_update, seconds_of
 
 GB = 1e9
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthsScene(Scene):
+    """A Scene whose model has the widths of a config.json."""
+
+    raw: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.raw["vocab_size"])
+
+    @property
+    def model(self) -> Path:
+        path = self.folder / "widths"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(self.raw))
+        return path
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of forward and backward of a causal sequence, without the embedding look-up; of experts, the
+        chosen ones."""
+        config = parse_config(self.raw)
+        hidden, width = config.hidden_size, config.num_heads * config.head_dim
+        attention = hidden * (2 * width + 2 * config.num_kv_heads * config.head_dim)
+        if (moe := config.moe) is None:
+            mlp = 3 * hidden * config.intermediate_size
+        else:
+            mlp = hidden * (moe.num_experts + 3 * moe.top_k * moe.intermediate_size)
+        matrices = config.num_layers * (attention + mlp) + config.vocab_size * hidden
+        return 6 * matrices + 6 * config.num_layers * width * length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,36 +73,44 @@ def _config(scene: Scene) -> dict[str, Any]:
     on the others."""
     num_gpus, num_generators = max(2, len(query_gpus())), _num_generators()
     num_trainers, small = num_gpus - num_generators, not query_gpus()
+    return {
+        **common_config(scene),
+        "allocation_mode": f"sglang.d{num_generators}m1p1+d{num_trainers}m1p1",
+        "n_gpus_per_node": num_gpus,
+        "actor.optimizer.lr": 1e-6,
+        "dataset.train_bs_n_seqs": 4 if small else 60,
+        "group_size": 8,
+        "group_adv_norm": True,
+        "ppo.gen.max_new_tokens": 64 if small else 4096,
+        "ppo.disable_value": True,
+        "generator.max_running": 32 if small else _RUNNING_PER_TRAINER * num_trainers // num_generators,
+        "generator.interrupt": "in_place",
+        "workflow.type": "tools.bench.workflow:LognormalLengths",
+    }
+
+
+def common_config(scene: Scene) -> dict[str, Any]:
+    """Return what whole runs with SGLang servers share: additions as prompts, one update a step of a model with random
+    weights."""
     path = scene.folder / "prompts.jsonl"
     sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
     write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
     config: dict[str, Any] = {
         "experiment_name": "bench",
-        "allocation_mode": f"sglang.d{num_generators}m1p1+d{num_trainers}m1p1",
-        "n_gpus_per_node": num_gpus,
         "external_configs.cluster_config.fileroot": scene.folder / "runs",
         "actor.path": scene.model,
         "actor.init_from_scratch": True,
-        "actor.optimizer.lr": 1e-6,
         "actor_train.mb_spec.max_tokens_per_mb": 16384,
         "dataset.path": path,
-        "dataset.train_bs_n_seqs": 4 if small else 60,
         "dataset.max_prompt_len": 32,
-        "group_size": 8,
-        "group_adv_norm": True,
-        "ppo.gen.max_new_tokens": 64 if small else 4096,
         "ppo.ppo_n_minibatches": 1,
         "ppo.kl_ctl": 0.0,
-        "ppo.disable_value": True,
-        "generator.max_running": 32 if small else _RUNNING_PER_TRAINER * num_trainers // num_generators,
-        "generator.interrupt": "in_place",
-        "workflow.type": "tools.bench.workflow:LognormalLengths",
         "reward.function": "tools.bench.reward:coin_reward",
         "push.bucket_mib": 1024,
         "monitor.tensorboard": False,
         "launch.startup_timeout_seconds": 400,
     }
-    if small:
+    if not query_gpus():
         config |= {"actor.sglang": "{device: cpu, max_total_tokens: 8192, sleep_on_idle: true}"}
         config |= {"generator.sglang_python": scene.sglang_python}
     return config

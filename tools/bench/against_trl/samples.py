@@ -18,8 +18,7 @@ from typing import Any
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene
-from tools.bench.gpu_runs import run
-from tools.demo.data import write_jsonl
+from tools.bench.gpu_runs import common_config, run
 
 SCRIPT = Path(__file__).parents[1] / "trl" / "samples.py"
 WARM_UP_STEPS = 2
@@ -49,10 +48,9 @@ def load() -> Load:
 def against_trl(scene: Scene) -> Iterator[Figure]:
     """Yield samples/s of this project, and of TRL where an environment with it was given."""
     size = load()
-    prompts = scene.folder / "trl.jsonl"
-    sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
-    write_jsonl(prompts, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
-    rows = run(scene, "against-trl", configuration(scene, prompts, size))[WARM_UP_STEPS:]
+    config = configuration(scene, size)
+    prompts = config["dataset.path"]
+    rows = run(scene, "against-trl", config)[WARM_UP_STEPS:]
     rate = sum(row["n_seqs"] for row in rows) / sum(row["time/step"] for row in rows)
     print(f"{rate:.2f} samples/s", flush=True)  # also where TRL does not end
     peers: dict[str, float] = {}
@@ -82,38 +80,22 @@ def figure(
     )  # fmt: skip
 
 
-def configuration(scene: Scene, prompts: Path, size: Load) -> dict[str, Any]:
+def configuration(scene: Scene, size: Load) -> dict[str, Any]:
     """Return the run of this project: server and trainer share the GPU."""
-    config: dict[str, Any] = {
-        "experiment_name": "bench",
+    return {
+        **common_config(scene),
         "allocation_mode": "sglang.d1m1p1",
         "n_gpus_per_node": 1,
-        "external_configs.cluster_config.fileroot": scene.folder / "runs",
-        "actor.path": scene.model,
-        "actor.init_from_scratch": True,
         "actor.optimizer.lr": 1e-5,
-        "actor_train.mb_spec.max_tokens_per_mb": 16384,
         "algorithm.name": "grpo",
         "algorithm.correction": "bypass",
-        "dataset.path": prompts,
         "dataset.train_bs_n_seqs": size.prompts,
-        "dataset.max_prompt_len": 32,
         "group_size": size.answers,
         "ppo.gen.max_new_tokens": size.new_tokens,
         "ppo.gen.min_new_tokens": size.new_tokens,
-        "ppo.ppo_n_minibatches": 1,
-        "ppo.kl_ctl": 0.0,
         "generator.max_running": size.prompts * size.answers,
-        "reward.function": "tools.bench.reward:coin_reward",
-        "push.bucket_mib": 1024,
-        "monitor.tensorboard": False,
-        "launch.startup_timeout_seconds": 400,
         "exp_ctrl.benchmark_steps": WARM_UP_STEPS + size.steps,
     }
-    if not query_gpus():
-        config |= {"actor.sglang": "{device: cpu, max_total_tokens: 8192, sleep_on_idle: true}"}
-        config |= {"generator.sglang_python": scene.sglang_python}
-    return config
 
 
 def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[str]) -> float:
