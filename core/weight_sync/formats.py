@@ -1,7 +1,7 @@
 """The audit of a push into FP8 servers: the format of every tensor as it was sent and as every server holds it.
 
-A tensor that ought to be FP8 and is not is an error, on either side: a server may take bfloat16 values into FP8
-parameters without a word, and leave their scales as they were.
+A tensor that should be FP8 and is not is an error, on either side: a server may copy bfloat16 values into FP8
+parameters without an error, and keep their old scales.
 """
 
 from __future__ import annotations
