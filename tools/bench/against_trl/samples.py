@@ -2,7 +2,8 @@
 
 Both sides sample completions of a fixed number of tokens from the same shape with random weights, with the same prompts
 and group size, and make one update of each batch. TRL runs in its own environment, with generate() and with continuous
-batching; the faster one is the baseline. A side that takes too long has no figure. vLLM is not measured.
+batching; the faster one is the baseline. The second is ended when it has taken 1.5 times as long as the first, starts
+and warm-ups included: then it is taken for slower, and has no figure. vLLM is not measured.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ GENERATION = {"generate": [], "continuous_batching": ["--continuous-batching"]}
 """What TRL generates with, and the arguments of its script."""
 WARM_UP_TOKENS, PEER_SECONDS = 16, 240.0
 """Of TRL: a warm-up with whole completions takes as long as what is measured."""
+PATIENCE = 1.5
+"""How many times as long as the first way to generate the second one may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class Load:
     prompts: int = 32
     answers: int = 8
     new_tokens: int = 1024
-    steps: int = 4
+    steps: int = 2
     peer_steps: int = 1
     micro_batch: int = 16
 
@@ -54,15 +58,18 @@ def against_trl(scene: Scene) -> Iterator[Figure]:
     rate = sum(row["n_seqs"] for row in rows) / sum(row["time/step"] for row in rows)
     print(f"{rate:.2f} samples/s", flush=True)  # also where TRL does not end
     peers: dict[str, float] = {}
+    limit = PEER_SECONDS
     for name, flags in GENERATION.items() if scene.trl_python is not None else ():
+        start = time.perf_counter()
         try:
-            peers[name] = trl_samples_per_second(scene, prompts, size, flags)
+            peers[name] = trl_samples_per_second(scene, prompts, size, flags, limit)
         except subprocess.CalledProcessError as error:
-            print(f"TRL with {name} ended with {error.returncode}:\n{error.stderr[-2000:]}", flush=True)
+            print(f"TRL with {name} ended with {error.returncode}; see above", flush=True)
             continue
         except subprocess.TimeoutExpired:
-            print(f"TRL with {name} took longer than {PEER_SECONDS:.0f} s and was ended", flush=True)
+            print(f"TRL with {name} took longer than {limit:.0f} s and was ended", flush=True)
             continue
+        limit = min(limit, PATIENCE * (time.perf_counter() - start))
         yield figure(scene, size, f"trl_{name}", peers[name])
     yield figure(scene, size, "samples", rate, baseline=max(peers.values(), default=None), target=">= 2x")
     for part in ("wait_for_rollout", "update"):
@@ -98,8 +105,11 @@ def configuration(scene: Scene, size: Load) -> dict[str, Any]:
     }
 
 
-def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[str]) -> float:
-    """Run TRL's loop, in its own environment. Raises subprocess.CalledProcessError, subprocess.TimeoutExpired."""
+def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[str], limit: float) -> float:
+    """Run TRL's loop, in its own environment, for at most `limit` seconds; its log goes to standard error.
+
+    Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
+    """
     model = model_with_weights(scene)
     command = [
         str(scene.trl_python), str(SCRIPT), "--model", str(model), "--prompts", str(prompts),
@@ -112,7 +122,7 @@ def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[
     # With LOCAL_RANK, which this benchmark sets for its engine, accelerate expects a distributed run.
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
     output = subprocess.run(
-        command, env=environment, check=True, capture_output=True, text=True, timeout=PEER_SECONDS
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=limit
     ).stdout
     found = json.loads(output.splitlines()[-1])
     print(f"TRL {' '.join(flags)}: {json.dumps(found)}", flush=True)

@@ -57,11 +57,12 @@ def main() -> None:
 
 def step_seconds(arguments: argparse.Namespace) -> list[float]:
     """Return seconds of each measured step: generation, reward, update."""
-    ends: list[float] = []
+    start, ends = time.perf_counter(), list[float]()
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
+            print(f"step {len(ends)} ended after {ends[-1] - start:.1f} s", file=sys.stderr, flush=True)
             if len(ends) == arguments.warm_up_steps:
                 set_length(trainer, arguments.new_tokens)
 
