@@ -11,20 +11,16 @@ from pathlib import Path
 from tools.demo.data import make_ingredients
 from tools.demo.run import ROOT, accuracy, first_at_least, saved_models
 
-TARGET = 0.4
-"""The warm-up ends at the first saved model that answers this share of the held-out problems."""
-
-
-def warm_up(folder: Path, *, seed: int = 1) -> Path:
+def warm_up(folder: Path, *, seed: int = 1, target: float = 0.4) -> Path:
     """Return the Hugging Face folder that every run starts from; make data, model and warm-up where `folder` has
-    none."""
+    none. The warm-up ends at the first saved model that answers the share `target` of the held-out problems."""
     chosen = folder / "warm.txt"
     if not chosen.exists():
         files = make_ingredients(folder, seed=seed)
         command = ["sft", "--config", "examples/configs/demo-sft.yaml", f"seed={seed}"]
         quickstart(command, folder, log=folder / "sft.log")
         path, share = first_at_least(
-            saved_models(folder, "demo-sft"), TARGET, lambda model: accuracy(model, files.held_out)
+            saved_models(folder, "demo-sft"), target, lambda model: accuracy(model, files.held_out)
         )
         print(f"warm-up: {path}, {share:.1%} of the held-out problems", flush=True)
         chosen.write_text(str(path.relative_to(folder)))

@@ -22,9 +22,10 @@ from tools.sweep.figures import seconds_to
 from tools.sweep.runs import Run, run_one
 from tools.sweep.warm import warm_up
 
-TARGET = 0.8
-STEPS, EVAL_STEPS = 300, 10
-FIRST_LR, OTHER_LRS, PRECISIONS = 5e-4, (2e-4, 1e-3), ("float32", "bfloat16")
+WARM, TARGET = 0.6, 0.8
+"""Shares of the held-out problems that are right after the warm-up and at the end."""
+STEPS, EVAL_STEPS = 200, 10
+FIRST_LR, OTHER_LRS, PRECISIONS = 2e-4, (1e-4, 4e-4), ("float32", "bfloat16")
 """What each side tries with the first seed: both precisions with FIRST_LR, then the others with the faster one."""
 SEEDS = (1, 2, 3)
 OURS: Mapping[str, Any] = {
@@ -41,7 +42,7 @@ Measure = Callable[[float, str, int], float]
 def time_to_accuracy(scene: Scene) -> Iterator[Figure]:
     """Yield the mean over seeds of the best settings of both sides, measured in turn."""
     warm = scene.folder / "warm"
-    model = warm_up(warm)
+    model = warm_up(warm, target=WARM)
     sides: list[Measure] = [lambda lr, precision, seed: ours(scene.folder, warm, model, lr, precision, seed)]
     if (python := scene.trl_python) is not None:
         sides.append(lambda lr, precision, seed: theirs(python, warm, model, lr, precision, seed))
