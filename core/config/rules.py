@@ -14,7 +14,7 @@ from core.config.base import Violation
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
 from core.config.runtime import NOT_IN_A_RUN
-from core.config.unused import unused_keys
+from core.config.unused import recomputation_warnings, unused_keys
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
 """No vocabulary is so large: as a top_k it cuts nothing off."""
@@ -171,8 +171,8 @@ _UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
     "ppo-math": (unread_settings,), "sft": (), "dpo": ()
 }  # fmt: skip
 _WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
-    "ppo-math": (_inexact_sampling, _quantized_sampling, algorithm_warnings),
-    "sft": (),
-    "dpo": (),
+    "ppo-math": (_inexact_sampling, _quantized_sampling, algorithm_warnings, recomputation_warnings),
+    "sft": (recomputation_warnings,),
+    "dpo": (recomputation_warnings,),
 }
 """Rules and warnings that only one experiment has, by its name."""

@@ -14,7 +14,7 @@ from allocation import Allocation
 from core.config.allocation import resolve_allocation
 from core.config.base import Section, default_of, fields_by_key
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
-from core.config.models import ModelTrainEvalConfig
+from core.config.models import ModelTrainEvalConfig, ModelUse
 from core.config.push import choose_senders, choose_transport
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from rollout.inference.registry import BACKENDS
@@ -33,7 +33,9 @@ def unused_keys(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     for name, reason in absent.items():
         if any(key.startswith(f"{name}.") for key in given):
             yield name, reason
-    rules = [*_common(config), *_BY_EXPERIMENT[config.NAME](config, resolve_allocation(config)), *_experts(config)]
+    allocation = resolve_allocation(config)
+    rules = [*_common(config), *_BY_EXPERIMENT[config.NAME](config, allocation), *_experts(config)]
+    rules += _recomputation(config, allocation)
     roles = dict(_unused_roles(config))
     for key in [key for key in given if key.partition(".")[0] not in absent]:
         why = roles.get(key) or next((why for why, keys in rules if any(fnmatchcase(key, k) for k in keys)), None)
@@ -170,6 +172,43 @@ def _experts(config: ExperimentConfig) -> Iterator[Idle]:
             yield f"{kind}, without experts", (f"{use.key}.moe_*",)
         elif not model.moe.correction_bias:
             yield f"{kind}, without correction biases", (f"{use.key}.moe_bias_update_rate",)
+
+
+def _recomputation(config: ExperimentConfig, allocation: Allocation) -> Iterator[Idle]:
+    for use in config.model_uses:
+        level, model = use.section.gradient_checkpointing, _read(use.path)
+        if level in ("selective", "linear") and model is not None and model.moe is not None:
+            kept = _kept_parts(use, model, allocation)
+            if all(model.moe.sparse_layers) and (level == "selective" or len(kept) == 2):
+                why = f"{use.path} is of type {model.model_type}, every layer of which keeps {' and '.join(kept)}"
+                yield f"{why}; true and auto recompute whole layers", (f"{use.key}.gradient_checkpointing",)
+
+
+def recomputation_warnings(config: ExperimentConfig) -> Iterator[str]:
+    """Yield which parts of a model gradient_checkpointing=linear does not reach."""
+    unused = dict(unused_keys(config))
+    for use in config.model_uses:
+        key, model = f"{use.key}.gradient_checkpointing", _read(use.path)
+        if use.section.gradient_checkpointing != "linear" or model is None or key in unused:
+            continue
+        if kept := _kept_parts(use, model, resolve_allocation(config)):
+            yield (
+                f"{key}=linear: {use.path} is of type {model.model_type}, which keeps {' and '.join(kept)}; "
+                "write true or auto to recompute whole layers"
+            )
+
+
+def _kept_parts(use: ModelUse, model: ModelConfig, allocation: Allocation) -> list[str]:
+    """Return the parts of a model's layers that are recomputed with the whole layer alone (mcore_adapter/recompute.py).
+    On GPUs experts are taken for stacked; whether they are depends on the GPU, and the trainer reports it."""
+    kept = []
+    if use.section.gradient_checkpointing == "selective" or model.mla is not None:
+        kept.append("the inputs of its attention" if model.mla is None else "the inputs of its latent attention")
+    if model.moe is not None:
+        stacked = allocation.trainer.on_gpu and not use.section.fp8
+        if use.section.gradient_checkpointing == "selective" or not stacked:
+            kept.append("the first products of its experts" + ("" if stacked else ", which are not stacked"))
+    return kept
 
 
 def _read(path: str) -> ModelConfig | None:

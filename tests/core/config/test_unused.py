@@ -18,6 +18,7 @@ from core.config.allocation import resolve_allocation
 from core.config.base import ConfigError, Section, all_keys, fields_by_key
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.load import load_config
+from core.config.rules import config_warnings
 from core.config.unused import unused_keys
 from core.experiments import common, context, dpo, ppo, sft, workers
 from core.paths import RunPaths
@@ -93,6 +94,58 @@ def test_a_key_without_effect_is_reported_with_the_reason(
     assert found.keys() == keys and all(reason in why for why in found.values())
     if otherwise is not None:
         assert not keys & reported(load(tmp_path, f"{overrides} {otherwise}")).keys()
+
+
+V3 = {
+    "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "num_key_value_heads": 4, "n_shared_experts": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}  # fmt: skip
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "kept"),
+    [
+        (V3 | {"first_k_dense_replace": 1}, "linear", "latent attention and the first products of its experts, which"),
+        (V3 | {"first_k_dense_replace": 1}, "selective", None),
+        (V3 | {"first_k_dense_replace": 1}, "auto", None),
+        (V3 | {"first_k_dense_replace": 1}, "true", None),
+        (MOE, "linear", "which keeps the first products of its experts, which are not stacked; write true or auto"),
+    ],
+)
+def test_activations_that_linear_keeps_are_named(
+    tmp_path: Path, model: dict[str, object], given: str, kept: str | None
+) -> None:
+    path = write_run(tmp_path, SMALLEST_SFT)
+    write_model(tmp_path / "model", **model)
+    config = load_config("sft", path, [f"model.gradient_checkpointing={given}"]).config
+    warnings = [text for text in config_warnings(config) if "gradient_checkpointing" in text]
+    assert not reported(config)
+    assert len(warnings) == (kept is not None) and all(str(kept) in text for text in warnings)
+
+
+@pytest.mark.parametrize(("model", "given"), [(V3, "linear"), (V3, "selective"), (MOE, "selective")])
+def test_a_recomputation_that_reaches_no_layer_is_reported(
+    tmp_path: Path, model: dict[str, object], given: str
+) -> None:
+    path = write_run(tmp_path, SMALLEST_SFT)
+    write_model(tmp_path / "model", **model)
+    config = load_config("sft", path, [f"model.gradient_checkpointing={given}"]).config
+    (why,) = reported(config).values()
+    assert reported(config).keys() == {"model.gradient_checkpointing"} and "every layer of which keeps" in why
+    assert len(list(config_warnings(config))) == 1
+
+
+def test_stacked_experts_of_latent_attention_are_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    path = write_run(tmp_path, SMALLEST_PPO)
+    write_model(tmp_path / "model", **V3)
+    words = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.gradient_checkpointing=linear"]
+    (warning,) = config_warnings(load_config("ppo-math", path, words).config)
+    assert "keeps the inputs of its latent attention; write true or auto" in warning
+    (warning,) = config_warnings(load_config("ppo-math", path, [*words, "actor.fp8=true"]).config)
+    assert warning.startswith("actor.gradient_checkpointing: not used by this run")
 
 
 def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
