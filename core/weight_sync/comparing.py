@@ -37,13 +37,14 @@ class Sent:
 
     def to_text(self, rank: int) -> str:
         """Return everything as JSON, sent by trainer rank `rank` or, where include() was called, by others too."""
-        partials = {tp: expected.partial() for tp, expected in self.expected.items()}
+        partials = self._partials()
         self._note_own(rank, partials)
         return json.dumps([self.num_bytes, self.num_buckets, list(partials.items()), self.origins])
 
     def include(self, text: str, rank: int) -> None:
         """Add what another sender returned from to_text(), on trainer rank `rank`."""
-        self._note_own(rank, {tp: expected.partial() for tp, expected in self.expected.items()})
+        if not self.origins:  # its own sums alone, before the first of others is added
+            self._note_own(rank, self._partials())
         num_bytes, num_buckets, partials, origins = json.loads(text)
         self.num_bytes += num_bytes
         self.num_buckets += num_buckets
@@ -51,6 +52,10 @@ class Sent:
             self.expected[tp].include(partial)
         for name, ranks in origins.items():
             self.origins[name] = sorted({*self.origins.get(name, []), *ranks})
+
+    def _partials(self) -> dict[int, PartialChecksums]:
+        """Return the sums so far, computed on the device at every call."""
+        return {tp: expected.partial() for tp, expected in self.expected.items()}
 
     def _note_own(self, rank: int, partials: Mapping[int, PartialChecksums]) -> None:
         if not self.origins:

@@ -22,13 +22,16 @@ from torch import Tensor
 
 from core.meeting import LOOPBACK, listen, served_store
 from core.weight_sync.buckets import SenderSettings, SendReport
+from core.weight_sync.comparing import Sent
 from core.weight_sync.errors import PushError
 from core.weight_sync.nccl import NcclSender
 from helpers import mcore_ranks
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.push_doubles import UPDATE_OF, holds, paused
 from helpers.sglang_double import model
+from rollout.inference.backend import PartialChecksums
 from rollout.inference.bucket import FlatBucket
+from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 
 WORLD, SENDERS = 4, (0, 1, 3)
@@ -217,3 +220,26 @@ def test_a_sender_that_is_killed_is_named_and_new_ranks_push_again(
             results = ranks.run(pushes, WORLD, port, servers, -1, "")
         assert results[0][1][0].compared == "all checksums equal"
         assert all(holds(double, 2) for double in doubles)
+
+
+class Counting(ExpectedChecksums):
+    """Counts how often its sums are computed."""
+
+    count = 0
+
+    def partial(self) -> PartialChecksums:
+        self.count += 1
+        return super().partial()
+
+
+def test_a_sender_computes_its_own_sums_once_however_many_others_it_includes() -> None:
+    shape = ModelShape(num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=64)
+    own = Counting(shape, tp=1)
+    own.add(NORM, torch.ones(8))
+    sent = Sent(expected={1: own}, num_bytes=32)
+    for rank in (1, 3):
+        other = ExpectedChecksums(shape, tp=1)
+        other.add(EMBEDDING, torch.full((64, 8), float(rank)))
+        sent.include(Sent(expected={1: other}, num_bytes=2048).to_text(rank), 0)
+    assert own.count == 1
+    assert sent.origins == {NORM: [0], EMBEDDING: [1, 3]} and sent.num_bytes == 32 + 2 * 2048
