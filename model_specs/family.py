@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from model_specs.config import ModelConfig
@@ -14,6 +14,14 @@ def _nothing(config: ModelConfig) -> tuple[str, ...]:
     return ()
 
 
+def _no_keys(config: ModelConfig) -> Mapping[str, Any]:
+    return {}
+
+
+def _decoder(config: ModelConfig) -> ServerParts:
+    return DECODER
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """An entry of families.FAMILIES."""
@@ -22,8 +30,10 @@ class Family:
     """Class of its language model in transformers."""
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     """Read a decoded config.json of this model_type. Raises ModelConfigError."""
-    server_parts: ServerParts = field(default_factory=lambda: DECODER)
+    server_parts: Callable[[ModelConfig], ServerParts] = _decoder
     """Where an inference server holds the checkpoint's tensors."""
+    server_keys: Callable[[ModelConfig], Mapping[str, Any]] = _no_keys
+    """Keys of config.json, with their values, that SGLang servers need or read otherwise than `parse` does."""
     ignored_by_servers: Callable[[ModelConfig], tuple[str, ...]] = _nothing
     """Keys of this model's config.json that change the model, but that SGLang servers ignore."""
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = _nothing

@@ -32,6 +32,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class WholeRows:
+    """Whole on every rank, as the rows of `into` from `first_row` on."""
+
+    into: str
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
 class Columns:
     """Cut along its second dimension."""
 
@@ -41,7 +49,7 @@ class Vocabulary:
     """Rows cut over the ranks, after the vocabulary has been padded."""
 
 
-Place = Heads | Rows | Columns | Vocabulary
+Place = Heads | Rows | WholeRows | Columns | Vocabulary
 ServerParts = Mapping[str, Place]
 
 DECODER: ServerParts = {

@@ -8,6 +8,7 @@ from typing import Any
 from model_specs.config import ModelConfig, parse_decoder
 from model_specs.family import Family
 from model_specs.moe import MoEConfig, parse_experts, parse_groups, parse_mla
+from model_specs.server_parts import DECODER, Rows, ServerParts, WholeRows
 from model_specs.values import ModelConfigError, number, positive, require
 
 
@@ -39,4 +40,41 @@ def _experts(raw: Mapping[str, Any]) -> MoEConfig:
     )
 
 
-DEEPSEEK_V2 = Family(architecture="DeepseekV2ForCausalLM", parse=_parse)
+def latent_server_parts(config: ModelConfig) -> ServerParts:
+    """Return where servers hold latent attention: projections up are cut by heads, those down are whole on every rank,
+    and one parameter where queries are compressed too."""
+    assert config.mla is not None, "the parsers of DeepSeek set it"
+    up = {module: Rows(module) for module in ("q_proj", "q_b_proj", "kv_b_proj")}
+    parts = {module: place for module, place in DECODER.items() if module not in ("k_proj", "v_proj")} | up
+    if config.mla.q_lora_rank is None:
+        return parts
+    into = "fused_qkv_a_proj_with_mqa"
+    return {**parts, "q_a_proj": WholeRows(into), "kv_a_proj_with_mqa": WholeRows(into, config.mla.q_lora_rank)}
+
+
+def latent_server_keys(config: ModelConfig) -> Mapping[str, Any]:
+    """Return what SGLang's model reads of config.json without a default, or with another one than here. It routes by
+    groups whatever topk_method is."""
+    assert config.moe is not None and config.mla is not None, "the parsers of DeepSeek set them"
+    moe = config.moe
+    keys = {
+        "q_lora_rank": config.mla.q_lora_rank,
+        "scoring_func": moe.score_function,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.scaling,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_k_groups,
+        "topk_method": "noaux_tc" if moe.correction_bias else config.raw.get("topk_method") or "greedy",
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": moe.sparse_layers.index(True) if any(moe.sparse_layers) else config.num_layers,
+    }
+    return {key: value for key, value in keys.items() if config.raw.get(key, _ABSENT) != value}
+
+
+_ABSENT = object()
+DEEPSEEK_V2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    parse=_parse,
+    server_parts=latent_server_parts,
+    server_keys=latent_server_keys,
+)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from model_specs.config import ModelConfig, parse_decoder
+from model_specs.families.deepseek_v2 import latent_server_keys, latent_server_parts
 from model_specs.family import Family
 from model_specs.moe import MoEConfig, parse_experts, parse_groups, parse_mla
 from model_specs.values import number, positive, require
@@ -41,4 +42,10 @@ def _ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     return (f"model.layers.{config.num_layers}.",)
 
 
-DEEPSEEK_V3 = Family(architecture="DeepseekV3ForCausalLM", parse=_parse, ignored_tensors=_ignored_tensors)
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    parse=_parse,
+    server_parts=latent_server_parts,
+    server_keys=latent_server_keys,
+    ignored_tensors=_ignored_tensors,
+)

@@ -32,4 +32,4 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-GLM4 = Family(architecture="Glm4ForCausalLM", parse=_parse, server_parts=_SERVER_PARTS)
+GLM4 = Family(architecture="Glm4ForCausalLM", parse=_parse, server_parts=lambda config: _SERVER_PARTS)

@@ -29,6 +29,8 @@ FROM_ELSEWHERE = {
     "skip_tokenizer_init": "requests and answers are token ids",
     "enable_return_routed_experts": "set by actor.moe_routing_replay",
     "enable_memory_saver": "set by allocation_mode",
+    "disable_shared_experts_fusion": "pushed weights need shared experts in parameters of their own",
+    "enforce_shared_experts_fusion": "pushed weights need shared experts in parameters of their own",
     "tokenizer_worker_num": "the hooks require a single tokenizer process",
     "speculative_algorithm": "a step that samples several tokens has no per-token versions",
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 from model_specs.block_fp8 import BLOCK, SCALE
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
-from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary
+from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary, WholeRows
 from rollout.inference.backend import PartialChecksums, TensorFormat
 from rollout.inference.sglang.hooks import position_checksum
 
@@ -40,7 +40,7 @@ class ModelShape:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
-            parts=FAMILIES[config.model_type].server_parts,
+            parts=FAMILIES[config.model_type].server_parts(config),
         )
 
 
@@ -123,6 +123,8 @@ class ExpectedChecksums:
             for i, piece in enumerate(tensor.chunk(place.pieces), place.first):
                 part = piece.chunk(self._tp)[rank]
                 yield name.replace(module, place.into), part, i * part.numel()
+        elif isinstance(place, WholeRows):
+            yield name.replace(module, place.into), tensor, place.first_row * tensor.shape[1:].numel()
         elif isinstance(place, Columns):
             yield name, tensor.chunk(self._tp, dim=1)[rank], 0
         elif isinstance(place, Vocabulary):

@@ -16,6 +16,7 @@ the HTTP interface lacks:
 - no step waits for a gathering of one rank's own figures;
 - prompts wait until there are places for many of them at once;
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
+- projections of latent attention are loaded one by one too, and it runs without a GPU (latent_attention.py);
 - a folder of changes is applied to the weights of the push before (changes.py);
 - what running and waiting requests have sampled so far is returned on request (in_flight.py);
 - whether the scheduler works is reported without waiting for a second.
@@ -325,6 +326,7 @@ def install_hooks() -> None:
         beside("pushed_folders.py").PushedFolders(beside("../changes.py"), beside("../changed.py")),
     )
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
+    deepseek, latent = "sglang.srt.models.deepseek_common.", beside("latent_attention.py")
     delayer = "sglang.srt.managers.prefill_delayer.PrefillDelayer."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     for target, hook, kind in (
@@ -332,6 +334,16 @@ def install_hooks() -> None:
         (scheduler + "_add_request_to_queue", hooks.name_prefix, HookType.BEFORE),
         (scheduler + "continue_generation", hooks.before_continue, HookType.BEFORE),
         (scheduler + "get_internal_state", in_flight.answer, HookType.AROUND),
+        (
+            deepseek + "deepseek_weight_loader.DeepseekV2WeightLoaderMixin.do_load_weights",
+            latent.copy_fused_parts,
+            HookType.BEFORE,
+        ),
+        (
+            deepseek + "attention_backend_handler.AttentionBackendRegistry.get_handler",
+            latent.compressed_on_cpu,
+            HookType.AROUND,
+        ),
         (scheduler + "pause_generation", hooks.wait_for_device, HookType.AFTER),
         (
             "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",

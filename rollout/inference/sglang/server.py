@@ -23,6 +23,7 @@ from typing import Any
 
 from model_specs.block_fp8 import QUANTIZATION_CONFIG, serving_problems
 from model_specs.config import ModelConfig
+from model_specs.families import FAMILIES
 from rollout.inference.backend import FlagValue, Quantization
 from rollout.inference.errors import GeneratorStartError
 from rollout.inference.gpus import check_gpus, device_names
@@ -141,23 +142,27 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
     else:
         flags |= {"device": "cpu", "attention_backend": "torch_native"}
         flags |= {"disable_cuda_graph": True}
-    return flags | dict(settings.flags) | _format_flags(settings, model)
+    return flags | dict(settings.flags) | _model_flags(settings, model)
 
 
-def _format_flags(settings: ServerSettings, model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments that determine the format of the weights. Raises ValueError for a model that does not fit
-    it."""
-    if settings.weight_format == "auto":
-        return {}
-    for problem in serving_problems(model, settings.tp):
-        raise ValueError(f"{settings.name}: {problem}; write generator.weight_format=auto")
-    given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
-    override = {
-        **json.loads(str(given.get("json_model_override_args") or "{}")),
-        "quantization_config": dict(QUANTIZATION_CONFIG),
-    }
-    # The folder's own weights are not FP8; SGLang would copy their values and leave the scales as they are.
-    return {"json_model_override_args": json.dumps(override), "load_format": "dummy"}
+def _model_flags(settings: ServerSettings, model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments that determine what config.json means, and where and in which format the weights lie. Raises
+    ValueError for a model that does not fit the format."""
+    flags: dict[str, Any] = {}
+    if model.moe is not None and model.moe.shared_intermediate_size:
+        flags["disable_shared_experts_fusion"] = True  # else pushed shared experts would lie among the others
+    override = dict(FAMILIES[model.model_type].server_keys(model))
+    if settings.weight_format != "auto":
+        for problem in serving_problems(model, settings.tp):
+            raise ValueError(f"{settings.name}: {problem}; write generator.weight_format=auto")
+        override["quantization_config"] = dict(QUANTIZATION_CONFIG)
+        # The folder's own weights are not FP8; SGLang would copy their values and leave the scales as they are.
+        flags["load_format"] = "dummy"
+    if override:
+        given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
+        named = json.loads(str(given.get("json_model_override_args") or "{}"))
+        flags["json_model_override_args"] = json.dumps({**named, **override})
+    return flags
 
 
 def server_environment(settings: ServerSettings) -> dict[str, str]:

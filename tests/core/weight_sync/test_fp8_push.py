@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.weight_sync.buckets import SenderSettings, SendReport
+from core.weight_sync.buckets import Buckets, SenderSettings, SendReport
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.errors import PushError
 from core.weight_sync.formats import wrong_formats
@@ -132,6 +132,21 @@ def test_linear_layers_travel_as_fp8_and_halve_the_bytes(holder: Holder, kind: s
     Holder.received.clear()
     plain = push(holder, 2, kind=kind, weight_format="auto")
     assert report.num_bytes < 0.53 * plain.num_bytes
+
+
+@pytest.mark.parametrize("weight_format", ["auto", "fp8_block"])
+def test_correction_biases_travel_as_float32_beside_other_formats(weight_format: Any) -> None:
+    """SGLang holds them so; every transport lays its buckets out here."""
+    settings = SenderSettings(
+        rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=30.0, bucket_bytes=1, weight_format=weight_format
+    )
+    gate = "model.layers.1.mlp.gate."
+    tensors = {f"{gate}weight": torch.randn(8, 32), f"{gate}e_score_correction_bias": torch.randn(8)}
+    (bucket,) = Buckets(iter([tensors]), settings, CPU, (), verify=False)
+    assert bucket is not None
+    sent = bucket.tensors()
+    assert torch.equal(sent[f"{gate}e_score_correction_bias"], tensors[f"{gate}e_score_correction_bias"])
+    assert sent[f"{gate}weight"].dtype == torch.bfloat16
 
 
 def test_a_folder_says_in_what_format_its_weights_are(holder: Holder) -> None:
