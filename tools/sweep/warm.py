@@ -11,6 +11,7 @@ from pathlib import Path
 from tools.demo.data import make_ingredients
 from tools.demo.run import ROOT, accuracy, first_at_least, saved_models
 
+
 def warm_up(folder: Path, *, seed: int = 1, target: float = 0.4) -> Path:
     """Return the Hugging Face folder that every run starts from; make data, model and warm-up where `folder` has
     none. The warm-up ends at the first saved model that answers the share `target` of the held-out problems."""
