@@ -128,6 +128,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "sglang: hooks are installed before its modules load": {
         "rollout.inference.sglang.hooks": "sglang",
+        "rollout.inference.sglang.latent_attention": "sglang",
         "rollout.inference.sglang.pushed_folders": "sglang",
     },
     "math_verify loads sympy: only in the reward workers": {"rollout.rewards.math": "math_verify"},
