@@ -31,7 +31,7 @@ def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() 
     for number, best in ((0, (2e-4, "float32")), (1, (4e-4, "bfloat16"))):
         searched, measured = calls[number][:-3], calls[number][-3:]
         assert searched[:2] == [(2e-4, "float32", 1), (2e-4, "bfloat16", 1)]
-        assert searched[2:] == [(2e-4, best[1], 1), (1e-3, best[1], 1)]
+        assert searched[2:] == [(1e-4, best[1], 1), (4e-4, best[1], 1)]
         assert measured == [(*best, seed) for seed in (1, 2, 3)]
 
 

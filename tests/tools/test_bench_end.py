@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tools.bench.__main__ import end_on_sigterm
+from tools.bench.against_trl.samples import output_of
 from tools.bench.figure import Figure
 from tools.bench.gpu_push import drive
 
@@ -37,3 +43,18 @@ def test_sigterm_ends_the_servers_of_a_measurement(restored: None) -> None:
     with pytest.raises(SystemExit) as exit_code:
         list(drive(measured()))
     assert ended == [True] and exit_code.value.code == 143
+
+
+def test_a_peer_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], cwd={str(tmp_path)!r})"
+    with pytest.raises(subprocess.TimeoutExpired):
+        output_of([sys.executable, "-c", parent], os.environ, 5.0)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
+
+
+def test_a_peer_that_fails_is_told() -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        output_of([sys.executable, "-c", "raise SystemExit(3)"], os.environ, 30.0)
+    assert output_of([sys.executable, "-c", "print(7)"], os.environ, 30.0) == "7\n"

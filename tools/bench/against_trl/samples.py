@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ WARM_UP_TOKENS, PEER_SECONDS = 16, 240.0
 """Of TRL: a warm-up with whole completions takes as long as what is measured."""
 PATIENCE = 1.5
 """How many times as long as the first way to generate the second one may take."""
+PARTING = 10.0
+"""Seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +125,28 @@ def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[
         command.append("--gpu")
     # With LOCAL_RANK, which this benchmark sets for its engine, accelerate expects a distributed run.
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
-    output = subprocess.run(
-        command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=limit
-    ).stdout
-    found = json.loads(output.splitlines()[-1])
+    found = json.loads(output_of(command, environment, limit).splitlines()[-1])
     print(f"TRL {' '.join(flags)}: {json.dumps(found)}", flush=True)
     return float(found["samples_per_second"])
+
+
+def output_of(command: list[str], environment: Mapping[str, str], limit: float) -> str:
+    """Return what a command prints; after `limit` seconds end it and what it has started.
+
+    A process that is ended amid work on a GPU can stay for minutes: it is not waited for longer than PARTING seconds.
+    Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
+    """
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=limit)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PARTING)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output
 
 
 def model_with_weights(scene: Scene) -> Path:
