@@ -26,7 +26,8 @@ def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() 
 
         return measure
 
-    found = accuracy.compare([side(0, (2e-4, "float32")), side(1, (4e-4, "bfloat16"))])
+    plan = accuracy.ON_CPU
+    found = accuracy.compare([(side(0, (2e-4, "float32")), plan), (side(1, (4e-4, "bfloat16")), plan)])
     assert found == [12.0, 22.0]
     for number, best in ((0, (2e-4, "float32")), (1, (4e-4, "bfloat16"))):
         searched, measured = calls[number][:-3], calls[number][-3:]
@@ -59,3 +60,14 @@ def test_the_reward_is_one_for_the_exact_sum_alone() -> None:
         query_id="47+58", index=0, task="math", text="47+58=", token_ids=np.array([2]), solutions=("\\boxed{105}",)
     )
     assert [exact_reward(prompt, text) for text in ("105", " 105", "1050", "x105", "")] == [1.0, 1.0, -1.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("searches", [(accuracy.ON_CPU, accuracy.ON_CPU), (accuracy.ON_GPU, accuracy.PEER_ON_GPU)])
+def test_both_sides_try_equally_many_settings_and_the_same_seeds(searches: tuple[accuracy.Search, ...]) -> None:
+    tried: list[list[tuple[float, str, int]]] = [[], []]
+
+    def side(number: int) -> accuracy.Measure:
+        return lambda lr, precision, seed: tried[number].append((lr, precision, seed)) or 1.0  # type: ignore[func-returns-value]
+
+    accuracy.compare(list(zip((side(0), side(1)), searches, strict=True)))
+    assert len(tried[0]) == len(tried[1]) and [s for *_, s in tried[0]] == [s for *_, s in tried[1]]

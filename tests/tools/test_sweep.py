@@ -98,6 +98,7 @@ def test_a_row_has_the_seconds_at_each_evaluation_and_means_over_steps(
         *(learning.make_run(name, 1, Path("model")) for name in learning.NAMES),
         *(atlas.make_run(m, s, 1) for m in atlas.METHODS for s in (0, 8) if (m, s) not in atlas.UNNEEDED),
         accuracy.make_run(5e-4, "bfloat16", 1),
+        accuracy.make_run(5e-4, "bfloat16", 2, changes=accuracy.OURS_ON_GPU),
     ],
     ids=lambda run: run.name,
 )

@@ -84,6 +84,7 @@ MEASUREMENTS = {
         "convert": "gpu_models:convert",
         "eval": "gpu_models:evaluation",
         "trl": "against_trl.samples:against_trl",
+        "trl_accuracy": "against_trl.accuracy:time_to_accuracy_on_gpu",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""

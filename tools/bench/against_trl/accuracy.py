@@ -2,6 +2,7 @@
 
 Both sides start from the same warm-up and see the same prompts, group size, reward and evaluations; each takes the best
 of its own settings, which are found by a search of the same size: the faster precision first, then the learning rate.
+On the CPU and, with fewer settings and seeds, on one GPU.
 Start-up and evaluations are not timed.
 """
 
@@ -12,12 +13,14 @@ import json
 import math
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from tools.bench.cpu import Scene
 from tools.bench.figure import Figure
+from tools.bench.gpu import Scene as GpuScene
 from tools.sweep.figures import seconds_to
 from tools.sweep.runs import Run, run_one
 from tools.sweep.warm import warm_up
@@ -25,69 +28,98 @@ from tools.sweep.warm import warm_up
 WARM, TARGET = 0.6, 0.8
 """Shares of the held-out problems that are right after the warm-up and at the end."""
 STEPS, EVAL_STEPS = 200, 10
-FIRST_LR, OTHER_LRS, PRECISIONS = 2e-4, (1e-4, 4e-4), ("float32", "bfloat16")
-"""What each side tries with the first seed: both precisions with FIRST_LR, then the others with the faster one."""
-SEEDS = (1, 2, 3)
 OURS: Mapping[str, Any] = {
     "algorithm.name": "grpo", "ppo.ppo_n_minibatches": 1, "exp_ctrl.eval_freq_steps": EVAL_STEPS,
     "reward.function": "tools.bench.reward:exact_reward", "generator.interrupt": "in_place",
     "allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3,
 }  # fmt: skip
 """One update per generation as in TRL. Three single-threaded processes on two cores, as in `loop`."""
+OURS_ON_GPU: Mapping[str, Any] = {**OURS, "allocation_mode": "sglang.d1m1p1", "n_gpus_per_node": 1}
+"""Server and trainer take turns on one GPU."""
 
 Measure = Callable[[float, str, int], float]
 """(learning rate, precision, seed) -> seconds, inf where the target was not reached."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a side tries with the first seed: all precisions with the first learning rate, then the other learning rates
+    with the faster one. The best runs with all seeds."""
+
+    lrs: tuple[float, ...]
+    precisions: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+
+ON_CPU = Search(lrs=(2e-4, 1e-4, 4e-4), precisions=("float32", "bfloat16"), seeds=(1, 2, 3))
+ON_GPU = Search(lrs=(1e-4, 2e-4), precisions=("bfloat16",), seeds=(1, 2))
+PEER_ON_GPU = Search(lrs=(1e-4,), precisions=("bfloat16", "float32"), seeds=(1, 2))
+"""As many attempts as ON_GPU. In TRL both precisions have float32 weights there."""
+
+
 def time_to_accuracy(scene: Scene) -> Iterator[Figure]:
-    """Yield the mean over seeds of the best settings of both sides, measured in turn."""
-    warm = scene.folder / "warm"
-    model = warm_up(warm, target=WARM)
-    sides: list[Measure] = [lambda lr, precision, seed: ours(scene.folder, warm, model, lr, precision, seed)]
-    if (python := scene.trl_python) is not None:
-        sides.append(lambda lr, precision, seed: theirs(python, warm, model, lr, precision, seed))
-    found = compare(sides)
-    yield Figure(
-        name="accuracy.seconds_to_80_percent", value=found[0], unit="s", baseline=found[1] if len(found) > 1 else None,
-        target="<= 0.5x",
+    """Yield the mean over seeds of the best settings of both sides, measured in turn, on the CPU."""
+    yield _figure("accuracy.seconds_to_80_percent", compare(_sides(scene, OURS, (ON_CPU, ON_CPU))))
+
+
+def time_to_accuracy_on_gpu(scene: GpuScene) -> Iterator[Figure]:
+    """Yield the same with one GPU: server and trainer of this project share it."""
+    yield _figure("accuracy.seconds_to_80_percent_on_gpu", compare(_sides(scene, OURS_ON_GPU, (ON_GPU, PEER_ON_GPU))))
+
+
+def _figure(name: str, found: Sequence[float]) -> Figure:
+    return Figure(
+        name=name, value=found[0], unit="s", baseline=found[1] if len(found) > 1 else None, target="<= 0.5x"
     )  # fmt: skip
 
 
-def compare(sides: Sequence[Measure]) -> list[float]:
-    """Search the best settings of each side with the first seed, then return their means over all seeds, run in
-    turn."""
-    best = [search(number, measure) for number, measure in enumerate(sides)]
+def _sides(
+    scene: Scene | GpuScene, changes: Mapping[str, Any], searches: Sequence[Search]
+) -> list[tuple[Measure, Search]]:
+    """Return this project, and TRL where there is an environment with it."""
+    warm = scene.folder / "warm"
+    model = warm_up(warm, target=WARM)
+    sides: list[Measure] = [lambda *setting: ours(scene.folder, warm, model, make_run(*setting, changes=changes))]
+    if (python := scene.trl_python) is not None:
+        sides.append(lambda *setting: theirs(python, warm, model, *setting))
+    return list(zip(sides, searches, strict=False))
+
+
+def compare(sides: Sequence[tuple[Measure, Search]]) -> list[float]:
+    """Search the best settings of each side, then return their means over all seeds, run in turn."""
+    best = [search(number, measure, plan) for number, (measure, plan) in enumerate(sides)]
     times: list[list[float]] = [[] for _ in sides]
-    for seed, (number, measure) in itertools.product(SEEDS, enumerate(sides)):
+    for seed, (number, (measure, _)) in itertools.product(sides[0][1].seeds, enumerate(sides)):
         times[number].append(measure(*best[number], seed))
         print(f"side {number}: {best[number]}, seed {seed}: {times[number][-1]:.1f} s", flush=True)
     return [fmean(values) for values in times]
 
 
-def search(number: int, measure: Measure) -> tuple[float, str]:
+def search(number: int, measure: Measure, plan: Search) -> tuple[float, str]:
     """Return the (learning rate, precision) with which a side reached the target first."""
     seconds: dict[tuple[float, str], float] = {}
 
     def attempt(lr: float, precision: str) -> float:
-        seconds[lr, precision] = measure(lr, precision, SEEDS[0])
+        seconds[lr, precision] = measure(lr, precision, plan.seeds[0])
         print(f"search, side {number}: lr {lr:g}, {precision}: {seconds[lr, precision]:.1f} s", flush=True)
         return seconds[lr, precision]
 
-    precision = min(PRECISIONS, key=lambda p: attempt(FIRST_LR, p))
-    for lr in OTHER_LRS:
+    first, *others = plan.lrs
+    precision = min(plan.precisions, key=lambda p: attempt(first, p))
+    for lr in others:
         attempt(lr, precision)
     return min(seconds, key=lambda setting: seconds[setting])
 
 
-def make_run(lr: float, precision: str, seed: int) -> Run:
-    """Make the run of one of SEARCH."""
-    changes = {**OURS, "actor.optimizer.lr": lr, "actor.bf16": precision == "bfloat16"}
+def make_run(lr: float, precision: str, seed: int, *, changes: Mapping[str, Any] = OURS) -> Run:
+    """Make the run of a setting."""
+    changes = {**changes, "actor.optimizer.lr": lr, "actor.bf16": precision == "bfloat16"}
     return Run(labels={"side": "ours", "lr": lr, "precision": precision, "seed": seed}, changes=changes)
 
 
-def ours(folder: Path, warm: Path, model: Path, lr: float, precision: str, seed: int) -> float:
+def ours(folder: Path, warm: Path, model: Path, run: Run) -> float:
     """Run the loop of this project."""
-    row = run_one(make_run(lr, precision, seed), folder / "accuracy", warm=warm, model=model, steps=STEPS)
+    row = run_one(run, folder / "accuracy", warm=warm, model=model, steps=STEPS)
     return math.inf if (seconds := seconds_to(row, TARGET)) is None else seconds
 
 
