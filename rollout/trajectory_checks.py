@@ -19,6 +19,15 @@ _MAX_LOGPROB = 0.1
 """A log-probability is at most 0; servers that compute in bfloat16 round it to a little more."""
 _ENDS = frozenset(get_args(FinishReason)) - {"abort"}
 _MAX_REWARD = float(np.finfo(np.float32).max)
+_AT_ONCE = 4096
+"""Tokens of a group."""
+_NUMBER = float | int | numbers.Real | np.bool_
+"""The frequent types first."""
+_ARRAYS = (
+    ("token_ids", "iu", "integers"), ("loss_mask", "b", "booleans"), ("rollout_logprobs", "f", "numbers"),
+    ("versions", "iu", "integers"),
+)  # fmt: skip
+"""Field, kinds of dtype, and what they are called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,33 +54,54 @@ def check_group(group: Any, prompt: Prompt, *, version: int, limits: GroupLimits
             "needed: advantages compare the trajectories of a group"
         )
     for index, trajectory in enumerate(group):
-        _raise_if_wrong(trajectory, f"{prompt.query_id}, trajectory {index}", version, limits)
+        for wrong in _type_errors(trajectory):
+            raise TypeError(f"{prompt.query_id}, trajectory {index}: {wrong}")
+    if not _all_right(group, version, limits):
+        for index, trajectory in enumerate(group):
+            for wrong in _value_errors(trajectory, version, limits):
+                raise ValueError(f"{prompt.query_id}, trajectory {index}: {wrong}")
     return group
-
-
-def _raise_if_wrong(t: Trajectory, where: str, version: int, limits: GroupLimits) -> None:
-    for wrong in _type_errors(t):
-        raise TypeError(f"{where}: {wrong}")
-    for wrong in _value_errors(t, version, limits):
-        raise ValueError(f"{where}: {wrong}")
 
 
 def _type_errors(t: Trajectory) -> Iterator[str]:
     n = len(t.token_ids) if isinstance(t.token_ids, np.ndarray) else 0
-    for name, kinds, called in (
-        ("token_ids", "iu", "integers"), ("loss_mask", "b", "booleans"), ("rollout_logprobs", "f", "numbers"),
-        ("versions", "iu", "integers"),
-    ):  # fmt: skip
+    for name, kinds, called in _ARRAYS:
         array = getattr(t, name)
         if not isinstance(array, np.ndarray) or array.shape != (n,):
             yield f"{name} must be an array of {n} entries, one per token, not {array!r:.80}"
         elif array.dtype.kind not in kinds:
             yield f"{name} must be an array of {called}, not of {array.dtype}"
-    if not isinstance(t.reward, numbers.Real | np.bool_):
+    if not isinstance(t.reward, _NUMBER):
         yield f"reward must be a number, not {t.reward!r:.80}"
     for name, value in t.metrics.items():
-        if not isinstance(value, numbers.Real | np.bool_):
+        if not isinstance(value, _NUMBER):
             yield f"metrics[{name!r}] must be a number, not {value!r:.80}"
+
+
+def _all_right(group: list[Trajectory], version: int, limits: GroupLimits) -> bool:
+    """Return whether it is certain that no trajectory has a wrong value. All tokens of a group are checked at once,
+    which takes a third of the time for short answers; long ones are checked one by one, in the processor's cache."""
+    lengths = [len(t.token_ids) for t in group]
+    if not all(lengths) or (limits.max_tokens is not None and max(lengths) > limits.max_tokens):
+        return False
+    if sum(lengths) > _AT_ONCE:
+        return False
+    if any(t.finish_reason not in _ENDS or not abs(t.reward) <= _MAX_REWARD for t in group):
+        return False
+    token_ids, sampled, logprobs, versions = (
+        np.concatenate([getattr(t, name) for t in group]) for name, _, _ in _ARRAYS
+    )
+    starts = np.cumsum([0, *lengths[:-1]])
+    if sampled[starts].any() or not np.logical_or.reduceat(sampled, starts).all():
+        return False
+    if limits.vocab_size is not None and (token_ids.min() < 0 or token_ids.max() >= limits.vocab_size):
+        return False
+    return bool(
+        np.isfinite(logprobs).all()
+        and logprobs[sampled].max() <= _MAX_LOGPROB
+        and versions.max() <= version
+        and versions[sampled].min() > PROMPT_VERSION
+    )
 
 
 def _value_errors(t: Trajectory, version: int, limits: GroupLimits) -> Iterator[str]:

@@ -28,6 +28,8 @@ MIB = "SLIPSTREAM_SPANS_MIB"
 """Environment variable of worker processes: monitor.timeline_mib."""
 EARLIER = ".earlier"
 """Suffix of the file with the older half."""
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+"""json.dumps makes an encoder for each call with separators."""
 
 C = TypeVar("C", bound=type)
 
@@ -45,7 +47,7 @@ class _Recorder:
         self._write(self._header)
 
     def _write(self, row: object) -> None:
-        self._size += os.write(self._fd, json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        self._size += os.write(self._fd, _encode(row).encode() + b"\n")
 
     def add(self, name: str, lane: str, begin: int, end: int, details: dict[str, object]) -> None:
         with self._lock:

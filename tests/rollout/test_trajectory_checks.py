@@ -54,9 +54,15 @@ def test_a_good_group_passes_as_it_is() -> None:
         (with_entry("versions", 2, -1), "versions[2]=-1 is of a token that loss_mask trains"),
     ],
 )
-def test_an_impossible_value_is_refused_with_its_field(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"q0, trajectory 1: {said}")):
-        check(GOOD, replace(GOOD, **change))
+@pytest.mark.parametrize("others", [[GOOD], [GOOD, trajectory(PROMPT, np.full(5000, 3))]], ids=["short", "long"])
+def test_an_impossible_value_is_refused_with_its_field(
+    change: dict[str, Any], said: str, others: list[Trajectory]
+) -> None:
+    group = [*others, replace(GOOD, **change)]
+    limits = replace(LIMITS, max_tokens=None)
+    with pytest.raises(ValueError, match=re.escape(f"q0, trajectory {len(others)}: {said}")):
+        check_group(group, PROMPT, version=3, limits=limits)
+    assert check_group(others * 2, PROMPT, version=3, limits=limits) == others * 2
 
 
 @pytest.mark.parametrize(

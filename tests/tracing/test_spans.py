@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tracing import add_span, record_spans, record_worker, span, spanned, worker_environment
@@ -43,6 +44,14 @@ def test_a_span_is_on_the_disk_when_it_ends_with_its_lane_details_and_error(tmp_
     assert push[4] == {"error": "KeyError"}
     assert step[:2] == ["step", "steps"] and step[3] == 2_500_000 and step[4] == {"step": 7}
     assert push[2] - 60_000_000 < step[2] + step[3] < push[2] + 60_000_000  # one clock, in microseconds
+
+
+def test_a_span_has_details_that_are_no_plain_json(tmp_path: Path) -> None:
+    record_spans("rollout", tmp_path, limit_mib=1)
+    with span("read", path=os.fsdecode(b"\xff"), share=np.float64(0.5)):
+        pass
+    (row,) = written(tmp_path, "rollout")
+    assert os.fsencode(row[4]["path"]) == b"\xff" and row[4]["share"] == 0.5
 
 
 def test_the_oldest_half_is_dropped_beyond_the_limit_and_the_newest_is_kept(tmp_path: Path) -> None:
