@@ -44,6 +44,7 @@ def test_a_good_group_passes_as_it_is() -> None:
         ({"finish_reason": "abort"}, "finish_reason='abort' must be 'stop' or 'length'"),
         ({"loss_mask": np.zeros(4, bool)}, "loss_mask is True for no token: there is nothing to train"),
         ({"loss_mask": np.ones(4, bool)}, "loss_mask is True for the first token"),
+        ({"loss_mask": np.ones(4, bool), "versions": np.full(4, 2)}, "loss_mask is True for the first token"),
         (with_entry("token_ids", 3, 272), "token_ids[3]=272 is outside 0..271, the vocabulary of the model (1 of 4"),
         (with_entry("token_ids", 0, -1), "token_ids[0]=-1 is outside 0..271"),
         (with_entry("rollout_logprobs", 2, float("nan")), "rollout_logprobs[2]=nan is not finite (1 of 4 tokens)"),
@@ -85,6 +86,8 @@ def test_an_empty_trajectory_too_few_and_too_long_ones_are_refused() -> None:
     empty = {name: getattr(GOOD, name)[:0] for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions")}
     with pytest.raises(ValueError, match="loss_mask is True for no token"):
         check(replace(GOOD, **empty), GOOD)
+    with pytest.raises(ValueError, match="loss_mask is True for no token"):
+        check(GOOD, replace(GOOD, **empty))
     with pytest.raises(ValueError, match="q0: the workflow returned 1 trajectories, group_size=2 are needed"):
         check(GOOD)
     long = trajectory(PROMPT, np.full(7, 3))
