@@ -41,6 +41,7 @@ from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
 from mcore_adapter.out_of_memory import MemoryGuard, PassSizes, StepOutOfMemory
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.recompute import warn_of_kept_products
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.hf_config import ModelConfig, read_config
 from tracing import span
@@ -92,6 +93,11 @@ class MegatronEngine:
             for chunk in self._model:
                 chunk.requires_grad_(False).eval()
         else:
+            if parallel.rank == 0:
+                stacks = device.has_grouped_products and not settings.fp8
+                warn_of_kept_products(
+                    settings.recompute, has_experts=self.model_config.moe is not None, stacks_experts=stacks
+                )
             ddp = wrap_for_training(
                 self._model,
                 overlap=overlap,

@@ -6,6 +6,7 @@ pipeline stage has the same one, as the second computation communicates like the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, Literal, cast
@@ -27,6 +28,8 @@ from torch.autograd.function import once_differentiable
 from mcore_adapter.data.token_chunks import chunks
 from mcore_adapter.host_activations import HostActivations, Pages
 from mcore_adapter.settings import Level
+
+logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 8192
 """Tokens whose gradient with respect to the MLP's inner activations exists beside these."""
@@ -190,6 +193,15 @@ def recompute_layers(chunks: Iterable[nn.Module], levels: Sequence[Level]) -> No
         _keep_on_host(of_block, [i for i, level in enumerate(levels) if level == "offload"])
         for layer, level in zip(of_block.decoder.layers, levels, strict=False):
             _recompute_parts(layer, level)
+
+
+def warn_of_kept_products(level: str, *, has_experts: bool, stacks_experts: bool) -> None:
+    """Log that linear does not reach the experts of a model, where they are not stacked: that depends on the GPU."""
+    if level == "linear" and has_experts and not stacks_experts:
+        logger.warning(
+            "gradient_checkpointing=linear: experts are not stacked on this device, so their first products are kept; "
+            "write true or auto to recompute whole layers"
+        )
 
 
 def checkpoint_first_layers(config: TransformerConfig, num_layers: int) -> None:

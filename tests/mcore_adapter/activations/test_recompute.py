@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -113,3 +114,34 @@ def test_the_gradient_of_a_recomputed_product_takes_the_place_of_its_input(monke
         halves.register_hook(lambda g: seen.append(g.data_ptr()))
         (found,) = torch.autograd.grad(recompute._SwiGLUInPlace.apply(halves), leaf, grad)
     assert torch.equal(found, expected) and seen == [address]
+
+
+def logged_at_start(rank: Rank, model: str, level: Any, stacks: bool) -> list[str]:
+    from mcore_adapter.cpu.device import CpuDevice
+
+    texts: list[str] = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    handler = Keeping()
+    recompute.logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        patch.setattr(CpuDevice, "has_grouped_products", stacks)
+        make_engine(parallel, device, model, recompute=level)
+    recompute.logger.removeHandler(handler)
+    return texts
+
+
+@pytest.mark.parametrize(("name", "level", "stacks", "warns"), [
+    ("qwen3_moe", "linear", False, True),
+    ("qwen3_moe", "linear", True, False),
+    ("qwen3_moe", "full", False, False),
+    ("qwen3", "linear", False, False),
+])  # fmt: skip
+def test_experts_that_linear_cannot_reach_are_reported_where_the_device_decides_it(
+    ranks: RankPool, model_folders: Any, name: str, level: str, stacks: bool, warns: bool
+) -> None:
+    (texts,) = ranks.run(logged_at_start, 1, str(model_folders[name][0]), level, stacks)
+    assert [("first products are kept" in text) for text in texts] == [True] * warns
