@@ -126,21 +126,25 @@ def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str
     """Run the real command; return the metrics of its steps. Raises RuntimeError with the end of its output."""
     base = scene.folder / "empty.yaml"
     base.write_text("{}\n")
-    words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
-    command = [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(base), *words]
     log = scene.folder / f"{trial}.log"
     with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(command(base, trial, config), stdout=file, stderr=subprocess.STDOUT).returncode
     if code:
         raise RuntimeError(f"{trial} ended with {code}:\n{log.read_text()[-6000:]}")
     (path,) = Path(str(config["external_configs.cluster_config.fileroot"])).glob(f"logs/*/bench/{trial}/metrics.jsonl")
     return [row for row in read_rows(path) if "task_reward" in row]
 
 
+def command(base: Path, trial: str, config: Mapping[str, object]) -> list[str]:
+    """Return the words of a run: a configuration file, and keys over it."""
+    words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
+    return [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(base), *words]
+
+
 @contextmanager
-def busy_share() -> Iterator[dict[int, list[float]]]:
-    """Yield GPU -> per cent of the time in which a kernel ran, five samples a second, of the second half of the block:
-    by then the run has started."""
+def busy_share(*, skipped: float = 0.5) -> Iterator[dict[int, list[float]]]:
+    """Yield GPU -> per cent of the time in which a kernel ran, five samples a second, without the first `skipped` of
+    the block, in which the run starts."""
     samples: dict[int, list[float]] = {gpu.index: [] for gpu in query_gpus()}
     stop = threading.Event()
 
@@ -163,7 +167,7 @@ def busy_share() -> Iterator[dict[int, list[float]]]:
         if samples:
             thread.join()
     for share in samples.values():
-        # From the middle to the last moment at which a kernel ran: the end is shut-down.
-        del share[: len(share) // 2]
+        # To the last moment at which a kernel ran: the end is shut-down.
+        del share[: int(len(share) * skipped)]
         while share and share[-1] == 0:
             share.pop()
