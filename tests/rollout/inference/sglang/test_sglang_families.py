@@ -15,6 +15,7 @@ import torch
 from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
+from core.weight_sync.nccl import NcclSender
 from helpers import embedded_models, tiny_models
 from helpers.embedded_models import FAMILIES
 from helpers.sglang_environment import PYTHON, TWO_RANKS, VOCAB, WHY_NOT, environment, running_server, settings_for
@@ -104,7 +105,7 @@ def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(
     sending = SenderSettings(
         rank=0, world_size=1, dtype=torch.float32, timeout_seconds=100.0, bucket_bytes=1 << 20, staged_bytes=0
     )
-    senders: list[Any] = [IpcSender(sending, CPU)]
+    senders: list[Any] = [IpcSender(sending, CPU) if tp == 2 else NcclSender(sending, CPU)]
     folder = tmp_path / "pushed"
     senders += 2 * [DiskSender(sending, CPU, folder=folder, model_path=str(tmp_path / "model"), changes="always")]
 
