@@ -20,9 +20,9 @@ _MAX_LOGPROB = 0.1
 _ENDS = frozenset(get_args(FinishReason)) - {"abort"}
 _MAX_REWARD = float(np.finfo(np.float32).max)
 _AT_ONCE = 4096
-"""Tokens of a group."""
+"""Groups of more tokens are checked trajectory by trajectory."""
 _NUMBER = float | int | numbers.Real | np.bool_
-"""The frequent types first."""
+"""Types of a reward or a metric, the frequent ones first: isinstance tries them in turn."""
 _ARRAYS = (
     ("token_ids", "iu", "integers"), ("loss_mask", "b", "booleans"), ("rollout_logprobs", "f", "numbers"),
     ("versions", "iu", "integers"),
@@ -86,7 +86,7 @@ def _all_right(group: list[Trajectory], version: int, limits: GroupLimits) -> bo
         return False
     if sum(lengths) > _AT_ONCE:
         return False
-    if any(t.finish_reason not in _ENDS or not abs(t.reward) <= _MAX_REWARD for t in group):
+    if any(t.finish_reason not in _ENDS or not abs(float(t.reward)) <= _MAX_REWARD for t in group):
         return False
     token_ids, sampled, logprobs, versions = (
         np.concatenate([getattr(t, name) for t in group]) for name, _, _ in _ARRAYS

@@ -40,6 +40,7 @@ def test_a_good_group_passes_as_it_is() -> None:
     [
         ({"reward": float("nan")}, "reward=nan must be a finite number of float32"),
         ({"reward": float("inf")}, "reward=inf must be a finite"),
+        ({"reward": np.float16("inf")}, "reward=inf must be a finite"),
         ({"reward": 1e308}, "reward=1e+308 must be a finite"),
         ({"finish_reason": "abort"}, "finish_reason='abort' must be 'stop' or 'length'"),
         ({"loss_mask": np.zeros(4, bool)}, "loss_mask is True for no token: there is nothing to train"),

@@ -2,9 +2,7 @@
 
 import json
 import math
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,14 +39,12 @@ def test_the_baseline_reports_the_seconds_of_its_first_evaluation_at_the_target(
 ) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def output_of(command: list[str], limit: float) -> str:
         commands.append(command)
         curve = {"eval_steps": [0, 10, 20], "accuracies": [0.4, 0.7, 0.81 if command[-1] == "1" else 0.79]}
-        return subprocess.CompletedProcess(
-            command, 0, stdout=f"noise\n{json.dumps({**curve, 'eval_seconds': [0, 3, 6]})}\n"
-        )
+        return f"noise\n{json.dumps({**curve, 'eval_seconds': [0, 3, 6]})}\n"
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(accuracy, "output_of", output_of)
     arguments = (Path("python"), Path("warm"), Path("model"), 2e-4, "float32")
     assert accuracy.theirs(*arguments, 1) == 6
     assert accuracy.theirs(*arguments, 2) == math.inf

@@ -21,7 +21,7 @@ def copy_fused_parts(
     model: Any, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copy q_a_proj and kv_a_proj_with_mqa one by one, before DeepseekV2WeightLoaderMixin.do_load_weights, which gets
-    the other weights. Weights that are quantized when they are loaded stay SGLang's."""
+    the other weights. Quantized models use SGLang's loader unchanged."""
     if model.quant_config is not None or getattr(model.config, "q_lora_rank", None) is None:
         return (model, weights, *args), kwargs
     return (model, _others(model, weights), *args), kwargs
@@ -29,8 +29,8 @@ def copy_fused_parts(
 
 def compressed_on_cpu(original: Any, registry: Any, backend_name: str) -> Any:
     """Let prefills attend to the compressed keys and values as decoding does, around
-    AttentionBackendRegistry.get_handler. SGLang takes torch_native for a backend that can do otherwise; it always reads
-    the cache, which holds nothing else."""
+    AttentionBackendRegistry.get_handler. torch_native always reads the cache, which holds compressed keys and
+    values only."""
     if backend_name != "torch_native":
         return original(registry, backend_name)
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod

@@ -150,7 +150,7 @@ def _model_flags(settings: ServerSettings, model: ModelConfig) -> dict[str, Any]
     ValueError for a model that does not fit the format."""
     flags: dict[str, Any] = {}
     if model.moe is not None and model.moe.shared_intermediate_size:
-        flags["disable_shared_experts_fusion"] = True  # else pushed shared experts would lie among the others
+        flags["disable_shared_experts_fusion"] = True  # else the server holds them as an additional routed expert
     override = dict(FAMILIES[model.model_type].server_keys(model))
     if settings.weight_format != "auto":
         for problem in serving_problems(model, settings.tp):

@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tools.bench.against_trl.peer import output_of
 from tools.bench.cpu import Scene
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene as GpuScene
@@ -28,6 +28,8 @@ from tools.sweep.warm import warm_up
 WARM, TARGET = 0.6, 0.8
 """Shares of the held-out problems that are right after the warm-up and at the end."""
 STEPS, EVAL_STEPS = 200, 10
+LIMIT_SECONDS = 900.0
+"""Of a run of TRL, evaluations included."""
 OURS: Mapping[str, Any] = {
     "algorithm.name": "grpo", "ppo.ppo_n_minibatches": 1, "exp_ctrl.eval_freq_steps": EVAL_STEPS,
     "reward.function": "tools.bench.reward:exact_reward", "generator.interrupt": "in_place",
@@ -64,7 +66,9 @@ def time_to_accuracy(scene: Scene) -> Iterator[Figure]:
 
 def time_to_accuracy_on_gpu(scene: GpuScene) -> Iterator[Figure]:
     """Yield the same with one GPU: server and trainer of this project share it."""
-    yield _figure("accuracy.seconds_to_80_percent_on_gpu", compare(_sides(scene, OURS_ON_GPU, (ON_GPU, PEER_ON_GPU))))
+    python = scene.sglang_python
+    changes = OURS_ON_GPU if python is None else {**OURS_ON_GPU, "generator.sglang_python": str(python)}
+    yield _figure("accuracy.seconds_to_80_percent_on_gpu", compare(_sides(scene, changes, (ON_GPU, PEER_ON_GPU))))
 
 
 def _figure(name: str, found: Sequence[float]) -> Figure:
@@ -130,6 +134,6 @@ def theirs(python: Path, warm: Path, model: Path, lr: float, precision: str, see
         "--held-out", str(warm / "data/held_out.jsonl"), "--lr", str(lr), "--precision", precision,
         "--steps", str(STEPS), "--eval-steps", str(EVAL_STEPS), "--target", str(TARGET), "--seed", str(seed),
     ]  # fmt: skip
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = output_of(command, LIMIT_SECONDS)
     seconds = seconds_to(json.loads(output.splitlines()[-1]), TARGET)
     return math.inf if seconds is None else seconds

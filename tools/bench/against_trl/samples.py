@@ -9,17 +9,15 @@ and warm-ups included: then it is taken for slower, and has no figure. vLLM is n
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout.inference.gpus import query_gpus
+from tools.bench.against_trl.peer import output_of
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene
 from tools.bench.gpu_runs import common_config, run
@@ -30,10 +28,8 @@ GENERATION = {"generate": [], "continuous_batching": ["--continuous-batching"]}
 """What TRL generates with, and the arguments of its script."""
 WARM_UP_TOKENS, PEER_SECONDS = 16, 240.0
 """Of TRL: a warm-up with whole completions takes as long as what is measured."""
-PATIENCE = 1.5
+SECOND_LIMIT_RATIO = 1.5
 """How many times as long as the first way to generate the second one may take."""
-PARTING = 10.0
-"""Seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +69,7 @@ def against_trl(scene: Scene) -> Iterator[Figure]:
         except subprocess.TimeoutExpired:
             print(f"TRL with {name} took longer than {limit:.0f} s and was ended", flush=True)
             continue
-        limit = min(limit, PATIENCE * (time.perf_counter() - start))
+        limit = min(limit, SECOND_LIMIT_RATIO * (time.perf_counter() - start))
         yield figure(scene, size, f"trl_{name}", peers[name])
     yield figure(scene, size, "samples", rate, baseline=max(peers.values(), default=None), target=">= 2x")
     for part in ("wait_for_rollout", "update"):
@@ -123,30 +119,9 @@ def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[
     ]  # fmt: skip
     if query_gpus():
         command.append("--gpu")
-    # With LOCAL_RANK, which this benchmark sets for its engine, accelerate expects a distributed run.
-    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
-    found = json.loads(output_of(command, environment, limit).splitlines()[-1])
+    found = json.loads(output_of(command, limit).splitlines()[-1])
     print(f"TRL {' '.join(flags)}: {json.dumps(found)}", flush=True)
     return float(found["samples_per_second"])
-
-
-def output_of(command: list[str], environment: Mapping[str, str], limit: float) -> str:
-    """Return what a command prints; after `limit` seconds end it and what it has started.
-
-    A process that is ended amid work on a GPU can stay for minutes: it is not waited for longer than PARTING seconds.
-    Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
-    """
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=limit)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(PARTING)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return output
 
 
 def model_with_weights(scene: Scene) -> Path:

@@ -77,7 +77,7 @@ def failures(scene: Scene) -> Iterator[Figure]:
     with Running(own, "failures", config) as run:
         run.wait_for_step(3)
         if has_servers(scene):
-            yield figure("server_killed_to_full_rate", _kill_server(run), "s", "<= 60")
+            yield figure("server_killed_to_next_step", _kill_server(run), "s", "<= 60")
         run.wait_for(r"MiB written in")
         stall = run.wait_for(r"Recover checkpoint of step \d+: the trainer stopped for ([\d.]+) s")
         yield figure("checkpoint_stall", float(stall[1]), "s", "<= 1.5")

@@ -95,7 +95,7 @@ class Running:
         return psutil.Process(json.loads(head)["pid"])
 
     def server(self, index: int) -> psutil.Process:
-        """Return the SGLang server below a generator: the eldest of its processes."""
+        """Return the SGLang server below a generator: the process that started first."""
         below = self.process(f"generator-{index}").children(recursive=True)
         return min((p for p in below if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
 
@@ -121,8 +121,8 @@ def differences(case: Mapping[str, Any]) -> np.ndarray:
 
 
 def sampled_per_second(server_logs: Iterable[str]) -> float:
-    """Return the tokens/s of all servers together by what each has logged; 0 without any line. A line is about as many
-    decode steps as another one: tokens are as running requests."""
+    """Return the tokens/s of all servers together by what each has logged; 0 without any line. Lines cover
+    about equally many decode steps, so tokens are proportional to running requests."""
     total = 0.0
     for text in server_logs:
         lines = [(float(running), float(rate)) for running, rate in _DECODE.findall(text) if float(rate) > 0]
