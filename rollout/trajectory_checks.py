@@ -69,7 +69,7 @@ def _is_suspect(group: list[Trajectory], version: int, limits: GroupLimits) -> b
     third of the time for short answers; long ones are better checked one by one, in the processor's cache."""
     if sum(len(t.token_ids) for t in group) > _AT_ONCE:
         return True
-    tokens = {name: np.concatenate([getattr(t, name) for t in group]) for name, _, _ in _ARRAYS}
+    tokens: dict[str, Any] = {name: np.concatenate([getattr(t, name) for t in group]) for name, _, _ in _ARRAYS}
     errors = (*(_own_errors(t, limits) for t in group), _token_errors(replace(group[0], **tokens), version, limits))
     return any(True for _ in chain(*errors))
 

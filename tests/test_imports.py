@@ -93,7 +93,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.chaos_run": "torch transformers",
         "tools.conformance.__main__": "tools.conformance.report",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
-        "mcore_adapter.parallel",
+        "mcore_adapter.models.parts mcore_adapter.parallel",
         "tools.curves": "torch transformers",
         "tools.demo.__main__": "transformers",
         "tools.demo.data": "tokenizers torch transformers",

@@ -173,7 +173,6 @@ def _check_space(target: Path, num_bytes: int) -> None:
 def _convert(args: argparse.Namespace, source: Path) -> None:
     """Write the output. Raises _DifferentError if a check finds that it differs."""
     from mcore_adapter.checkpoint.streaming import (
-        CORRECTION_BIAS,
         ModelFile,
         checkpoint_to_hf,
         different_tensors,
@@ -184,6 +183,7 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
         open_folder,
     )
     from mcore_adapter.hf.safetensors_folder import SafetensorsFolder, replacing_folder, tokenizer_bytes
+    from mcore_adapter.models.parts import CORRECTION_BIAS
 
     if args.layout and not args.to_megatron:
         raise ValueError(f"--layout={args.layout} goes with --to-megatron; a checkpoint of any layout can be read")

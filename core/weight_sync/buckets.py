@@ -21,7 +21,7 @@ from torch import Tensor
 from core.weight_sync.comparing import Sent
 from core.weight_sync.errors import PushError
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
-from mcore_adapter.models.parts import CORRECTION_BIAS
+from mcore_adapter.hf.saving import dtype_of
 from model_specs.block_fp8 import SCALE
 from rollout.inference.backend import Quantization, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
@@ -129,11 +129,9 @@ class Buckets:
 
     def _format(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the format that the servers hold a tensor in."""
-        if name.endswith(CORRECTION_BIAS):
-            return torch.float32
         scales = self.quantizes and name.endswith(SCALE)
         keeps = tensor.dtype == FP8 or scales or not tensor.is_floating_point()
-        return tensor.dtype if keeps else self._dtype
+        return tensor.dtype if keeps else dtype_of(name, self._dtype)
 
 
 def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:

@@ -41,11 +41,10 @@ from mcore_adapter.hf.safetensors_folder import (
     WeightsError,
     copy_tokenizer,
 )
-from mcore_adapter.hf.saving import hf_config_json, tensor_specs, write_config
+from mcore_adapter.hf.saving import dtype_of, hf_config_json, tensor_specs, write_config
 from mcore_adapter.models.conversions import Conversion, OfExpert
 from mcore_adapter.models.families import EMBEDDING, hf_shapes, outer_table
 from mcore_adapter.models.gpt import check_layout
-from mcore_adapter.models.parts import CORRECTION_BIAS
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig
@@ -217,7 +216,7 @@ def different_tensors(
     `dtype`."""
     different = []
     for name, spec in model.specs.items():
-        wanted = torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
+        wanted = dtype_of(name, dtype)
         first = model.read_stored(stored, name)
         same = first.shape == folder.shape(name)
         rows = max(1, (16 << 20) // max(1, first[0].nbytes)) if first.dim() else 1

@@ -70,12 +70,14 @@ def _write(
             writer.close()
 
 
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the format in which a tensor of a model of `dtype` is written and sent."""
+    return torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
+
+
 def tensor_specs(shapes: Shapes, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """Return the shape and dtype in which each tensor of a model of this dtype is written."""
-    return {
-        name: TensorSpec(torch.float32 if name.endswith(CORRECTION_BIAS) else dtype, shape)
-        for name, shape in shapes.items()
-    }
+    return {name: TensorSpec(dtype_of(name, dtype), shape) for name, shape in shapes.items()}
 
 
 def write_config(folder: Path, config: ModelConfig, *, dtype: torch.dtype, is_critic: bool) -> None:
