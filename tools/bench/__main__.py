@@ -76,6 +76,7 @@ MEASUREMENTS = {
         "fp8_updates": "fp8.updates:updates",
         "fp8_mismatch": "fp8.mismatch:mismatch",
         "fp8_learning": "fp8.learning:learning",
+        "fp8_loop": "fp8.loop:loop",
         "async": "gpu_runs:asynchronous",
         "push_tp": "gpu_ranks:push",
         "push_senders": "gpu_ranks:push_senders",

@@ -1,0 +1,41 @@
+"""The whole loop on one GPU, server and trainer in turns: an FP8 server against one in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from rollout.inference.gpus import query_gpus
+from tools.bench.against_trl.samples import WARM_UP_STEPS, Load, configuration, load
+from tools.bench.figure import Figure
+from tools.bench.fp8.servers import formats
+from tools.bench.gpu import Scene
+from tools.bench.gpu_runs import run
+
+SIZE = Load(answers=16, new_tokens=256)
+"""512 requests at once."""
+PARTS = ("wait_for_rollout", "update", "push")
+
+
+def loop(scene: Scene) -> Iterator[Figure]:
+    """Yield trained tokens/s, with truncated importance weights; of 7B the 12 layers that one GPU trains."""
+    scene = replace(scene, shape="7B_12_layers") if scene.shape == "7B" else scene
+    size = SIZE if query_gpus() else load()
+    measured: list[dict[str, float]] = []
+    for weight_format in formats():
+        config = {**configuration(scene, size), "generator.weight_format": weight_format, "algorithm.correction": "tis"}
+        rows = run(scene, f"loop-{weight_format}", config)[WARM_UP_STEPS:]
+        seconds = sum(row["time/step"] for row in rows)
+        facts = {f"{part}_seconds": _mean(rows, f"time/{part}") for part in PARTS}
+        measured.append({"tokens_per_second": sum(row["n_valid_tokens"] for row in rows) / seconds, **facts})
+        print(f"{weight_format}: {measured[-1]}", flush=True)
+    for name, value in measured[-1].items():
+        yield Figure(
+            name=f"fp8.{scene.shape}_loop_{name}", value=value, unit="s" if name.endswith("_seconds") else "tokens/s",
+            baseline=measured[0][name] if len(measured) > 1 else None, target="",
+        )  # fmt: skip
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
