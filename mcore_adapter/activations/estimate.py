@@ -86,17 +86,16 @@ def _ladder(num_layers: int, hosted: int) -> Iterator[tuple[Level, ...]]:
 def _num_on_host(shape: UpdateShape, host_limit_bytes: float) -> int:
     """Return how many layers fit there. The last one stays on the device: its backward pass follows at once."""
     tokens = shape.tokens / shape.layout.cp
-    layer = shape.in_flight * tokens * max(_kept(shape, "linear", i) for i in shape.layers)
-    return max(0, min(len(shape.layers) - 1, int(host_limit_bytes / (layer * _page_per_byte(shape, tokens)))))
+    layer = shape.in_flight * max(_pages(shape, tokens, i) for i in shape.layers)
+    return max(0, min(len(shape.layers) - 1, int(host_limit_bytes / layer)))
 
 
-def _page_per_byte(shape: UpdateShape, tokens: float) -> float:
-    """Return the bytes of page-locked memory that a byte of a tensor takes at most: torch takes powers of two."""
-    widths = [shape.config.hidden_size / shape.layout.tp, _attention_widths(shape)[1]]
-    if shape.config.moe is not None and shape.layout.ep > 1:
-        widths.append(widths[0] * shape.config.moe.top_k)
-    sizes = [max(1, math.ceil(tokens * width * shape.itemsize)) for width in widths]
-    return max((1 << (size - 1).bit_length()) / size for size in sizes)
+def _pages(shape: UpdateShape, tokens: float, layer: int) -> float:
+    """Return the bytes of page-locked memory for what a layer keeps: torch takes a power of two for each tensor."""
+    hidden, output = shape.config.hidden_size / shape.layout.tp, _attention_widths(shape)[1]
+    sizes = [tokens * width * shape.itemsize for width in (*[hidden] * _num_residuals(shape), output)]
+    rest = tokens * _kept(shape, "linear", layer) - sum(sizes)  # of experts: copies of other ranks' tokens, routing
+    return sum(1 << max(1, math.ceil(size) - 1).bit_length() for size in sizes) + 2 * max(0.0, rest)
 
 
 def activation_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
@@ -116,24 +115,35 @@ def activation_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
 
 def _kept(shape: UpdateShape, level: Level, layer: int) -> float:
     """Return the bytes of a token that a layer keeps from forward to backward pass."""
-    config, size = shape.config, shape.itemsize
-    hidden = config.hidden_size / shape.layout.tp  # sequence parallelism is on with tensor parallelism
+    hidden = shape.config.hidden_size / shape.layout.tp  # sequence parallelism is on with tensor parallelism
     if level == "offload":
         return 0.0
     if level == "full":
-        return size * hidden
-    attention, output = _attention_widths(shape)
-    if level in ("qkv", "linear") and config.mla is None:
-        attention = 0.0
-    residuals = (4 if config.post_norms else 2) * hidden
-    total = residuals + attention + output
+        return shape.itemsize * hidden
+    residuals = shape.itemsize * _num_residuals(shape) * hidden
+    return residuals + _kept_by_attention(shape, level) + _kept_by_mlp(shape, level, layer)
+
+
+def _num_residuals(shape: UpdateShape) -> int:
+    """Return how many sums of the residual stream a layer keeps."""
+    return 4 if shape.config.post_norms else 2
+
+
+def _kept_by_attention(shape: UpdateShape, level: Level) -> float:
+    inputs, output = _attention_widths(shape)
+    recomputed = level in ("qkv", "linear") and shape.config.mla is None
+    return shape.itemsize * (output + (0.0 if recomputed else inputs))
+
+
+def _kept_by_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
+    config, size = shape.config, shape.itemsize
+    hidden = config.hidden_size / shape.layout.tp
     moe = _moe(shape, layer)
     if moe is None:
         width = config.intermediate_size / shape.layout.tp
-        total += {"none": hidden + 3 * width, "linear": 0.0}.get(level, hidden + 2 * width)
-        return size * total
+        return size * {"none": hidden + 3 * width, "linear": 0.0}.get(level, hidden + 2 * width)
     copies = moe.top_k / shape.layout.tp
-    total += hidden + 3 * moe.shared_intermediate_size / shape.layout.tp
+    total = hidden + 3 * moe.shared_intermediate_size / shape.layout.tp
     if shape.layout.ep > 1:  # each copy that came from another rank
         total += copies * config.hidden_size
     if level != "linear":
@@ -143,18 +153,23 @@ def _kept(shape: UpdateShape, level: Level, layer: int) -> float:
 
 def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
     """Return the bytes of a token that the backward pass of a layer takes while it runs: what it computes again, and
-    gradients."""
+    gradients. The MLP comes first; what it alone computed again is gone when attention begins."""
     config, size = shape.config, shape.itemsize
+    level = "linear" if level == "offload" else level
     hidden = config.hidden_size / shape.layout.tp
-    again = _kept(shape, "none", layer) - _kept(shape, "linear" if level == "offload" else level, layer)
-    attention, output = _attention_widths(shape)
+    inputs, output = _attention_widths(shape)
     moe = _moe(shape, layer)
     if moe is None:
-        mlp = (1 if level in ("linear", "offload") else 3) * config.intermediate_size / shape.layout.tp
+        mlp = size * (1 if level == "linear" else 3) * config.intermediate_size / shape.layout.tp
     else:
-        mlp = moe.top_k / shape.layout.tp * (3 * moe.intermediate_size + 2 * config.hidden_size)
-    # One after the other: gradients of the MLP's inner activations; of queries (summed in float32), keys and values.
-    return again + size * (max(mlp, attention + 3 * output) + 3 * hidden)
+        mlp = size * moe.top_k / shape.layout.tp * (3 * moe.intermediate_size + 2 * config.hidden_size)
+    attention = size * (inputs + 3 * output)  # gradients of queries (summed in float32), keys and values
+    if level == "full":
+        again = _kept(shape, "none", layer) - _kept(shape, "full", layer)
+        return again + max(mlp, attention) + 3 * size * hidden
+    mlp += _kept_by_mlp(shape, "none", layer) - _kept_by_mlp(shape, level, layer)
+    attention += _kept_by_attention(shape, "none") - _kept_by_attention(shape, level)
+    return max(mlp, attention) + 3 * size * hidden
 
 
 def _attention_widths(shape: UpdateShape) -> tuple[float, float]:
@@ -182,9 +197,9 @@ def _expert_gradients(shape: UpdateShape, layer: int) -> float:
 def _head(shape: UpdateShape, tokens: float) -> float:
     """Return the bytes of the backward pass of the output layer."""
     config, size = shape.config, shape.itemsize
-    hidden = 3 * tokens * config.hidden_size
+    hidden = 7 * tokens * config.hidden_size  # as was measured: the final norm's, the loss's, and their gradients
     if shape.is_critic:
-        return (size + 4) * hidden
+        return (size + 4) * 3 * tokens * config.hidden_size
     rows = config.vocab_size / shape.layout.tp
     logits = tokens * rows * size
     gradient = rows * config.hidden_size * size

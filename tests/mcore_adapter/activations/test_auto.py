@@ -107,6 +107,52 @@ def test_a_measured_peak_below_the_estimate_allows_less_recomputation(ranks: Ran
     assert third < larger < 3 * 4, "what was measured holds for larger microbatches too"
 
 
+def near_the_limit(rank: Rank, model: str) -> list[tuple[str, ...]]:
+    """The choices before and after an update whose peak would let one layer less recompute, just below the limit."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        stats = Stats(patch)
+        probe = make_engine(parallel, device, model, recompute="auto")
+        probe._recompute.prepare(200, 1)
+        size = sizes_of(probe)["selective"]
+        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + size * 0.975
+        auto = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute
+        auto.prepare(200, 1)
+        first = auto.choice
+        stats.used = lambda: first.activation_bytes * 0.97 / 2**30
+        auto.observe()
+        return [first.levels, auto.choice.levels]
+
+
+def test_a_choice_that_would_be_close_to_the_limit_is_not_made(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    ((first, second),) = ranks.run(near_the_limit, 1, str(tmp_path / "model"))
+    assert first == second and set(first) == {"qkv", "selective"}, "selective in all layers would just fit"
+
+
+def failed(rank: Rank, model: str) -> list[float]:
+    """Estimates, as shares of the limit: of a choice, after it failed, and of one for larger microbatches."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        Stats(patch)
+        probe = make_engine(parallel, device, model, recompute="auto")
+        probe._recompute.prepare(200, 1)
+        size = sizes_of(probe)["selective"]
+        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + size * 1.0001
+        auto = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute
+        auto.prepare(200, 1)
+        shares = [auto.choice.activation_bytes / size / 2**30]
+        assert auto.retreat()
+        shares.append(auto.choice.activation_bytes / size / 2**30)
+        auto.prepare(240, 1)
+        return [*shares, auto.choice.activation_bytes / size / 2**30]
+
+
+def test_after_a_failure_less_of_the_limit_is_used(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    ((before, after, larger),) = ranks.run(failed, 1, str(tmp_path / "model"))
+    assert before == pytest.approx(1.0)
+    assert after <= 0.92 and larger <= 0.92
+
+
 def squeezed(rank: Rank, layout: ParallelLayout, model: str) -> list[int]:
     """The choices before and after the first rank alone has less memory."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):

@@ -13,6 +13,7 @@ from mcore_adapter.settings import LEVELS
 from model_specs.hf_config import parse_config
 from tools.bench.gpu import config_of
 from tools.bench.gpu_experts import SLICE
+from tools.bench.gpu_long import WIDTHS as LONG
 
 DENSE = config_of("1.5B")
 LATENT: dict[str, Any] = dict(
@@ -43,6 +44,20 @@ def shape(raw: dict[str, Any], tokens: int, **changes: Any) -> UpdateShape:
 def test_the_estimate_is_near_what_was_measured(raw: dict[str, Any], tokens: int, measured: float) -> None:
     one = shape(raw, tokens)
     assert activation_bytes(one, ["selective"] * len(one.layers)) / 1e9 == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "levels", "measured"),
+    [
+        # In GiB, as the log of `tools.bench gpu --only long` has it.
+        (65536, ["linear"] * 33 + ["qkv"] * 3, 56.0), (65536, ["offload"] * 5 + ["linear"] * 31, 42.3),
+        (131072, ["full"] * 35 + ["linear"], 41.5),
+    ],
+)  # fmt: skip
+def test_the_estimate_for_long_sequences_is_near_what_was_measured(
+    tokens: int, levels: list[Any], measured: float
+) -> None:
+    assert activation_bytes(shape(LONG, tokens), levels) / 2**30 == pytest.approx(measured, rel=0.12)
 
 
 @pytest.mark.parametrize("raw", [DENSE, SLICE, LATENT], ids=["dense", "experts", "latent"])
