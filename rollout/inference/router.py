@@ -60,7 +60,8 @@ class _Member:
     counted_at: float = field(default_factory=lambda: time.monotonic())
     """Since when sampled_tokens is counted."""
     is_slow: bool = False
-    attempts: set[asyncio.Task[Completion]] = field(default_factory=set)
+    attempts: set[asyncio.Timeout] = field(default_factory=set)
+    """Without a deadline until the generator is gone, which then ends them."""
     failure: BaseException | None = None
 
 
@@ -276,32 +277,32 @@ class Router:
             "request %s: %d prompt tokens and %d sampled ones to generator %d, which has %d requests",
             request.request_id, len(request.prompt_ids), _num_given(request), member.index, len(member.attempts),
         )  # fmt: skip
-        attempt = asyncio.ensure_future(member.generator.generate(request))
-        member.attempts.add(attempt)
         member.outstanding_tokens += tokens
         try:
-            with span("request", lane=f"generator-{member.index}") as sampling:
-                completion = await attempt
-                sampling.note(tokens=len(completion.token_ids) - _num_given(request), end=completion.finish_reason)
-            member.sampled_tokens += len(completion.token_ids) - _num_given(request)
+            async with asyncio.timeout(None) as attempt:
+                member.attempts.add(attempt)
+                try:
+                    with span("request", lane=f"generator-{member.index}") as sampling:
+                        completion = await member.generator.generate(request)
+                        num_sampled = len(completion.token_ids) - _num_given(request)
+                        sampling.note(tokens=num_sampled, end=completion.finish_reason)
+                finally:
+                    member.attempts.discard(attempt)
+            member.sampled_tokens += num_sampled
             logger.debug(
                 "request %s: %s after %d tokens", request.request_id, completion.finish_reason,
                 len(completion.token_ids),
             )  # fmt: skip
             return completion
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if member.failure is None or (current is not None and current.cancelling()):
-                raise
-            raise _AttemptFailed(generator_died=True) from member.failure
         except ValueError:
             raise
         except Exception as e:
+            if attempt.expired():
+                raise _AttemptFailed(generator_died=True) from member.failure
             logger.warning("generator %d failed %s: %r", member.index, request.request_id, e)
             await self._check(member)
             raise _AttemptFailed(generator_died=member.failure is not None) from e
         finally:
-            member.attempts.discard(attempt)
             member.outstanding_tokens -= tokens
 
     async def _check(self, member: _Member) -> None:
@@ -319,7 +320,7 @@ class Router:
         requests = len(member.attempts)
         logger.error("generator %d failed (%r); its %d requests continue elsewhere", member.index, failure, requests)
         for attempt in member.attempts:
-            attempt.cancel()
+            attempt.reschedule(asyncio.get_running_loop().time())
 
     def _watch(self) -> None:
         """Look after the generators for as long as requests run."""
