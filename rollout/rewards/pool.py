@@ -36,6 +36,7 @@ _KILL_GRACE_SECONDS = 0.5
 """A worker ends slow Python code by itself at the limit, which spares its restart; this much later it is killed."""
 _START_TIMEOUT_SECONDS = 120.0
 _MAX_LOGGED_ERRORS = 3
+_READ_BYTES = 2**16
 
 
 class RewardWorkerError(RuntimeError):
@@ -182,18 +183,21 @@ class RewardPool:
         """Score `batch` in order. Returns None when the worker can continue; otherwise it is ended, and the unscored
         answers are returned."""
         worker.send([(answer.prompt, answer.text) for answer in batch])
-        for i, answer in enumerate(batch):
+        left = list(batch)
+        while left:
             try:
                 async with asyncio.timeout(self._timeout_seconds + _KILL_GRACE_SECONDS):
-                    score, outcome, message = await worker.receive()
+                    results = await worker.receive()
             except TimeoutError:
                 self._end(worker)
-                self._resolve(answer, WRONG, Outcome.TIMEOUT)
-                return batch[i + 1 :]
+                self._resolve(left[0], WRONG, Outcome.TIMEOUT)
+                return left[1:]
             except (asyncio.IncompleteReadError, ConnectionError):
-                self._resolve(answer, WRONG, Outcome.CRASH, f"the worker exited: {self._end(worker)}")
-                return batch[i + 1 :]
-            self._resolve(answer, score, outcome, message)
+                self._resolve(left[0], WRONG, Outcome.CRASH, f"the worker exited: {self._end(worker)}")
+                return left[1:]
+            for answer, result in zip(left, results, strict=False):
+                self._resolve(answer, *result)
+            left = left[len(results) :]
         return None
 
     def _resolve(self, answer: _Answer, score: float, outcome: Outcome, message: str = "") -> None:
@@ -214,7 +218,7 @@ class RewardPool:
         try:
             await worker.connect()
             async with asyncio.timeout(_START_TIMEOUT_SECONDS):
-                _, outcome, message = await worker.receive()
+                (_, outcome, message), *_ = await worker.receive()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
             raise RewardWorkerError(f"a worker of reward {self._reward} did not start: {self._end(worker)}") from error
         if outcome is not Outcome.SCORED:
@@ -240,6 +244,7 @@ class _Worker:
     def __init__(self, reward: str, *, timeout_seconds: float, memory_bytes: int) -> None:
         self._socket, theirs = socket.socketpair()
         self._writer: asyncio.StreamWriter | None = None
+        self._received = bytearray()
         import_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
             fd = theirs.fileno()
@@ -260,11 +265,27 @@ class _Worker:
         payload = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
         self._writer.write(LENGTH.pack(len(payload)) + payload)
 
-    async def receive(self) -> tuple[float, Outcome, str]:
-        """Return the next result. Raises IncompleteReadError or ConnectionError when the process has ended."""
-        score, outcome, length = RESULT.unpack(await self._reader.readexactly(RESULT.size))
-        message = await self._reader.readexactly(length) if length else b""
-        return score, Outcome(outcome), message.decode()
+    async def receive(self) -> list[tuple[float, Outcome, str]]:
+        """Return the results that have arrived, at least one, in order. Raises IncompleteReadError or ConnectionError
+        when the process has ended."""
+        while not (results := self._complete_results()):
+            arrived = await self._reader.read(_READ_BYTES)
+            if not arrived:
+                raise asyncio.IncompleteReadError(bytes(self._received), None)
+            self._received += arrived
+        return results
+
+    def _complete_results(self) -> list[tuple[float, Outcome, str]]:
+        """Take the results of which every byte has arrived."""
+        results, begin = [], 0
+        while (text := begin + RESULT.size) <= len(self._received):
+            score, outcome, length = RESULT.unpack_from(self._received, begin)
+            if text + length > len(self._received):
+                break
+            begin = text + length
+            results.append((score, Outcome(outcome), self._received[text:begin].decode()))
+        del self._received[:begin]
+        return results
 
     def kill(self) -> str:
         """End the process and what it started; how it ended, in words."""

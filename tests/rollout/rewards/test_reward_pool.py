@@ -45,6 +45,8 @@ def score(prompt, text):
         return score(prompt, text)
     if text == "raise":
         raise KeyError("no such key")
+    if text == "raise at length":
+        raise KeyError("long " * 10**6 + "end")
     if text == "exit":
         sys.exit(3)
     if text == "exit now":
@@ -117,6 +119,14 @@ def test_whatever_an_answer_does_it_scores_as_wrong_is_counted_and_the_next_is_s
         assert stats["reward/num_scored"] == 2
 
     with_pool(body, evil, num_workers=1, timeout_seconds=0.5)
+
+
+def test_a_long_error_arrives_whole_and_the_next_answers_are_scored(evil: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score_many(make_prompt(), ["four", "raise at length", "sixsix"]) == [4.0, -1.0, 6.0]
+        assert len(pool.last_error) > 5 * 10**6 and pool.last_error.endswith("end'")
+
+    with_pool(body, evil, num_workers=1, timeout_seconds=60)
 
 
 def test_an_answer_that_allocates_on_and_on_meets_the_memory_limit(evil: str) -> None:
