@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from core.data.stored_batch import Arrays, Piece, Ref, StoredBatch, StoredFields, Use, cut
+from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use, cut
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.shape import read_shape
 from mcore_adapter.data.weights import TOKEN_WEIGHTS, Divisors, TokenWeights, weigh_tokens
@@ -40,7 +40,8 @@ class BatchWriter:
         if routed_experts is not None:
             arrays[ROUTED_EXPERTS] = routed_experts
         pieces = cut(shape, minibatches, uses)
-        tokens = [put(self._arrays_of(piece, arrays)) for piece in pieces]
+        self._runs = [_runs(piece.sequences, cu_seqlens) for piece in pieces]
+        tokens = [put(_end_to_end(runs, arrays)) for runs in self._runs]
         self.stored = StoredBatch(shape=shape, minibatches=minibatches, pieces=pieces, tokens=tokens)
 
     def put_fields(self, fields: Arrays, weights: Mapping[str, TokenWeights | None]) -> StoredFields:
@@ -51,23 +52,15 @@ class BatchWriter:
             if len(value) != len(self._token_ids):
                 raise ValueError(f"field {name}: {len(value)} entries for {len(self._token_ids)} tokens")
         arrays, divisors = dict(fields), {}
+        trained = np.add.reduceat(self._loss_mask, self._cu_seqlens[:-1], dtype=np.int64)
         for engine, token_weights in weights.items():
             if token_weights is None:
-                divisors[engine] = [self._count_trained(part) for part in self.stored.minibatches]
+                counts = [float(trained[np.asarray(part)].sum() or 1) for part in self.stored.minibatches]
+                divisors[engine] = [Divisors(count, count) for count in counts]
             else:
                 arrays[weights_field(engine)], divisors[engine] = self._weigh(token_weights, fields)
-        stored = [self._put(self._arrays_of(piece, arrays)) for piece in self.stored.pieces]
+        stored = [self._put(_end_to_end(runs, arrays)) for runs in self._runs]
         return StoredFields(fields=stored, divisors=divisors)
-
-    def _arrays_of(self, piece: Piece, arrays: Arrays) -> Arrays:
-        if len(piece.sequences) == len(self._cu_seqlens) - 1:
-            return arrays
-        bounds = [slice(*self._cu_seqlens[i : i + 2]) for i in piece.sequences.tolist()]
-        return {name: np.concatenate([values[b] for b in bounds]) for name, values in arrays.items()}
-
-    def _count_trained(self, minibatch: Sequence[int]) -> Divisors:
-        trained = sum(np.count_nonzero(self._loss_mask[slice(*self._cu_seqlens[i : i + 2])]) for i in minibatch)
-        return Divisors(float(trained or 1), float(trained or 1))
 
     def _weigh(self, token_weights: TokenWeights, fields: Arrays) -> tuple[np.ndarray, list[Divisors]]:
         """Return weights [T] float32, computed over whole minibatches."""
@@ -83,6 +76,21 @@ class BatchWriter:
             weights[batch.token_index(minibatch)] = weighed.fields[TOKEN_WEIGHTS]
             divisors.append(sums)
         return weights.numpy(), divisors
+
+
+def _runs(sequences: np.ndarray, cu_seqlens: np.ndarray) -> list[slice]:
+    """Return the tokens of ascending sequences, those of adjacent sequences as one slice."""
+    breaks = np.flatnonzero(np.diff(sequences) > 1)
+    first = sequences[np.concatenate(([0], breaks + 1))]
+    last = sequences[np.concatenate((breaks, [len(sequences) - 1]))]
+    return [slice(*bounds) for bounds in zip(cu_seqlens[first].tolist(), cu_seqlens[last + 1].tolist(), strict=True)]
+
+
+def _end_to_end(runs: Sequence[slice], arrays: Arrays) -> Arrays:
+    """Return these tokens of every array, without a copy where they are adjacent."""
+    if len(runs) == 1:
+        return {name: values[runs[0]] for name, values in arrays.items()}
+    return {name: np.concatenate([values[run] for run in runs]) for name, values in arrays.items()}
 
 
 def assemble(results: Sequence[tuple[np.ndarray, np.ndarray]], cu_seqlens: np.ndarray) -> torch.Tensor:

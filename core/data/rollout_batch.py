@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.shape import leading_prompt_lens
 from rollout.types import Trajectory
 
 
@@ -93,15 +94,17 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], positions: Sequenc
     trajectory has at least one prompt token and one sampled token."""
     flat = [t for group in groups for t in group]
     lens = np.fromiter((len(t.token_ids) for t in flat), np.int64, len(flat))
+    cu_seqlens = np.concatenate((np.zeros(1, np.int64), lens.cumsum()))
+    versions = np.concatenate([t.versions for t in flat])
     return RolloutBatch(
         token_ids=np.concatenate([t.token_ids for t in flat]),
-        cu_seqlens=np.concatenate((np.zeros(1, np.int64), lens.cumsum())),
+        cu_seqlens=cu_seqlens,
         loss_mask=np.concatenate([t.loss_mask for t in flat]),
         rollout_logprobs=np.concatenate([t.rollout_logprobs for t in flat]),
-        versions=np.concatenate([t.versions for t in flat]),
+        versions=versions,
         rewards=np.fromiter((t.reward for t in flat), np.float32, len(flat)),
         group_ids=np.repeat(np.arange(len(groups)), [len(g) for g in groups]),
-        prompt_lens=np.fromiter((int(np.argmax(t.versions >= 0)) for t in flat), np.int64, len(flat)),
+        prompt_lens=leading_prompt_lens(cu_seqlens, versions >= 0),
         no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
         positions=np.asarray(positions, np.int64),
         routed_experts=_pack_experts(flat),

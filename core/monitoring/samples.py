@@ -97,7 +97,8 @@ def choose_samples(
     """Return the answers of a step to keep: all of about `share` of the prompts, of one at least, and the best, the
     worst and the longest answer of the step. `positions`: of each group's prompt in the stream."""
     every = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
-    notable = _notable({(g, i): _figures(groups[g][i]) for g, i in every})
+    answers = [groups[g][i] for g, i in every]
+    notable = _notable(every, [t.reward for t in answers], [len(t.token_ids) - _prompt_length(t) for t in answers])
     picked = _picked([group[0].query_id for group in groups], share)
     return [
         _sample(
@@ -112,7 +113,8 @@ def choose_evaluation_samples(
     name: str, answers: Sequence[tuple[Prompt, Episode]], decode: Decode, *, step: int, share: float
 ) -> list[Sample]:
     """Return the answers of an evaluation to keep, chosen as those of a step. `name`: of the evaluation set."""
-    notable = _notable({i: (episode.score, episode.tokens) for i, (_, episode) in enumerate(answers)})
+    episodes = [episode for _, episode in answers]
+    notable = _notable(range(len(episodes)), [e.score for e in episodes], [e.tokens for e in episodes])
     picked = _picked([prompt.query_id for prompt, _ in answers], share)
     return [
         Sample(
@@ -129,16 +131,11 @@ def choose_evaluation_samples(
 Place = TypeVar("Place")
 
 
-def _notable(figures: Mapping[Place, tuple[float, int]]) -> dict[Place, tuple[str, ...]]:
-    """Return what is notable about an answer, from (reward, tokens) of all; of equal ones the first is."""
+def _notable(places: Sequence[Place], rewards: Sequence[float], tokens: Sequence[int]) -> dict[Place, tuple[str, ...]]:
+    """Return what is notable about the answers at `places`; of equal ones the first is."""
     found: dict[Place, tuple[str, ...]] = {}
-    choices: tuple[tuple[str, Callable[[Place], float]], ...] = (
-        ("best", lambda place: figures[place][0]),
-        ("worst", lambda place: -figures[place][0]),
-        ("longest", lambda place: figures[place][1]),
-    )
-    for name, value in choices:
-        place = max(figures, key=value)
+    for name, index in (("best", np.argmax(rewards)), ("worst", np.argmin(rewards)), ("longest", np.argmax(tokens))):
+        place = places[int(index)]
         found[place] = (*found.get(place, ()), name)
     return found
 
@@ -154,12 +151,8 @@ def _place(query_id: str) -> float:
     return int.from_bytes(hashlib.blake2b(query_id.encode(errors="replace"), digest_size=6).digest()) / 2**48
 
 
-def _figures(trajectory: Trajectory) -> tuple[float, int]:
-    return trajectory.reward, len(trajectory.token_ids) - _prompt_length(trajectory)
-
-
 def _prompt_length(trajectory: Trajectory) -> int:
-    return int(np.argmax(trajectory.versions != PROMPT_VERSION))
+    return int((trajectory.versions != PROMPT_VERSION).argmax())
 
 
 def _sample(

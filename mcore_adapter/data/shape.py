@@ -69,12 +69,10 @@ def given_units(units: np.ndarray) -> list[list[int]]:
 
 def leading_prompt_lens(cu_seqlens: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
     """Return [N] int64: tokens of each sequence before its first trained one; all of them where none is trained."""
-    lens = np.diff(cu_seqlens)
-    for i, start in enumerate(cu_seqlens[:-1].tolist()):
-        mask = loss_mask[start : start + lens[i]]
-        if lens[i] and mask[first := mask.argmax()]:
-            lens[i] = first
-    return lens
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    trained = np.flatnonzero(loss_mask)
+    first = np.append(trained, cu_seqlens[-1])[np.searchsorted(trained, starts)]
+    return np.minimum(first, ends) - starts
 
 
 def prompts_of(token_ids: np.ndarray, cu_seqlens: np.ndarray, prompt_lens: np.ndarray) -> list[bytes]:
