@@ -85,7 +85,7 @@ class ModelTrainEvalConfig(Section):
     )
     gradient_checkpointing_limit_gib: float | None = key(
         None,
-        "Memory that the model may use on a device during an update. null: what is free, less 8 %",
+        "Memory that the model may use on a device during an update. null: what is free, less 12 %",
         gt=0,
         needs="gradient_checkpointing=auto",
     )
