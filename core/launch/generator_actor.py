@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import ray
 
-from core.data.wire import bucket_from_wire, bucket_to_wire
+from core.data.wire import bucket_from_wire, bucket_to_wire, completions_from_wire, completions_to_wire
 from core.launch.generator_stub import GeneratorStub
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
@@ -53,10 +53,12 @@ class GeneratorActor:
     async def submit(self, requests: list[GenerateRequest]) -> None:
         self._generator.submit(requests)
 
-    async def drain(self) -> list[tuple[str, Completion | Exception]]:
-        """Return what has ended since the last call; an exception concerns its request alone."""
-        self._handed_out = dict(await self._generator.drain())
-        return list(self._handed_out.items())
+    async def drain(self) -> dict[str, Any]:
+        """Return what has ended since the last call, as completions_to_wire; an exception concerns its request
+        alone."""
+        ended = await self._generator.drain()
+        self._handed_out = dict(ended)
+        return completions_to_wire(ended)
 
     async def receive(self, handles: list[Any], version: int) -> float:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
@@ -143,7 +145,7 @@ class ActorGenerator(Generator):
     async def _receive(self) -> None:
         try:
             while self._pending:
-                for request_id, outcome in await self._actor.drain():
+                for request_id, outcome in completions_from_wire(await self._actor.drain()):
                     future = self._pending.pop(request_id, None)
                     if future is None or future.done():
                         continue

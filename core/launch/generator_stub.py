@@ -25,7 +25,7 @@ class GeneratorStub:
     def submit(self, requests: list[GenerateRequest]) -> ObjectRef[None]:
         return self.actor.submit.remote(requests)
 
-    def drain(self) -> ObjectRef[list[tuple[str, Completion | Exception]]]:
+    def drain(self) -> ObjectRef[dict[str, Any]]:
         return self.actor.drain.remote()
 
     def receive(self, buckets: list[Any], version: int) -> ObjectRef[float]:

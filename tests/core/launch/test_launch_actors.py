@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from core.data.wire import completions_from_wire, completions_to_wire
 from core.launch.generator_actor import ActorGenerator, GeneratorActor
 from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -34,7 +35,7 @@ def outcomes_of(drained: list[Any]) -> list[Any]:
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return completions_to_wire(answer)
 
     async def submit(requests: list[GenerateRequest]) -> None: ...
 
@@ -53,7 +54,8 @@ def outcomes_of(drained: list[Any]) -> list[Any]:
 
 def test_a_request_that_fails_fails_alone() -> None:
     refused = ConnectionResetError("the server refused it")
-    assert outcomes_of([[("a", refused)], [("b", COMPLETION)]]) == [refused, COMPLETION]
+    failed, completion = outcomes_of([[("a", refused)], [("b", COMPLETION)]])
+    assert failed is refused and completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -80,8 +82,9 @@ def test_completions_on_their_way_to_the_rollout_side_are_still_told_to_a_checkp
             await actor.submit(
                 [GenerateRequest(request_id=name, prompt_ids=[0], sampling=SamplingParams(max_new_tokens=5))]
             )
-            ((drained, completion),) = await actor.drain()
-            assert drained == name and (await actor.partial())[name] is completion
+            ((drained, completion),) = completions_from_wire(await actor.drain())
+            assert drained == name
+            np.testing.assert_array_equal((await actor.partial())[name].token_ids, completion.token_ids)
         assert list(await actor.partial()) == ["b"], "whoever asks for more has what was answered before"
 
     asyncio.run(run())
@@ -91,6 +94,7 @@ MOCK_REPLICA = """
 import asyncio, sys
 from pathlib import Path
 
+from core.data.wire import completions_from_wire, completions_to_wire
 from core.launch.generator_actor import GeneratorActor
 from rollout.inference.backend import BackendSettings
 
