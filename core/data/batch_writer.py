@@ -52,10 +52,11 @@ class BatchWriter:
             if len(value) != len(self._token_ids):
                 raise ValueError(f"field {name}: {len(value)} entries for {len(self._token_ids)} tokens")
         arrays, divisors = dict(fields), {}
-        trained = np.add.reduceat(self._loss_mask, self._cu_seqlens[:-1], dtype=np.int64)
+        before = np.concatenate(([0], np.cumsum(self._loss_mask)))  # trained tokens before each token
+        trained = np.diff(before[self._cu_seqlens])
         for engine, token_weights in weights.items():
             if token_weights is None:
-                counts = [float(trained[np.asarray(part)].sum() or 1) for part in self.stored.minibatches]
+                counts = [float(trained[np.asarray(part, np.int64)].sum() or 1) for part in self.stored.minibatches]
                 divisors[engine] = [Divisors(count, count) for count in counts]
             else:
                 arrays[weights_field(engine)], divisors[engine] = self._weigh(token_weights, fields)

@@ -58,7 +58,7 @@ class GeneratorActor:
         alone."""
         ended = await self._generator.drain()
         self._handed_out = dict(ended)
-        return completions_to_wire(ended)
+        return completions_to_wire(list(self._handed_out.items()))  # of a repeated id, the last one
 
     async def receive(self, handles: list[Any], version: int) -> float:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_adapter.activations.estimate import Choice, UpdateShape, choose, in_flight
+from mcore_adapter.activations.estimate import Choice, UpdateShape, activation_bytes, choose, in_flight
 from mcore_adapter.device import Device
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.optimizer import TrainOptimizer
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.recompute import recompute_layers
-from mcore_adapter.settings import LEVELS
+from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class AutoRecompute:
             has_head=parallel.is_last_stage, is_critic=is_critic,
         )  # fmt: skip
         self._shape: UpdateShape | None = None
+        self._tokens = 0  # of the largest microbatch under way; the choice may be for more
         self._microbatches = 0
         self._limit = 0.0  # of activations, when the choice was made
         self._share = 1.0  # of it that may be used: less after memory ran out
@@ -95,13 +96,15 @@ class AutoRecompute:
         """Choose for an update whose largest microbatch has so many tokens, unless the present choice is for as many,
         or for less than ALIKE times as many, and there is as much memory."""
         layout, now = self._parallel.layout, self._shape
-        tokens = _rounded(tokens)
+        tokens = self._tokens = _rounded(tokens)
         limit = self._agree(self._free(), dist.ReduceOp.MIN)
         # What all stages decide alike: as many microbatches as a stage can hold, whichever it is.
         microbatches = min(num_microbatches, 2 * layout.pp * layout.vpp)
         if now is None or not now.tokens / ALIKE < tokens <= now.tokens or microbatches != self._microbatches:
             if now is not None and tokens > ALIKE * now.tokens:
                 self._correction = max(1.0, self._correction)  # what small microbatches take less says little
+            if now is not None and not now.tokens / ALIKE < tokens <= ALIKE * now.tokens:
+                self._share = 1.0
             passes = in_flight(layout, self._parallel.pp_rank, num_microbatches)
             self._shape = UpdateShape(tokens=tokens, in_flight=passes, **self._fixed)  # type: ignore[arg-type]
             self._microbatches, self._corrections_left = microbatches, CORRECTIONS
@@ -115,8 +118,9 @@ class AutoRecompute:
 
     def observe(self) -> None:
         """Compare the peak of the update with the estimate, and choose anew by it."""
-        if not self._measures or self.choice is None:
-            return
+        assert self._shape is not None, "prepare() was called"
+        if not self._measures or self.choice is None or self._tokens < self._shape.tokens:
+            return  # a smaller microbatch says nothing about the estimate
         estimate = self.choice.activation_bytes
         peak = self._agree(self._device.memory_stats()["peak_gib"] * GIB - self._held, dist.ReduceOp.MAX)
         self.peak = Peak(self.choice, peak, estimate / self._correction)
@@ -129,19 +133,21 @@ class AutoRecompute:
         self._measures = self._corrections_left > 0
         if self._measures:
             self._corrections_left -= 1
-            if peak > self._limit or _rank(self._fitting(self._limit, 1 - GAIN)) < _rank(self.choice):
-                self._choose("measured", self._limit, spare=0.0 if peak > self._limit else GAIN)
+            less = _rank(self._fitting(self._limit, 1 - GAIN).levels) < _rank(self.choice.levels)
+            if less or peak > self._limit:
+                self._choose("measured", self._limit, spare=GAIN)
 
     def retreat(self) -> bool:
         """Recompute more after memory ran out; return False where there is no more."""
-        assert self.choice is not None, "an update precedes its failure"
+        assert self.choice is not None and self._shape is not None, "an update precedes its failure"
         self._measures = False
         before = self.choice.levels
         if all(level == LEVELS[-1] for level in before):
             return False
         self._corrections_left = 0
-        self._share = min(self._share, self.choice.activation_bytes / self._limit)
-        while self.choice.levels == before:
+        failed = self._correction * activation_bytes(self._shape, before)
+        self._share = min(self._share, failed / self._limit)
+        while _rank(self.choice.levels) <= _rank(before):
             self._share *= _LESS_AFTER_FAILURE
             self._choose("after memory ran out", self._limit)
         return True
@@ -196,9 +202,9 @@ class AutoRecompute:
         return float(values.min() if how == dist.ReduceOp.MIN else values.max())
 
 
-def _rank(choice: Choice) -> int:
+def _rank(levels: Sequence[Level]) -> int:
     """Return a number that grows with what the layers compute again."""
-    return sum(map(LEVELS.index, choice.levels))
+    return sum(map(LEVELS.index, levels))
 
 
 def _rounded(tokens: int) -> int:

@@ -57,7 +57,7 @@ def experts(scene: Scene) -> Iterator[Figure]:
             stacked[size],
             flops_per_token=flops,
             peak_flops=PEAK_FLOPS,
-            target=">= 1.0x",
+            target=target,
         )
         yield from rows(name, within[size], stacked[size], target=f"<= {LIMIT_GB}")
 

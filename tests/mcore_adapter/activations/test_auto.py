@@ -143,14 +143,55 @@ def failed(rank: Rank, model: str) -> list[float]:
         assert auto.retreat()
         shares.append(auto.choice.activation_bytes / size / 2**30)
         auto.prepare(240, 1)
-        return [*shares, auto.choice.activation_bytes / size / 2**30]
+        shares.append(auto.choice.activation_bytes / size / 2**30)
+        auto.prepare(100, 1)
+        return [*shares, auto.choice.activation_bytes / size / 2**30, sum(map(LEVELS.index, auto.choice.levels))]
 
 
 def test_after_a_failure_less_of_the_limit_is_used(ranks: RankPool, tmp_path: Any) -> None:
     write_model("qwen3", tmp_path / "model")
-    ((before, after, larger),) = ranks.run(failed, 1, str(tmp_path / "model"))
+    ((before, after, larger, other, levels),) = ranks.run(failed, 1, str(tmp_path / "model"))
     assert before == pytest.approx(1.0)
     assert after <= 0.92 and larger <= 0.92
+    assert levels == 0 and other <= 1.0, "microbatches of another size have the whole limit"
+
+
+def measured_twice(rank: Rank, model: str) -> dict[str, list[int]]:
+    """Levels in sum: before and after an update with fewer tokens that took half; before and after a failure that
+    follows an update which took half."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        stats = Stats(patch)
+        probe = make_engine(parallel, device, model, recompute="auto")
+        probe._recompute.prepare(200, 1)
+        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + sizes_of(probe)["selective"] * 1.0001
+
+        def choices(updates: list[tuple[int, float]], last: str) -> list[int]:
+            auto = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute
+            for tokens, used in updates:
+                auto.prepare(tokens, 1)
+                before = sum(map(LEVELS.index, auto.choice.levels))
+                size = auto._correction * activation_bytes(auto._shape, auto.choice.levels)
+                stats.used = partial(float, used * size / 2**30)
+                auto.observe()
+            if last == "failure":
+                assert auto.retreat()
+            return [before, sum(map(LEVELS.index, auto.choice.levels))]
+
+        return {
+            "smaller": choices([(200, 1.0), (150, 0.5)], ""),
+            "failure": choices([(200, 1.0), (200, 1.0), (200, 0.5)], "failure"),
+        }
+
+
+def test_a_smaller_microbatch_says_nothing_about_the_estimate_and_a_failure_leads_to_more(
+    ranks: RankPool, tmp_path: Any
+) -> None:
+    write_model("qwen3", tmp_path / "model")
+    (found,) = ranks.run(measured_twice, 1, str(tmp_path / "model"))
+    before, after = found["smaller"]
+    assert before == after
+    before, after = found["failure"]
+    assert before < after
 
 
 def squeezed(rank: Rank, layout: ParallelLayout, model: str) -> list[int]:

@@ -51,13 +51,21 @@ def test_the_estimate_is_near_what_was_measured(raw: dict[str, Any], tokens: int
     [
         # In GiB, as the log of `tools.bench gpu --only long` has it.
         (65536, ["linear"] * 33 + ["qkv"] * 3, 56.0), (65536, ["offload"] * 5 + ["linear"] * 31, 42.3),
-        (131072, ["full"] * 35 + ["linear"], 41.5),
+        (131072, ["full"] * 35 + ["linear"], 41.5), (131072, ["offload"] * 20 + ["linear"] * 16, 49.2),
     ],
 )  # fmt: skip
 def test_the_estimate_for_long_sequences_is_near_what_was_measured(
     tokens: int, levels: list[Any], measured: float
 ) -> None:
     assert activation_bytes(shape(LONG, tokens), levels) / 2**30 == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "levels", "measured"),
+    [(32768, ["linear"] * 6, 10.78), (16384, ["qkv"] * 4 + ["selective"] * 2, 11.11)],  # GB, rows memory.*_activations
+)
+def test_the_estimate_for_experts_is_near_what_was_measured(tokens: int, levels: list[Any], measured: float) -> None:
+    assert activation_bytes(shape(SLICE, tokens), levels) / 1e9 == pytest.approx(measured, rel=0.12)
 
 
 @pytest.mark.parametrize("raw", [DENSE, SLICE, LATENT], ids=["dense", "experts", "latent"])
