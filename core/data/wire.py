@@ -1,5 +1,5 @@
-"""Weights and completions as few numpy arrays: those cross the object store without copies, torch tensors do not, and
-each array costs as much time as many tokens."""
+"""Weights and completions as few numpy arrays: those cross the object store without copies, torch tensors do not. An
+array costs a fixed time, as much as that of many tokens."""
 
 from __future__ import annotations
 

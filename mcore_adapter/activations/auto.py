@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_adapter.activations.estimate import Choice, UpdateShape, activation_bytes, choose, in_flight
+from mcore_adapter.activations.estimate import Choice, UpdateShape, choose, in_flight
 from mcore_adapter.device import Device
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.optimizer import TrainOptimizer
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SPARE = 0.12
 """Share of the memory that is left to fragmentation, where no limit is given. With 0.08, updates on sequences of 65,536
-and 131,072 tokens ran out of memory on an H200; a few more layers that recompute cost them less than 1 %."""
+and 131,072 tokens ran out of memory on an H200."""
 GAIN = 0.05
 """Share of the limit that a measured peak must leave for less recomputation: a choice close to it may run out."""
 CORRECTIONS = 2
@@ -139,14 +139,13 @@ class AutoRecompute:
 
     def retreat(self) -> bool:
         """Recompute more after memory ran out; return False where there is no more."""
-        assert self.choice is not None and self._shape is not None, "an update precedes its failure"
+        assert self.choice is not None, "an update precedes its failure"
         self._measures = False
         before = self.choice.levels
         if all(level == LEVELS[-1] for level in before):
             return False
         self._corrections_left = 0
-        failed = self._correction * activation_bytes(self._shape, before)
-        self._share = min(self._share, failed / self._limit)
+        self._share = min(self._share, self.choice.activation_bytes / self._limit)
         while _rank(self.choice.levels) <= _rank(before):
             self._share *= _LESS_AFTER_FAILURE
             self._choose("after memory ran out", self._limit)

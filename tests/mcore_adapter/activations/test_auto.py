@@ -144,6 +144,8 @@ def failed(rank: Rank, model: str) -> list[float]:
         shares.append(auto.choice.activation_bytes / size / 2**30)
         auto.prepare(240, 1)
         shares.append(auto.choice.activation_bytes / size / 2**30)
+        while auto.retreat():
+            pass
         auto.prepare(100, 1)
         return [*shares, auto.choice.activation_bytes / size / 2**30, sum(map(LEVELS.index, auto.choice.levels))]
 
