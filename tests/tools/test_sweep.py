@@ -4,6 +4,7 @@ import _thread
 import json
 import math
 import os
+import signal
 import statistics
 import time
 from pathlib import Path
@@ -65,9 +66,13 @@ def test_a_run_with_a_row_is_not_repeated_and_one_that_failed_is(started: list[l
 
 
 def test_no_run_starts_after_ctrl_c(started: list[list[str]], tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     todo = [runs.Run(labels={"preset": "interrupted", "seed": seed}) for seed in range(4)]
-    with pytest.raises(KeyboardInterrupt):
-        runs.run_all(todo, tmp_path, warm=tmp_path, model=tmp_path, steps=2, jobs=1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runs.run_all(todo, tmp_path, warm=tmp_path, model=tmp_path, steps=2, jobs=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(started) <= 2, "the run under way, and at most one that starts before the interrupt arrives"
 
 
