@@ -197,9 +197,9 @@ def _expert_gradients(shape: UpdateShape, layer: int) -> float:
 def _head(shape: UpdateShape, tokens: float) -> float:
     """Return the bytes of the backward pass of the output layer."""
     config, size = shape.config, shape.itemsize
-    hidden = 7 * tokens * config.hidden_size  # as was measured: the final norm's, the loss's, and their gradients
     if shape.is_critic:
         return (size + 4) * 3 * tokens * config.hidden_size
+    hidden = 7 * tokens * config.hidden_size  # as was measured: the final norm's, the loss's, and their gradients
     rows = config.vocab_size / shape.layout.tp
     logits = tokens * rows * size
     gradient = rows * config.hidden_size * size

@@ -107,15 +107,21 @@ def test_a_measured_peak_below_the_estimate_allows_less_recomputation(ranks: Ran
     assert third < larger < 3 * 4, "what was measured holds for larger microbatches too"
 
 
+def limited(parallel: Any, device: Any, model: str, *, share: float) -> tuple[Any, float]:
+    """An engine's choice whose limit is a share of what "selective" in all layers is estimated to take, and that
+    estimate in GiB, with microbatches of 200 tokens."""
+    probe = make_engine(parallel, device, model, recompute="auto")
+    probe._recompute.prepare(200, 1)
+    size = sizes_of(probe)["selective"]
+    limit = HELD + probe._optimizer.pending_bytes() / 2**30 + size * share
+    return make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute, size
+
+
 def near_the_limit(rank: Rank, model: str) -> list[tuple[str, ...]]:
     """The choices before and after an update whose peak would let one layer less recompute, just below the limit."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
         stats = Stats(patch)
-        probe = make_engine(parallel, device, model, recompute="auto")
-        probe._recompute.prepare(200, 1)
-        size = sizes_of(probe)["selective"]
-        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + size * 0.975
-        auto = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute
+        auto, _ = limited(parallel, device, model, share=0.975)
         auto.prepare(200, 1)
         first = auto.choice
         stats.used = lambda: first.activation_bytes * 0.97 / 2**30
@@ -133,11 +139,7 @@ def failed(rank: Rank, model: str) -> list[float]:
     """Estimates, as shares of the limit: of a choice, after it failed, and of one for larger microbatches."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
         Stats(patch)
-        probe = make_engine(parallel, device, model, recompute="auto")
-        probe._recompute.prepare(200, 1)
-        size = sizes_of(probe)["selective"]
-        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + size * 1.0001
-        auto = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute
+        auto, size = limited(parallel, device, model, share=1.0001)
         auto.prepare(200, 1)
         shares = [auto.choice.activation_bytes / size / 2**30]
         assert auto.retreat()
@@ -163,12 +165,9 @@ def measured_twice(rank: Rank, model: str) -> dict[str, list[int]]:
     follows an update which took half."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
         stats = Stats(patch)
-        probe = make_engine(parallel, device, model, recompute="auto")
-        probe._recompute.prepare(200, 1)
-        limit = HELD + probe._optimizer.pending_bytes() / 2**30 + sizes_of(probe)["selective"] * 1.0001
 
         def choices(updates: list[tuple[int, float]], last: str) -> list[int]:
-            auto = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute
+            auto, _ = limited(parallel, device, model, share=1.0001)
             for tokens, used in updates:
                 auto.prepare(tokens, 1)
                 before = sum(map(LEVELS.index, auto.choice.levels))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from statistics import fmean
 
 from rollout.inference.gpus import query_gpus
 from tools.bench.against_trl.samples import WARM_UP_STEPS, Load, configuration, load
@@ -27,7 +27,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
         config = {**configuration(scene, size), "generator.weight_format": weight_format, "algorithm.correction": "tis"}
         rows = run(scene, f"loop-{weight_format}", config)[WARM_UP_STEPS:]
         seconds = sum(row["time/step"] for row in rows)
-        facts = {f"{part}_seconds": _mean(rows, f"time/{part}") for part in PARTS}
+        facts = {f"{part}_seconds": fmean(row[f"time/{part}"] for row in rows) for part in PARTS}
         measured.append({"tokens_per_second": sum(row["n_valid_tokens"] for row in rows) / seconds, **facts})
         print(f"{weight_format}: {measured[-1]}", flush=True)
     for name, value in measured[-1].items():
@@ -35,7 +35,3 @@ def loop(scene: Scene) -> Iterator[Figure]:
             name=f"fp8.{scene.shape}_loop_{name}", value=value, unit="s" if name.endswith("_seconds") else "tokens/s",
             baseline=measured[0][name] if len(measured) > 1 else None, target="",
         )  # fmt: skip
-
-
-def _mean(rows: list[dict[str, Any]], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
