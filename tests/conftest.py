@@ -36,6 +36,7 @@ SLOW_MODULES = {
     "test_examples",
     "test_full_disk",
     "test_mutants",
+    "test_object_store",
     "test_out_of_memory",
     "test_ppo_end_to_end",
     "test_recover_run",

@@ -1,7 +1,8 @@
 """A batch in the object store: references to its pieces, and the facts that every reader has.
 
 A piece holds sequences that the same ranks need, so that no token is stored twice and no rank fetches a token that it
-does not run. Invariant: every sequence is in exactly one piece. The driver passes these objects on; it holds no tokens.
+does not run. Invariant: every sequence is in exactly one piece. The driver passes references to these objects on; it
+holds no tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mcore_adapter.data.shape import BatchShape
 from mcore_adapter.data.weights import Divisors
 
 Ref = Any
-"""A reference to an object in the store (ray.ObjectRef)."""
+"""A reference to an object in the store (ray.ObjectRef), or the object itself where it is small."""
 Reader = tuple[str, int]
 """Ranks that run the same sequences: (name of their group, data-parallel rank)."""
 Arrays = Mapping[str, np.ndarray]

@@ -101,7 +101,7 @@ class SFTTrainer:
         uses = [self._engine.use(self._memory, trains=trains)]
         uses += [self._reference.use(self._memory, trains=False)] if self._reference is not None else []
         writer = BatchWriter(
-            group.put, token_ids=batch.token_ids.numpy(), cu_seqlens=batch.cu_seqlens.numpy(),
+            group.place, token_ids=batch.token_ids.numpy(), cu_seqlens=batch.cu_seqlens.numpy(),
             loss_mask=batch.loss_mask.numpy(), minibatches=[range(batch.num_sequences)], uses=uses,
             units=None if pair is None else pair[batch.cu_seqlens[:-1]].abs().numpy(),
         )  # fmt: skip

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 
 from core.launch.generator_actor import ActorGenerator
+from core.launch.store import fetch, place
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 from core.rollout_settings import DataFacts, RolloutSettings
@@ -18,9 +18,7 @@ from core.step_batch import StepBatch
 from tracing import spanned
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
-    from core.data.stored_batch import Ref, StoredBatch, StoredFields
+    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
     from core.monitoring.samples import Sample
     from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
@@ -52,21 +50,19 @@ class RolloutActor:
     async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
         await self._service.begin(version, state, ignore_changes=ignore_changes)
 
-    async def take(self, request: BatchRequest) -> tuple[ObjectRef[StoredBatch], BatchFacts, Figures]:
-        """Place the next batch in the object store; return a reference, what the driver reports of it, and figures."""
+    async def take(self, request: BatchRequest) -> tuple[StoredBatch, tuple[BatchFacts, Figures]]:
+        """Return the next batch, for the ranks, and what the driver reports of it: two results, of which the driver
+        reads the second."""
         self._batch = None  # its memory is needed
         rollout, figures = await self._service.take(request.version)
-        self._batch = await asyncio.to_thread(StepBatch, rollout, request, put=ray.put)
-        return ray.put(self._batch.stored), self._batch.facts(), figures
+        self._batch = await asyncio.to_thread(StepBatch, rollout, request, put=_place)
+        return self._batch.stored, (self._batch.facts(), figures)
 
-    async def score(
-        self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]
-    ) -> tuple[ObjectRef[StoredFields], Scored]:
-        """Compute the advantages of the batch, and place what the updates train on in the object store."""
+    async def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[StoredFields, Scored]:
+        """Compute the advantages of the batch; return what the updates train on, and what the driver reports: as
+        take()."""
         assert self._batch is not None, "take() comes first"
-        values = {name: await asyncio.gather(*refs) for name, refs in results.items()}
-        fields, scored = await asyncio.to_thread(self._batch.score, scoring, values)
-        return ray.put(fields), scored
+        return await asyncio.to_thread(_score, self._batch, scoring, results)
 
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)
@@ -90,3 +86,11 @@ class RolloutActor:
 
     async def close(self) -> None:
         await self._service.close()
+
+
+def _place(arrays: Arrays) -> Ref:
+    return place(arrays, arrays.values())
+
+
+def _score(batch: StepBatch, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[StoredFields, Scored]:
+    return batch.score(scoring, {name: fetch(placed) for name, placed in results.items()})

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 Method = Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]]
 """A method of the actor. Calls name it as RolloutActor.take, so that arguments and results are checked."""
 
@@ -44,16 +45,25 @@ class RolloutClient:
         """Start a call and return its handle."""
         return getattr(self._actor, method.__name__).remote(*args, **kwargs)
 
+    def _send_pair(self, method: Method[P, tuple[R, S]], *args: P.args, **kwargs: P.kwargs) -> Sequence[Any]:
+        """Start a call and return a handle of each of its two results: one that the ranks get, and one to read here."""
+        return getattr(self._actor, method.__name__).options(num_returns=2).remote(*args, **kwargs)
+
     def _call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        call, limit = self._send(method, *args, **kwargs), self._cluster.deadlines.call_seconds
-        result: R = self._wait(call, method.__name__, timeout_seconds=limit, key="call_seconds")
+        result: R = self._wait_call(self._send(method, *args, **kwargs), method.__name__)
         return result
+
+    def _wait_call(self, call: Any, phase: str) -> Any:
+        return self._wait(call, phase, timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
 
     def _sampling(self, method: Method[P, R], meanwhile: Callable[[], None], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method that waits for generators."""
-        call, limit = self._send(method, *args, **kwargs), self._cluster.deadlines.batch_seconds
-        result: R = self._wait(call, method.__name__, timeout_seconds=limit, key="batch_seconds", meanwhile=meanwhile)
+        result: R = self._wait_sampling(self._send(method, *args, **kwargs), method.__name__, meanwhile)
         return result
+
+    def _wait_sampling(self, call: Any, phase: str, meanwhile: Callable[[], None]) -> Any:
+        limit = self._cluster.deadlines.batch_seconds
+        return self._wait(call, phase, timeout_seconds=limit, key="batch_seconds", meanwhile=meanwhile)
 
     def _wait(self, call: Any, phase: str, *, timeout_seconds: float, key: str, **options: Any) -> Any:
         calls = [*self._announced, call]
@@ -74,14 +84,17 @@ class RolloutClient:
     def take(
         self, request: BatchRequest, meanwhile: Callable[[], None]
     ) -> tuple[ObjectRef[StoredBatch], BatchFacts, dict[str, float]]:
-        """Return the next batch, oldest first, in the object store, with what the driver reports of it and the
+        """Return a reference to the next batch, oldest first, with what the driver reports of it and the
         producer's figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
-        return self._sampling(RolloutActor.take, meanwhile, request)
+        batch, rest = self._send_pair(RolloutActor.take, request)
+        facts, figures = self._wait_sampling(rest, "take", meanwhile)
+        return batch, facts, figures
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[ObjectRef[StoredFields], Scored]:
-        """Return the fields to train on of the batch of the last take(). `results`: references to those of each
-        pass."""
-        return self._call(RolloutActor.score, scoring, results)
+        """Return a reference to the fields to train on of the batch of the last take(), and what the driver reports.
+        `results`: those of each pass, as the ranks returned them."""
+        fields, rest = self._send_pair(RolloutActor.score, scoring, results)
+        return fields, self._wait_call(rest, "score")
 
     def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:
         """Start sampling, from the beginning or from a recover checkpoint's state."""

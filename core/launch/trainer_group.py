@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 from allocation import RoleAllocation, Slot
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
+from core.launch.store import fetch, place
 from core.launch.trainer_rank import TrainerRank
 from core.launch.trainer_stub import TrainerStub
 from core.monitoring.memory import split_memory
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.passes import InferencePass, UpdatePass
-    from core.data.stored_batch import Ref, StoredBatch, StoredFields
+    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
     from core.weight_sync.buckets import SendReport
     from core.weight_sync.servers import SenderPlan
     from mcore_adapter.data.planner import Planner
@@ -119,9 +120,13 @@ class TrainerGroup:
         """Place something in the object store for the ranks."""
         return ray.put(value)
 
+    def place(self, arrays: Arrays) -> Ref:
+        """Do the same with a piece of a batch that is not small."""
+        return place(arrays, arrays.values())
+
     def get(self, results: Sequence[Ref]) -> list[Any]:
-        """Return what ranks have placed there."""
-        return ray.get(list(results))
+        """Return what the ranks have returned, from the store where it is there."""
+        return fetch(results)
 
     def open_batch(self, batch: ObjectRef[StoredBatch]) -> None:
         """Run the next passes on this batch. The next call waits for it, and has its error."""
@@ -142,7 +147,8 @@ class TrainerGroup:
         return metrics
 
     def logprobs(self, inference: InferencePass) -> list[Ref]:
-        """Return references to the log-probabilities of the batch, one of each rank that has some: see TrainerRank."""
+        """Return the log-probabilities of the batch, or references to them, of each rank that has some: see
+        TrainerRank."""
         calls = [rank.logprobs(inference) for rank in self._ranks]
         return [ref for ref in self._gather(calls, f"logprobs of {inference.engine}") if ref is not None]
 

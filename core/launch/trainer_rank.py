@@ -19,6 +19,7 @@ import torch
 from core.data.rank_batch import RankBatch
 from core.data.wire import bucket_to_wire
 from core.errors import first_line
+from core.launch.store import fetch, place
 from core.meeting import Meeting, MeetingPoint, join_store
 from core.monitoring.logs import log_to_file
 from core.monitoring.memory import TRAINER, TRAINER_GPU, peak_gib
@@ -110,7 +111,7 @@ class TrainerRank:
 
     def _fetch(self, refs: list[Ref]) -> list[Arrays]:
         """Return pieces of a batch, in the store's read-only memory."""
-        return ray.get(refs)
+        return fetch(refs)
 
     def add_fields(self, fields: StoredFields) -> None:
         """Train on these fields of the batch."""
@@ -139,7 +140,8 @@ class TrainerRank:
         return {TRAINER: peak_gib(), TRAINER_GPU: self._device.memory_stats()["peak_gib"]}
 
     def logprobs(self, inference: InferencePass) -> Ref | None:
-        """Return a reference to (sequences, their log-probabilities end to end) on ranks that have results."""
+        """Return (sequences, their log-probabilities end to end), or a reference to them, on ranks that have
+        results."""
         return _stored(
             self._engines[inference.engine].logprobs(
                 self._batch.whole(replay_routing=inference.replay_routing),
@@ -243,4 +245,5 @@ def _use_interface_of_node() -> None:
 def _stored(shard: Shard | None) -> Ref | None:
     if shard is None:
         return None
-    return ray.put((np.array(shard.sequences, np.int64), shard.values.float().cpu().numpy()))
+    result = (np.array(shard.sequences, np.int64), shard.values.float().cpu().numpy())
+    return place(result, result)

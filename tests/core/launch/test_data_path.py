@@ -19,7 +19,8 @@ from rich.console import Console
 
 from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
-from core.launch import rollout_actor, trainer_group, trainer_rank
+from core.launch import store as object_store
+from core.launch import trainer_group
 from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
@@ -55,11 +56,12 @@ class Store:
     """In place of Ray: objects, and calls that run at once."""
 
     def __init__(self) -> None:
-        self.driver_bytes = 0
+        self.driver_bytes = self.num_objects = 0
         self.fetched: list[Counter[Ref]] = []
         """Of each rank, since its batch was opened."""
 
     def put(self, value: Any) -> Ref:
+        self.num_objects += 1
         return Ref(self, value)
 
     def get_in_driver(self, refs: Sequence[Ref]) -> list[Any]:
@@ -78,11 +80,20 @@ class Actor:
         self._store, self._instance = store, instance
 
     def __getattr__(self, name: str) -> Any:
-        def remote(*args: Any, **kwargs: Any) -> Ref:
-            result = getattr(self._instance, name)(*(a.value if isinstance(a, Ref) else a for a in args), **kwargs)
-            return self._store.put(asyncio.run(result) if inspect.iscoroutine(result) else result)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            method = getattr(self._instance, name)
+            result = method(*(a.value if isinstance(a, Ref) else a for a in args), **kwargs)
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
 
-        return SimpleNamespace(remote=remote)
+        def options(*, num_returns: int) -> SimpleNamespace:
+            def remote(*args: Any) -> list[Ref]:
+                results = [Ref(self._store, result) for result in call(*args)]
+                assert len(results) == num_returns
+                return results
+
+            return SimpleNamespace(remote=remote)
+
+        return SimpleNamespace(remote=lambda *args, **kw: Ref(self._store, call(*args, **kw)), options=options)
 
 
 class Rank(TrainerRank):
@@ -98,15 +109,19 @@ class Rank(TrainerRank):
         super().open_batch(batch, group)
 
     def _fetch(self, refs: list[Any]) -> list[Any]:
-        self._counter.update(refs)
-        return [ref.value for ref in refs]
+        self._counter.update(ref for ref in refs if isinstance(ref, Ref))
+        return [ref.value if isinstance(ref, Ref) else ref for ref in refs]
 
 
-def run_steps(monkeypatch: pytest.MonkeyPatch, *, tokens: int, decoupled: bool) -> Store:
+def run_steps(
+    monkeypatch: pytest.MonkeyPatch, *, tokens: int, decoupled: bool, small_bytes: int = object_store.SMALL_BYTES
+) -> Store:
     """Two steps of 2 prompts with 4 answers each, in 2 minibatches."""
     store = Store()
-    for module in (rollout_actor, trainer_rank, trainer_group):
-        monkeypatch.setattr(module, "ray", SimpleNamespace(put=store.put, get=store.get_in_driver))
+    fetch_there = SimpleNamespace(put=store.put, get=lambda refs: [ref.value for ref in refs], ObjectRef=Ref)
+    monkeypatch.setattr(object_store, "ray", fetch_there)
+    monkeypatch.setattr(object_store, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(put=store.put))
     cluster = SimpleNamespace(waiter=store, deadlines=SimpleNamespace(call_seconds=1.0, batch_seconds=1.0))
     rollout, group = RolloutClient.__new__(RolloutClient), TrainerGroup.__new__(TrainerGroup)
     service = RolloutActor.__new__(RolloutActor)
@@ -139,13 +154,22 @@ def run_steps(monkeypatch: pytest.MonkeyPatch, *, tokens: int, decoupled: bool) 
 def test_what_the_driver_receives_does_not_grow_with_the_tokens(
     monkeypatch: pytest.MonkeyPatch, decoupled: bool
 ) -> None:
-    short, long = (run_steps(monkeypatch, tokens=n, decoupled=decoupled).driver_bytes for n in (300, 3000))
+    few, many = 20_000, 80_000
+    short, long = (run_steps(monkeypatch, tokens=n, decoupled=decoupled).driver_bytes for n in (few, many))
     assert 0 < short == long
 
 
 @pytest.mark.parametrize("decoupled", [False, True], ids=["no passes", "old log-probabilities"])
+def test_small_batches_need_no_objects_and_large_ones_few(monkeypatch: pytest.MonkeyPatch, decoupled: bool) -> None:
+    small, large = (run_steps(monkeypatch, tokens=n, decoupled=decoupled).num_objects for n in (300, 20_000))
+    assert small == 0
+    pieces = 2 * RANKS  # tokens and fields
+    assert large == STEPS * (pieces + RANKS * decoupled)
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["no passes", "old log-probabilities"])
 def test_a_rank_fetches_nothing_twice_in_a_step(monkeypatch: pytest.MonkeyPatch, decoupled: bool) -> None:
-    fetched = run_steps(monkeypatch, tokens=300, decoupled=decoupled).fetched
+    fetched = run_steps(monkeypatch, tokens=300, decoupled=decoupled, small_bytes=0).fetched
     assert len(fetched) == RANKS * STEPS
     assert all(counts and set(counts.values()) == {1} for counts in fetched)
     if not decoupled:
