@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -29,6 +28,7 @@ _ARRAYS = (
     ("versions", "iu", "integers"),
 )  # fmt: skip
 """Field, kinds of dtype, and what they are called."""
+_NAMES = tuple(name for name, _, _ in _ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +65,24 @@ def check_group(group: Any, prompt: Prompt, *, version: int, limits: GroupLimits
 
 
 def _is_suspect(group: list[Trajectory], version: int, limits: GroupLimits) -> bool:
-    """Return whether a value may be wrong. The rules for tokens apply to all tokens of a group at once, which takes a
-    third of the time for short answers; long ones are better checked one by one, in the processor's cache."""
-    if sum(len(t.token_ids) for t in group) > _AT_ONCE:
+    """Return whether a value may be wrong: True wherever a rule is broken, in a quarter of the rules' time for short
+    answers. Long ones are better checked one by one, in the processor's cache."""
+    lens = [len(t.token_ids) for t in group]
+    longest = math.inf if limits.max_tokens is None else limits.max_tokens
+    if sum(lens) > _AT_ONCE or min(lens) == 0 or max(lens) > longest:
         return True
-    tokens: dict[str, Any] = {name: np.concatenate([getattr(t, name) for t in group]) for name, _, _ in _ARRAYS}
-    errors = (*(_own_errors(t, limits) for t in group), _token_errors(replace(group[0], **tokens), version, limits))
-    return any(True for _ in chain(*errors))
+    if not all(abs(float(t.reward)) <= _MAX_REWARD and t.finish_reason in _ENDS for t in group):  # NaN is not
+        return True
+    token_ids, loss_mask, logprobs, versions = (np.concatenate([getattr(t, name) for t in group]) for name in _NAMES)
+    starts = np.cumsum([0, *lens[:-1]])
+    return bool(
+        loss_mask[starts].any()
+        or not np.logical_or.reduceat(loss_mask, starts).all()
+        or (limits.vocab_size is not None and not 0 <= token_ids.min() <= token_ids.max() < limits.vocab_size)
+        or not -math.inf < logprobs.min() <= logprobs.max() <= _MAX_LOGPROB
+        or versions.max() > version
+        or versions[loss_mask].min() <= PROMPT_VERSION
+    )
 
 
 def _type_errors(t: Trajectory) -> Iterator[str]:

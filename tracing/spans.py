@@ -3,20 +3,21 @@
     {"process": "rollout", "host": "node-1", "pid": 4711}     on every start of the process
     ["request", "generator-0", 1764000000000000, 1500, {}]    name, lane, begin and duration in microseconds, details
 
-Times are of the host's clock, so that processes and hosts are comparable. A span is on the disk when it has ended: a
-process that is killed keeps what it wrote. Invariant: a process writes at most twice `limit_bytes`; the oldest half is
-dropped. A process that has not called record_spans() records nothing.
+Times are of the host's clock, so that processes and hosts are comparable. A span is on the disk when it has ended, in
+an event loop at its next turn: a process that is killed keeps what it wrote. Invariant: a process writes at most twice
+`limit_bytes`; the oldest half is dropped. A process that has not called record_spans() records nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -39,19 +40,44 @@ class _Recorder:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path, self._limit, self._lock = folder / f"{name}.jsonl", limit_bytes, threading.Lock()
         self._header = {"process": name, "host": socket.gethostname(), "pid": os.getpid()}
+        self._of_this_turn: list[object] = []
+        self._turn_of: asyncio.AbstractEventLoop | None = None
+        """The event loop that will write them."""
         self._open()
 
     def _open(self) -> None:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._size = os.fstat(self._fd).st_size
-        self._write(self._header)
+        self._write([self._header])
 
-    def _write(self, row: object) -> None:
-        self._size += os.write(self._fd, _encode(row).encode() + b"\n")
+    def _write(self, rows: Sequence[object]) -> None:
+        self._size += os.write(self._fd, "".join(f"{_encode(row)}\n" for row in rows).encode())
 
     def add(self, name: str, lane: str, begin: int, end: int, details: dict[str, object]) -> None:
+        """Write a span; in an event loop together with the others that end in the same turn, as answers do."""
+        row = [name, lane, begin // 1000, (end - begin) // 1000, details]
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._append([row])
+            return
         with self._lock:
-            self._write([name, lane, begin // 1000, (end - begin) // 1000, details])
+            self._of_this_turn.append(row)
+            known, self._turn_of = self._turn_of is loop, loop
+        if not known:
+            loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        with self._lock:
+            rows, self._of_this_turn, self._turn_of = self._of_this_turn, [], None
+        try:
+            self._append(rows)
+        except OSError:
+            _forget()
+
+    def _append(self, rows: Sequence[object]) -> None:
+        with self._lock:
+            self._write(rows)
             if self._size > self._limit:
                 os.close(self._fd)
                 self._path.replace(self._path.with_suffix(EARLIER))

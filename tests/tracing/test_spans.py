@@ -46,6 +46,26 @@ def test_a_span_is_on_the_disk_when_it_ends_with_its_lane_details_and_error(tmp_
     assert push[2] - 60_000_000 < step[2] + step[3] < push[2] + 60_000_000  # one clock, in microseconds
 
 
+def test_spans_of_an_event_loop_are_written_at_its_next_turn(tmp_path: Path) -> None:
+    record_spans("rollout", tmp_path, limit_mib=1)
+
+    async def answers(*names: str) -> list[str]:
+        for name in names:
+            with span(name):
+                pass
+        await asyncio.sleep(0)
+        return [row[0] for row in written(tmp_path, "rollout")]
+
+    assert asyncio.run(answers("a", "b")) == ["a", "b"]
+    closed = asyncio.new_event_loop()
+    lost = closed.create_task(answers("of a loop that is closed"))
+    closed.call_soon(closed.stop)
+    closed.run_forever()
+    lost.cancel()
+    closed.close()
+    assert asyncio.run(answers("c"))[-1] == "c", "the next loop writes its own"
+
+
 def test_a_span_has_details_that_are_no_plain_json(tmp_path: Path) -> None:
     record_spans("rollout", tmp_path, limit_mib=1)
     with span("read", path=os.fsdecode(b"\xff"), share=np.float64(0.5)):
