@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 16
 """Answers sent to a worker at once: enough to hide the pipe, few enough to wait behind one that hangs."""
+_UNDIVIDED_SECONDS = 0.01
+"""Waiting answers that one worker judges in this time go to it together: another message costs more than it saves."""
 _KILL_GRACE_SECONDS = 0.5
 """A worker ends slow Python code by itself at the limit, which spares its restart; this much later it is killed."""
 _START_TIMEOUT_SECONDS = 120.0
@@ -78,6 +81,8 @@ class RewardPool:
         self._waiting: asyncio.Queue[_Answer] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
+        self._answer_seconds = math.inf
+        """What an answer of the last batch took."""
         self._outcomes: Counter[Outcome] = Counter()
         self.last_error = "none"
         """Why a completion could not be scored, in one line."""
@@ -152,7 +157,10 @@ class RewardPool:
             batch = await self._next_batch()
             try:
                 with span("judge", lane="rewards", answers=len(batch)):
+                    begin = time.perf_counter()
                     lost = await self._score_batch(worker, batch)
+                    if batch:
+                        self._answer_seconds = (time.perf_counter() - begin) / len(batch)
             except BaseException as error:
                 _give_up(batch, error)
                 raise
@@ -174,8 +182,10 @@ class RewardPool:
     async def _next_batch(self) -> list[_Answer]:
         """Wait for an answer, then take this worker's share of those that wait."""
         batch = [await self._waiting.get()]
-        share = min(_MAX_BATCH, math.ceil((self._waiting.qsize() + 1) / self._num_workers))
-        while len(batch) < share:
+        waiting = self._waiting.qsize() + 1
+        quick = waiting * self._answer_seconds < _UNDIVIDED_SECONDS
+        share = waiting if quick else math.ceil(waiting / self._num_workers)
+        while len(batch) < min(_MAX_BATCH, share):
             batch.append(self._waiting.get_nowait())
         return [answer for answer in batch if not answer.score.done()]  # the others were cancelled by their callers
 

@@ -22,7 +22,7 @@ from rollout.types import Prompt
 REPOSITORY = Path(__file__).parents[3]
 
 EVIL = """
-import ctypes, os, subprocess, sys
+import ctypes, os, subprocess, sys, time
 from pathlib import Path
 from rollout.rewards.math import UnparsableAnswerError
 
@@ -59,7 +59,8 @@ def score(prompt, text):
         return None
     if text == "unparsable":
         raise UnparsableAnswerError
-    if text == "pid":
+    if text.endswith("pid"):
+        time.sleep(0.05 * text.startswith("slow"))
         return os.getpid()
     if text.startswith("child "):
         _, file, then = text.split(" ", 2)
@@ -156,6 +157,20 @@ def test_answers_that_come_with_a_hanging_one_are_divided_among_the_workers(evil
             assert await scored == 4.0
         for task in (hanging, *others):
             task.cancel()
+
+    with_pool(body, evil, num_workers=2, timeout_seconds=60)
+
+
+def test_quick_answers_of_a_group_go_to_one_worker_and_slow_ones_to_all(evil: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        async def num_workers(text: str) -> int:
+            await pool.score(make_prompt(), text)  # how long such an answer takes
+            return len(set(await pool.score_many(make_prompt(), [text] * 8)))
+
+        assert await num_workers("slow pid") == 2
+        on_a_loaded_machine_all_are_slow = [await num_workers("pid") for _ in range(100)]
+        assert 1 in on_a_loaded_machine_all_are_slow
+        assert await num_workers("slow pid") == 2
 
     with_pool(body, evil, num_workers=2, timeout_seconds=60)
 
