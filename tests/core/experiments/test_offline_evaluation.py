@@ -58,6 +58,9 @@ class Ranks:
     def put(self, value: Any) -> Any:
         return value
 
+    def place(self, arrays: Any) -> Any:
+        return arrays
+
     def get(self, refs: Any) -> Any:
         return refs
 
