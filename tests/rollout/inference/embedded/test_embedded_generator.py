@@ -294,8 +294,8 @@ def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path,
 
     async def script(generator: EmbeddedGenerator) -> None:
         running = [asyncio.ensure_future(generator.generate(r)) for r in requests]
-        await asyncio.sleep(0.05)
-        partial = await generator.partial()
+        while not (partial := await generator.partial()) and not all(r.done() for r in running):
+            await asyncio.sleep(0.001)
         whole = await asyncio.gather(*running)
         assert partial and await generator.partial() == {}
         for r, expected in zip(requests, whole, strict=True):
