@@ -120,7 +120,7 @@ class RecoverStore:
             wait_engines = begin_save(temporary)
             rollout = rollout_state()
         except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self._remove(temporary)
             if is_of_disk(error):
                 raise self._failure(state.step, error) from error
             raise
@@ -204,7 +204,7 @@ class RecoverStore:
                 return
             self._commit(temporary, self._folder / f"globalstep{state.step}")
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self._remove(temporary)
         logger.info("Dumped recover info to file.")
         seconds = time.perf_counter() - began
         add_span("write recover checkpoint", seconds, lane="checkpoint", step=state.step)
@@ -223,7 +223,8 @@ class RecoverStore:
         self._invalid.clear()
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint by one rename first, so that no other process finds half of it."""
+        """Remove a checkpoint by one rename first: no other process finds half of it, and ranks that still write it
+        cannot add files to a folder that is being removed."""
         aside = self._folder / f"{_REMOVING}{checkpoint.name}"
         if checkpoint.exists():
             os.rename(checkpoint, aside)

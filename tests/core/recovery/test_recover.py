@@ -1,6 +1,7 @@
 """Recover checkpoints: valid or passed over, written beside the training, and errors that name the key."""
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -204,6 +205,36 @@ def test_the_end_of_a_run_waits_for_the_last_write_and_a_failed_run_gives_it_up(
         begin(store, 3, engines=until_stopped)
         _ = 1 / 0
     assert names(tmp_path) == ["globalstep2"]
+
+
+def test_ranks_that_still_write_leave_nothing_of_a_write_that_is_given_up(tmp_path: Path) -> None:
+    removed = threading.Event()
+
+    def write_on(folder: Path) -> None:
+        for i in itertools.count():
+            try:
+                (folder / "actor" / f"weights{i}").write_bytes(b"w")
+            except FileNotFoundError:
+                removed.set()
+                return
+            if i == 100_000:
+                return
+
+    def still_written(folder: Path) -> Callable[[threading.Event], None]:
+        write_engine(folder)
+        for i in range(200):
+            (folder / "actor" / f"piece{i}").write_bytes(b"p")
+        ranks.append(threading.Thread(target=write_on, args=(folder,)))
+        ranks[0].start()
+        return lambda stop: assert_set(stop)
+
+    ranks: list[threading.Thread] = []
+    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
+        begin(store, 3, engines=still_written)
+        _ = 1 / 0
+    assert removed.wait(60)
+    ranks[0].join(60)
+    assert names(tmp_path) == []
 
 
 def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
