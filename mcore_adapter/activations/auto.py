@@ -37,6 +37,7 @@ CORRECTIONS = 2
 ALIKE = 2.0
 _MOST_CORRECTION = 3.0
 _LESS_AFTER_FAILURE = 0.92  # of what the choice that failed would have taken
+_LESS_AFTER_EXCESS = 0.98  # of what a choice that exceeded the limit was estimated to take
 _LESS_GIB = 1.0  # free than before: a choice is made anew
 _SHARE_OF_HOST = 0.6  # of what is available before the first update
 _CONTROL_GROUPS = (
@@ -85,6 +86,7 @@ class AutoRecompute:
         self._limit = 0.0  # of activations, when the choice was made
         self._share = 1.0  # of it that may be used: less after memory ran out
         self._correction, self._corrections_left = 1.0, CORRECTIONS
+        self._exceeded = -1  # rank of the choice with the most recomputation that was measured above the limit
         self._measures = False  # the peak of the next update
         self._held = 0.0  # when that began
         self._on_host: float | None = None
@@ -104,7 +106,7 @@ class AutoRecompute:
             if now is not None and tokens > ALIKE * now.tokens:
                 self._correction = max(1.0, self._correction)  # what small microbatches take less says little
             if now is not None and not now.tokens / ALIKE < tokens <= ALIKE * now.tokens:
-                self._share = 1.0
+                self._share, self._exceeded = 1.0, -1
             passes = in_flight(layout, self._parallel.pp_rank, num_microbatches)
             self._shape = UpdateShape(tokens=tokens, in_flight=passes, **self._fixed)  # type: ignore[arg-type]
             self._microbatches, self._corrections_left = microbatches, CORRECTIONS
@@ -130,6 +132,8 @@ class AutoRecompute:
             "gradient checkpointing: %s; activations %.1f GiB, estimated %.1f, limit %.1f, beside %.1f: %s",
             self.choice, peak / GIB, estimate / GIB, self._limit / GIB, self._held / GIB, held,
         )  # fmt: skip
+        if peak > self._limit:
+            self._exceeded = max(self._exceeded, _rank(self.choice.levels))
         self._measures = self._corrections_left > 0
         if self._measures:
             self._corrections_left -= 1
@@ -168,12 +172,17 @@ class AutoRecompute:
             )
 
     def _fitting(self, limit: float, share: float) -> Choice:
-        """Return the least recomputation that fits into a share of the limit, or into what a failure has left of it."""
+        """Return the least recomputation that fits into a share of the limit, or into what a failure has left of it,
+        and is more than any that was measured above the limit."""
         assert self._shape is not None, "prepare() was called"
         if self._on_host is None:
             self._on_host = self._agree(self._host_limit(), dist.ReduceOp.MIN)
         usable = limit * min(share, self._share)
-        return choose(self._shape, usable, host_limit_bytes=self._on_host, correction=self._correction)
+        while True:
+            found = choose(self._shape, usable, host_limit_bytes=self._on_host, correction=self._correction)
+            if _rank(found.levels) > self._exceeded or not found.fits:
+                return found
+            usable *= _LESS_AFTER_EXCESS
 
     def _free(self) -> float:
         """Return the bytes that activations may take."""

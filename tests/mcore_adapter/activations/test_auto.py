@@ -135,6 +135,33 @@ def test_a_choice_that_would_be_close_to_the_limit_is_not_made(ranks: RankPool, 
     assert first == second and set(first) == {"qkv", "selective"}, "selective in all layers would just fit"
 
 
+def exceeded(rank: Rank, model: str) -> tuple[list[int], list[int]]:
+    """Ranks of choices, and the first one, as a choice takes more than estimated and the one after it less."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        stats = Stats(patch)
+        auto, _ = limited(parallel, device, model, share=1.0001)
+        chosen = []
+        for ratio in (1.06, 0.85, 0.85):
+            auto.prepare(200, 1)
+            estimate = auto.choice.activation_bytes / auto._correction / 2**30
+            stats.used = partial(float, ratio * estimate)
+            chosen.append(auto.choice.levels)
+            auto.observe()
+        auto.prepare(200, 1)
+        same = [sum(map(LEVELS.index, levels)) for levels in (*chosen, auto.choice.levels)]
+        stats.used = float
+        auto.prepare(50, 1)
+        auto.prepare(200, 1)
+        return same, [sum(map(LEVELS.index, auto.choice.levels))]
+
+
+def test_a_choice_that_exceeded_the_limit_is_not_made_again(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    (((first, *later), (afresh,)),) = ranks.run(exceeded, 1, str(tmp_path / "model"))
+    assert min(later) > first, "another choice took less, and the estimate of the first one sank with it"
+    assert afresh <= first, "after microbatches of another size, all is chosen anew"
+
+
 def failed(rank: Rank, model: str) -> list[float]:
     """Estimates, as shares of the limit: of a choice, after it failed, and of one for larger microbatches."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from rollout.inference.gpus import query_gpus
-from tools.bench.against_trl.samples import WARM_UP_STEPS, Load, configuration, load
+from tools.bench.against_trl.samples import Load, configuration, load
 from tools.bench.figure import Figure
 from tools.bench.fp8.servers import formats
 from tools.bench.gpu import Scene
@@ -15,6 +15,8 @@ from tools.bench.gpu_runs import run
 
 SIZE = Load(answers=16, new_tokens=256)
 """512 requests at once."""
+WARM_UP_STEPS = 5
+"""In which an FP8 server compiles kernels for the numbers of rows that it meets."""
 PARTS = ("wait_for_rollout", "update", "push")
 
 
@@ -25,6 +27,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
     measured: list[dict[str, float]] = []
     for weight_format in formats():
         config = {**configuration(scene, size), "generator.weight_format": weight_format, "algorithm.correction": "tis"}
+        config["exp_ctrl.benchmark_steps"] = WARM_UP_STEPS + size.steps
         rows = run(scene, f"loop-{weight_format}", config)[WARM_UP_STEPS:]
         seconds = sum(row["time/step"] for row in rows)
         facts = {f"{part}_seconds": fmean(row[f"time/{part}"] for row in rows) for part in PARTS}
