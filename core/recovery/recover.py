@@ -225,10 +225,14 @@ class RecoverStore:
     def _remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint by one rename first: no other process finds half of it, and ranks that still write it
         cannot add files to a folder that is being removed."""
+        if not checkpoint.exists():
+            return
         aside = self._folder / f"{_REMOVING}{checkpoint.name}"
-        if checkpoint.exists():
+        try:
             os.rename(checkpoint, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+        except OSError:  # a full disk may have no room for a longer name
+            aside = checkpoint
+        shutil.rmtree(aside, ignore_errors=True)
 
     def _clear_leftovers(self) -> None:
         """Remove the files of runs that were killed while they wrote."""

@@ -237,6 +237,26 @@ def test_ranks_that_still_write_leave_nothing_of_a_write_that_is_given_up(tmp_pa
     assert names(tmp_path) == []
 
 
+def test_a_disk_without_room_for_a_name_does_not_keep_what_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def full(source: Path, target: Path) -> None:
+        if ".removing-" in str(target):
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    store = RecoverStore(tmp_path, IDENTITY, keep=1)
+    for step in (1, 2):
+        dump(store, step)
+    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as failed:
+        begin(failed, 3, engines=lambda folder: write_engine(folder) and assert_set)
+        _ = 1 / 0
+    assert names(tmp_path) == ["globalstep2"]
+
+
 def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
