@@ -125,7 +125,8 @@ def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.Monkey
     attempt(2, allocation_mode="d2")
     set_aside(tmp_path)
     attempt(1)
-    ids = sorted(folder.name.rpartition("-")[2] for folder in (tmp_path / "wandb").glob("offline-run-*"))
+    # The id is in the name of the file: attempts within one second have folders offline-run-TIME-ID and -ID-1.
+    ids = [file.stem.removeprefix("run-") for file in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
     assert len(ids) == 3 and len(set(ids)) == 2, "each attempt leaves a folder; those of one run bear its id"
     assert ids.count(str(runs_of(tmp_path).get("wandb"))) == 1
 
