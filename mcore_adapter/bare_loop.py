@@ -1,7 +1,8 @@
 """Megatron-core's own training step on packed sequences, with nothing of this project around it: what the benchmark of
 the RL update is held against.
 
-GPTModel with its output layer, cross entropy over full fp32 logits, backward, distributed optimizer.
+GPTModel with its output layer, cross entropy over full fp32 logits, backward, distributed optimizer. `fused` adds what
+TransformerEngine has for a loop like this.
 """
 
 from __future__ import annotations
@@ -35,12 +36,18 @@ class BareLoop:
         parallel: ParallelState,
         device: Device,
         recompute: Literal["none", "full"] = "none",
+        fused: bool = False,
     ) -> None:
+        """`fused`: TransformerEngine's kernels for cross entropy, routing and permutation; its layers add weight
+        gradients in their products. Needs TransformerEngine."""
         dtype = torch.bfloat16
         megatron = transformer_config(config, parallel=parallel, device=device, dtype=dtype, sequence_parallel=False)
         checkpoint_first_layers(megatron, config.num_layers if recompute == "full" else 0)
         # The output layer computes here, by Megatron's own kernel for it: the fused one belongs to apex.
         megatron.gradient_accumulation_fusion = False
+        if fused:
+            megatron.cross_entropy_loss_fusion, megatron.cross_entropy_fusion_impl = True, "te"
+            megatron.moe_permute_fusion = megatron.moe_router_fusion = config.moe is not None
         model = GPTModel(
             megatron, device.block_spec(megatron, None), config.vocab_size, config.max_position_embeddings,
             share_embeddings_and_output_weights=config.tied, position_embedding_type="rope",
@@ -48,6 +55,9 @@ class BareLoop:
         )  # fmt: skip
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02)
+        for module in model.modules() if fused else ():
+            if hasattr(module, "fuse_wgrad_accumulation"):  # of TransformerEngine; the output layer is Megatron's own
+                module.fuse_wgrad_accumulation = True
         self._chunks = wrap_for_training([model])
         self._optimizer = TrainOptimizer(self._chunks, OptimizerSettings(lr=1e-6, total_steps=1000), dtype)
 

@@ -198,7 +198,7 @@ def update(scene: Scene) -> Iterator[Figure]:
     for length, count, tokens_per_mb, bare_recompute in ((2048, 32, 16384, "none"), (16384, 8, 32768, "full")):
         with trainer_world() as (parallel, device):
             batch = random_batch(scene, [length] * count)
-            bare, bare_peak = _bare(scene, parallel, device, batch, tokens_per_mb, bare_recompute)
+            bare, bare_peak = bare_rate(scene, parallel, device, batch, tokens_per_mb, recompute=bare_recompute)
             free(device)
             ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb)
             free(device)
@@ -213,10 +213,10 @@ def update(scene: Scene) -> Iterator[Figure]:
         )
 
 
-def _bare(
-    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, recompute: Any
+def bare_rate(
+    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, **settings: Any
 ) -> tuple[float, float]:
-    """Return (tokens/s, peak GB) of Megatron's own training step."""
+    """Return (tokens/s, peak GB) of Megatron's own training step with these settings of BareLoop."""
     from mcore_adapter.bare_loop import BareLoop
     from mcore_adapter.data.packing import PackingLayout, pack_microbatch
 
@@ -224,7 +224,7 @@ def _bare(
     parts = [list(range(i, i + per_mb)) for i in range(0, batch.num_sequences, per_mb)]
     packed = [pack_microbatch(batch, part, PackingLayout(), device=device.torch_device) for part in parts]
     device.forget_peak()
-    loop = BareLoop(read_config(scene.model), parallel=parallel, device=device, recompute=recompute)
+    loop = BareLoop(read_config(scene.model), parallel=parallel, device=device, **settings)
     seconds = median_seconds(device, lambda: loop.step(packed))
     return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
 

@@ -1,18 +1,34 @@
 """The measurement of `python -m tools.bench gpu --only experts`: updates of a model with experts.
 
-Stacked experts (mcore_adapter/models/stacked_experts.py) against TransformerEngine's grouped layers, in one run.
+Stacked experts (mcore_adapter/models/stacked_experts.py) against TransformerEngine's grouped layers and against
+Megatron's own training loop, in one run.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import PEAK_FLOPS, ROUNDS, WARM_UP, Scene, free, make_engine, random_batch, trainer_world
-from tools.bench.gpu_memory import Measured, WidthsScene, measure, mfu_rows, rows
+from tools.bench.gpu import (
+    PEAK_FLOPS,
+    ROUNDS,
+    WARM_UP,
+    Scene,
+    bare_rate,
+    free,
+    make_engine,
+    random_batch,
+    trainer_world,
+)
+from tools.bench.gpu_memory import GB, Measured, WidthsScene, measure, mfu_rows, rows
+
+logger = logging.getLogger(__name__)
 
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
@@ -60,6 +76,30 @@ def experts(scene: Scene) -> Iterator[Figure]:
             target=target,
         )
         yield from rows(name, within[size], stacked[size], target=f"<= {LIMIT_GB}")
+        if (found := _megatron(ours, length, count, size, fused=not small)) is not None:
+            rate, peak = found
+            label, value = f"update.experts_{size}_megatron", stacked[size].tokens_per_second
+            yield Figure(name=f"{label}_tokens_per_second", value=value, unit="tokens/s", baseline=rate, target="")
+            value = stacked[size].peak / GB
+            yield Figure(name=f"memory.experts_{size}_megatron", value=value, unit="GB", baseline=peak, target="")
+
+
+def _megatron(scene: WidthsScene, length: int, count: int, size: int, *, fused: bool) -> tuple[float, float] | None:
+    """Return (tokens/s, peak GB) of Megatron's own loop with the fastest of its settings; None if it ran out of memory
+    with all of them."""
+    found: list[tuple[float, float]] = []
+    for with_kernels in (True, False) if fused else (False,):
+        with trainer_world() as (parallel, device):
+            device.has_grouped_products = False
+            try:
+                batch = random_batch(scene, [length] * count)
+                found.append(bare_rate(scene, parallel, device, batch, size, fused=with_kernels))
+                result = "{:.0f} tokens/s, peak {:.1f} GB".format(*found[-1])
+            except torch.OutOfMemoryError:
+                result = "out of memory"
+            free(device)
+        logger.info("Megatron's own loop%s, %d: %s", " with fused kernels" if with_kernels else "", size, result)
+    return max(found, default=None)
 
 
 def _measure(
