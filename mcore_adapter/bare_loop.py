@@ -7,7 +7,7 @@ TransformerEngine has for a loop like this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ from mcore_adapter.recompute import checkpoint_first_layers
 from mcore_adapter.settings import OptimizerSettings
 from model_specs.hf_config import ModelConfig
 
+Fused = Literal["cross_entropy", "permutation", "routing", "weight_gradients"]
+
 
 class BareLoop:
     """`step(microbatches)` is one update. Random weights; one rank."""
@@ -36,18 +38,18 @@ class BareLoop:
         parallel: ParallelState,
         device: Device,
         recompute: Literal["none", "full"] = "none",
-        fused: bool = False,
+        fused: Collection[Fused] = (),
     ) -> None:
-        """`fused`: TransformerEngine's kernels for cross entropy, routing and permutation; its layers add weight
-        gradients in their products. Needs TransformerEngine."""
+        """`fused`: what TransformerEngine computes instead of Megatron; with "weight_gradients" its layers add these in
+        their products."""
         dtype = torch.bfloat16
         megatron = transformer_config(config, parallel=parallel, device=device, dtype=dtype, sequence_parallel=False)
         checkpoint_first_layers(megatron, config.num_layers if recompute == "full" else 0)
         # The output layer computes here, by Megatron's own kernel for it: the fused one belongs to apex.
         megatron.gradient_accumulation_fusion = False
-        if fused:
+        if "cross_entropy" in fused:
             megatron.cross_entropy_loss_fusion, megatron.cross_entropy_fusion_impl = True, "te"
-            megatron.moe_permute_fusion = megatron.moe_router_fusion = config.moe is not None
+        megatron.moe_permute_fusion, megatron.moe_router_fusion = "permutation" in fused, "routing" in fused
         model = GPTModel(
             megatron, device.block_spec(megatron, None), config.vocab_size, config.max_position_embeddings,
             share_embeddings_and_output_weights=config.tied, position_embedding_type="rope",
@@ -55,14 +57,15 @@ class BareLoop:
         )  # fmt: skip
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02)
-        for module in model.modules() if fused else ():
+        for module in model.modules() if "weight_gradients" in fused else ():
             if hasattr(module, "fuse_wgrad_accumulation"):  # of TransformerEngine; the output layer is Megatron's own
                 module.fuse_wgrad_accumulation = True
         self._chunks = wrap_for_training([model])
         self._optimizer = TrainOptimizer(self._chunks, OptimizerSettings(lr=1e-6, total_steps=1000), dtype)
 
     def step(self, microbatches: Sequence[PackedMicrobatch]) -> None:
-        """Run forward, backward and update; return when everything is launched and the gradient norm is known."""
+        """Run forward, backward and update; return when everything is launched and the gradient norm is known. Raises
+        FloatingPointError where that is not finite, and nothing was updated."""
         tokens = sum(m.num_tokens for m in microbatches)
         self._optimizer.zero_grad()
         get_forward_backward_func()(
@@ -70,7 +73,8 @@ class BareLoop:
             data_iterator=iter(microbatches), model=self._chunks[0], num_microbatches=len(microbatches),
             seq_length=microbatches[0].num_tokens, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
-        self._optimizer.step()
+        if not self._optimizer.step().applied:
+            raise FloatingPointError("the gradient norm of Megatron's own loop is not finite")
 
 
 def _forward_step(tokens: int, iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:

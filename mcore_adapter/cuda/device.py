@@ -1,7 +1,8 @@
 """Megatron-core on NVIDIA GPUs: NCCL, TransformerEngine's layers, every fusion that is installed.
 
-Invariant: the same interface as cpu/device.py. One thing of Megatron is replaced: its check for apex's weight-gradient
-kernel, which guards a linear layer that no model here computes with (the head is fused, see models/gpt.py, LMHead).
+Invariant: the same interface as cpu/device.py. Two things of Megatron are replaced: its SwiGLU (see swiglu.py; no dense
+model needs torch's compiler then), and its check for apex's weight-gradient kernel, which guards a linear layer that no
+model here computes with (the head is fused, see models/gpt.py, LMHead).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import megatron.core.transformer.mlp as megatron_mlp
+import megatron.core.transformer.moe.shared_experts as megatron_shared_experts
 import torch
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -21,6 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from mcore_adapter.cuda.swiglu import bias_swiglu
 from mcore_adapter.layer_specs import stage_layers
 from mcore_adapter.settings import Fp8Recipe
 
@@ -58,6 +62,7 @@ class CudaDevice:
         # TransformerEngine adds weight gradients into the fp32 buffers by itself; apex's kernel is for Megatron's own
         # linear layers. The head, the only such layer, is made with this flag set and never called.
         megatron_layers._grad_accum_fusion_available = True
+        megatron_mlp.bias_swiglu_impl = megatron_shared_experts.bias_swiglu_impl = bias_swiglu
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -70,7 +75,7 @@ class CudaDevice:
             apply_rope_fusion=True,
             gradient_accumulation_fusion=True,
             bias_activation_fusion=True,
-            bias_dropout_fusion=True,
+            bias_dropout_fusion=False,  # without bias and dropout an addition is left, which needs no compiler
             masked_softmax_fusion=True,
             persist_layer_norm=True,
             batch_p2p_sync=True,

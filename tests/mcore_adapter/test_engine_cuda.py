@@ -215,3 +215,29 @@ def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk
         assert (entropy - expected_entropy).abs().max() < 0.01
     for ours, theirs in zip(gradients(logprobs, entropy), gradients(expected, expected_entropy), strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_swiglu_is_rounded_once_and_has_the_gradient_of_the_formula(gpu: Any) -> None:
+    from mcore_adapter.cuda.swiglu import bias_swiglu
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    halves = torch.randn(33, 1, 2 * 48, dtype=torch.bfloat16, device="cuda", generator=generator, requires_grad=True)
+    grad = torch.randn(33, 1, 48, dtype=torch.bfloat16, device="cuda", generator=generator)
+    product = bias_swiglu(halves, None)
+    product.backward(grad)
+    wide = halves.detach().float().requires_grad_()
+    gate, up = wide.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    expected.backward(grad.float())
+    assert halves.grad is not None and wide.grad is not None and product.shape == (33, 1, 48)
+    for found, exact in ((product, expected), (halves.grad, wide.grad)):
+        torch.testing.assert_close(found.float(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_a_dense_model_trains_without_torchs_compiler(folder: Path, gpu: Any) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()  # what earlier tests compiled would be used again
+    counters.clear()
+    steps_of(make_engine(*gpu, str(folder), dtype="bfloat16"))
+    assert counters["stats"]["unique_graphs"] == 0

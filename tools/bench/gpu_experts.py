@@ -7,12 +7,13 @@ Megatron's own training loop, in one run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from mcore_adapter.bare_loop import Fused
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu import (
@@ -47,6 +48,8 @@ TRIED = {
     "moe_intermediate_size": 32,
 }  # fmt: skip
 """Its shape where there is no GPU."""
+FUSED: tuple[Fused, ...] = ("cross_entropy", "permutation", "routing", "weight_gradients")
+"""What TransformerEngine computes in Megatron's own loop."""
 
 
 def experts(scene: Scene) -> Iterator[Figure]:
@@ -76,7 +79,7 @@ def experts(scene: Scene) -> Iterator[Figure]:
             target=target,
         )
         yield from rows(name, within[size], stacked[size], target=f"<= {LIMIT_GB}")
-        if (found := _megatron(ours, length, count, size, fused=not small)) is not None:
+        if (found := _megatron(ours, length, count, size, () if small else FUSED)) is not None:
             rate, peak = found
             label, value = f"update.experts_{size}_megatron", stacked[size].tokens_per_second
             yield Figure(name=f"{label}_tokens_per_second", value=value, unit="tokens/s", baseline=rate, target="")
@@ -84,21 +87,23 @@ def experts(scene: Scene) -> Iterator[Figure]:
             yield Figure(name=f"memory.experts_{size}_megatron", value=value, unit="GB", baseline=peak, target="")
 
 
-def _megatron(scene: WidthsScene, length: int, count: int, size: int, *, fused: bool) -> tuple[float, float] | None:
-    """Return (tokens/s, peak GB) of Megatron's own loop with the fastest of its settings; None if it ran out of memory
-    with all of them."""
+def _megatron(
+    scene: WidthsScene, length: int, count: int, size: int, fused: Collection[Fused]
+) -> tuple[float, float] | None:
+    """Return (tokens/s, peak GB) of Megatron's own loop, with fused kernels or without, whichever is faster; None if
+    both ran out of memory."""
     found: list[tuple[float, float]] = []
-    for with_kernels in (True, False) if fused else (False,):
+    for chosen in (fused, ()) if fused else ((),):
         with trainer_world() as (parallel, device):
             device.has_grouped_products = False
             try:
                 batch = random_batch(scene, [length] * count)
-                found.append(bare_rate(scene, parallel, device, batch, size, fused=with_kernels))
+                found.append(bare_rate(scene, parallel, device, batch, size, fused=chosen))
                 result = "{:.0f} tokens/s, peak {:.1f} GB".format(*found[-1])
             except torch.OutOfMemoryError:
                 result = "out of memory"
             free(device)
-        logger.info("Megatron's own loop%s, %d: %s", " with fused kernels" if with_kernels else "", size, result)
+        logger.info("Megatron's own loop%s, %d: %s", f" with {chosen}" if chosen else "", size, result)
     return max(found, default=None)
 
 

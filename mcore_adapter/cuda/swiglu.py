@@ -1,0 +1,39 @@
+"""SwiGLU of dense MLPs on GPUs, in TransformerEngine's kernels.
+
+Megatron's own are compiled by torch in every process, which takes seconds of the first update, and again for other
+numbers of tokens. Invariant: the signature is that of Megatron's bias_swiglu_impl().
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformer_engine.pytorch  # noqa: F401 (loads the library of transformer_engine_torch)
+import transformer_engine_torch as kernels
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Saves its input only."""
+
+    @staticmethod
+    def forward(ctx: Any, halves: Tensor) -> Tensor:
+        ctx.save_for_backward(halves)
+        product: Tensor = kernels.swiglu(halves, None)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (halves,) = ctx.saved_tensors
+        grad_halves: Tensor = kernels.dswiglu(grad.contiguous(), halves, None)
+        return grad_halves
+
+
+def bias_swiglu(halves: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    """Compute silu(first) * second of halves [..., 2 * f], in fp32 and rounded once: [..., f]. No bias."""
+    assert bias is None, "no supported family has a bias here"
+    product: Tensor = _SwiGLU.apply(halves.view(-1, halves.shape[-1]))
+    return product.view(*halves.shape[:-1], -1)
