@@ -11,6 +11,7 @@ from helpers.source import PACKAGES, ROOT, place, source_files, top_imports, tre
 OWNER = {
     "megatron": "mcore_adapter/",
     "transformer_engine": "mcore_adapter/",
+    "transformer_engine_torch": "mcore_adapter/",
     "sglang": "rollout/inference/sglang/",
     "ray": "core/launch/",
 }
@@ -29,6 +30,7 @@ MAY_NAME_DEVICES = (
 DISTRIBUTION = {
     "megatron": "megatron-core",
     "transformer_engine": "transformer-engine",
+    "transformer_engine_torch": "transformer-engine",
     "yaml": "PyYAML",
     "math_verify": "math-verify",
     "mlflow": "mlflow-skinny",
