@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from allocation.device import GPU
 from tools.bench.against_trl.peer import output_of
 from tools.bench.cpu import Scene
 from tools.bench.figure import Figure
@@ -37,7 +38,8 @@ OURS: Mapping[str, Any] = {
 }  # fmt: skip
 """One update per generation as in TRL. Three single-threaded processes on two cores, as in `loop`."""
 OURS_ON_GPU: Mapping[str, Any] = {
-    **OURS, "allocation_mode": "embedded.d1m1p1", "n_gpus_per_node": 1, "launch.trainer_device": "cuda",
+    **OURS, "allocation_mode": "embedded.d1m1p1", "n_gpus_per_node": 1, "launch.trainer_device": GPU,
+    "launch.threads_per_process": 4,
 }  # fmt: skip
 """The trainer has the GPU. A model as small as this one is sampled by the embedded generator, on the CPU: a server on
 the GPU takes longer for its HTTP requests than for its tokens."""
