@@ -24,7 +24,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from mcore_adapter.cuda.swiglu import bias_swiglu
 from mcore_adapter.layer_specs import stage_layers
 from mcore_adapter.settings import Fp8Recipe
 
@@ -56,6 +55,8 @@ class CudaDevice:
         self.has_grouped_products = capability in ((9, 0), (10, 0))  # elsewhere torch computes expert by expert
 
     def setup(self) -> None:
+        from mcore_adapter.cuda.swiglu import bias_swiglu
+
         torch.cuda.set_device(self.torch_device)
         # One queue: Megatron relies on communication launched first to start before the computation behind it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
