@@ -122,7 +122,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.data.hub": "datasets",
         "rollout.data.readers": "datasets",
     },
-    "triton: only where there is a GPU": {
+    "triton and TransformerEngine: only where there is a GPU": {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.swiglu",
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.expert_products": "mcore_adapter.cuda.experts",
