@@ -25,7 +25,7 @@ from mcore_adapter.recompute import checkpoint_first_layers
 from mcore_adapter.settings import OptimizerSettings
 from model_specs.hf_config import ModelConfig
 
-Fused = Literal["cross_entropy", "permutation", "routing", "weight_gradients"]
+Fused = Literal["permutation", "routing", "weight_gradients"]
 
 
 class BareLoop:
@@ -47,8 +47,6 @@ class BareLoop:
         checkpoint_first_layers(megatron, config.num_layers if recompute == "full" else 0)
         # The output layer computes here, by Megatron's own kernel for it: the fused one belongs to apex.
         megatron.gradient_accumulation_fusion = False
-        if "cross_entropy" in fused:
-            megatron.cross_entropy_loss_fusion, megatron.cross_entropy_fusion_impl = True, "te"
         megatron.moe_permute_fusion, megatron.moe_router_fusion = "permutation" in fused, "routing" in fused
         model = GPTModel(
             megatron, device.block_spec(megatron, None), config.vocab_size, config.max_position_embeddings,
