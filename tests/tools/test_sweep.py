@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from core.algorithms import PRESETS
+from core.config.allocation import resolve_allocation
 from core.config.load import load_config
 from tools import atlas, learning
 from tools.bench.against_trl import accuracy
@@ -116,6 +117,20 @@ def test_every_run_of_a_sweep_is_a_configuration(run: runs.Run, tmp_path: Path) 
     assert config.exp_ctrl.total_train_steps == 40
     assert config.exp_ctrl.eval_freq_steps == run.changes.get("exp_ctrl.eval_freq_steps", 2)
     assert config.algorithm_name == run.changes["algorithm.name"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer"), [(accuracy.OURS, "cpu"), (accuracy.OURS_ON_GPU, "cuda")], ids=["OURS", "OURS_ON_GPU"]
+)
+def test_only_the_trainer_computes_on_the_gpu_of_a_time_to_accuracy(
+    changes: dict[str, Any], trainer: str, tmp_path: Path
+) -> None:
+    run = accuracy.make_run(1e-4, "bfloat16", 1, changes=changes)
+    overrides = runs.overrides(run, tmp_path, warm=tmp_path, model=tmp_path, steps=40)
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    words = [f"{key}={value}" for key, value in overrides.items()]
+    roles = resolve_allocation(load_config("ppo-math", tmp_path / "empty.yaml", words).config).roles
+    assert (roles["actor_gen"].device, roles["actor_train"].device) == ("cpu", trainer)
 
 
 def test_keys_of_the_command_line_win_over_those_of_every_run(started: list[list[str]], tmp_path: Path) -> None:
