@@ -62,6 +62,18 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     return Assets(model=folder / "model", prompts=folder / "prompts.jsonl", pairs=folder / "pairs.jsonl")
 
 
+@pytest.fixture(scope="session")
+def wide_heads(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `assets` with heads that GPU kernels have, and room for the prompts of recipes."""
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        vocab_size=16, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    return assets.with_model(config, tmp_path_factory.mktemp("wide") / "model")
+
+
 @pytest.fixture
 def run_command(tmp_path: Path) -> Iterator:
     """start(experiment, config) -> Command; several share one fileroot, as restarts of one trial do."""

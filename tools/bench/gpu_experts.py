@@ -1,7 +1,7 @@
-"""The measurement of `python -m tools.bench gpu --only experts`: updates of a model with experts.
+"""The measurements `experts` and `experts_ep` of `python -m tools.bench gpu`: updates of a model with experts.
 
-Stacked experts (mcore_adapter/models/stacked_experts.py) against TransformerEngine's grouped layers and against
-Megatron's own training loop, in one run.
+Stacked experts (mcore_adapter/models/stacked_experts.py) against TransformerEngine's grouped layers and, on one GPU,
+against Megatron's own training loop, in one run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from tools.bench.gpu import (
     trainer_world,
 )
 from tools.bench.gpu_memory import GB, Measured, WidthsScene, measure, mfu_rows, rows
+from tools.bench.gpu_ranks import RANKS, Updates, measure_updates
 
 logger = logging.getLogger(__name__)
 
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
+EP_LAYERS, EP_LIMIT_GB = 12, 110
+"""Of the measurement with two expert-parallel ranks."""
 SLICE: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_act="silu", initializer_range=0.02,
     max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16",
@@ -85,6 +88,40 @@ def experts(scene: Scene) -> Iterator[Figure]:
             yield Figure(name=f"{label}_tokens_per_second", value=value, unit="tokens/s", baseline=rate, target="")
             value = stacked[size].peak / GB
             yield Figure(name=f"memory.experts_{size}_megatron", value=value, unit="GB", baseline=peak, target="")
+
+
+def experts_ep(scene: Scene) -> Iterator[Figure]:
+    """Yield the same of 12 layers over two expert-parallel ranks, 131,072 tokens each; MFU of both together. Two
+    GPUs."""
+    small = not query_gpus()
+    raw = TRIED if small else {**SLICE, "num_hidden_layers": EP_LAYERS}
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=raw)
+    length, count, sizes = (32, 8, (64, 32)) if small else (LENGTH, RANKS * SEQUENCES, (32768, 16384))
+    flops = ours.flops_per_token(length)
+
+    def measured(label: str, *, stacked: bool, **settings: Any) -> dict[int, Measured]:
+        return measure_updates(
+            ours,
+            Updates(
+                layout={"dp": RANKS, "ep": RANKS}, lens=[length] * count, sizes=sizes, count=WARM_UP + ROUNDS,
+                label=label, settings=settings, stacked=stacked,
+            ),
+        )  # fmt: skip
+
+    grouped = measured("grouped layers", stacked=False, recompute="selective")
+    choices: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("", "", {"recompute": "selective"}),
+        ("_auto", f"<= {EP_LIMIT_GB}", {"recompute": "auto", "recompute_limit_gib": EP_LIMIT_GB * 1e9 / 2**30}),
+    )
+    for suffix, limit, settings in choices:
+        stacked = measured(f"stacked{suffix}", stacked=True, **settings)
+        for size in sizes:
+            name = f"experts_ep{RANKS}_{size}{suffix}"
+            yield from mfu_rows(
+                f"update.{name}", stacked[size], grouped[size], flops_per_token=flops, peak_flops=RANKS * PEAK_FLOPS,
+                target=">= 35",
+            )  # fmt: skip
+            yield from rows(name, stacked[size], grouped[size], target=limit)
 
 
 def _megatron(

@@ -1,4 +1,4 @@
-"""The measurement of `python -m tools.bench gpu --only long`: updates on long sequences.
+"""The measurements `long` and `long_cp` of `python -m tools.bench gpu`: updates on long sequences.
 
 The least recomputation that fits (recompute="auto") against that of full layers, in one run.
 """
@@ -12,8 +12,9 @@ from typing import Any
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, trainer_world
+from tools.bench.gpu import PEAK_FLOPS, Scene, config_of, free, make_engine, ppo_update, random_batch, trainer_world
 from tools.bench.gpu_memory import Measured, WidthsScene, measure, mfu_rows, rows
+from tools.bench.gpu_ranks import RANKS, Updates, measure_updates
 
 LENGTHS = (65536, 131072)
 WIDTHS: dict[str, Any] = dict(
@@ -30,6 +31,8 @@ TRIED = {
 }  # fmt: skip
 """Its shape where there is no GPU."""
 NAME = "4B"
+CP_LENGTH, CP_SEQUENCES, CP_SHAPE = 32768, 4, "7B"
+"""Of the measurement with two context-parallel ranks."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,29 @@ def long(scene: Scene) -> Iterator[Figure]:
             target=">= 45" if length == lengths[0] else "fits",
         )  # fmt: skip
         yield from rows(name, auto[length], bare, target="")
+
+
+def long_cp(scene: Scene) -> Iterator[Figure]:
+    """Yield PPO updates of 7B on four sequences of 32,768 tokens over two context-parallel ranks, a microbatch each;
+    MFU of both together. Two GPUs."""
+    small = not query_gpus()
+    raw = TRIED if small else config_of(CP_SHAPE)
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=raw)
+    length = 64 if small else CP_LENGTH
+
+    def measured(recompute: str) -> Measured:
+        updates = Updates(
+            layout={"cp": RANKS}, lens=[length] * CP_SEQUENCES, sizes=[length], count=4, label=recompute,
+            settings={"recompute": recompute},
+        )  # fmt: skip
+        return measure_updates(ours, updates)[length]
+
+    whole, auto = measured("full"), measured("auto")
+    name = f"long.{CP_SHAPE}_cp{RANKS}_{length}"
+    yield from mfu_rows(
+        name, auto, whole, flops_per_token=ours.flops_per_token(length), peak_flops=RANKS * PEAK_FLOPS, target=">= 45"
+    )
+    yield from rows(name, auto, whole, target="fits")
 
 
 def _measure(scene: WidthsScene, lengths: tuple[int, ...], recompute: str) -> dict[int, Measured]:

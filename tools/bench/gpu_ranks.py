@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
+import queue
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
+from tools.bench.gpu_memory import Measured, measure
 from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
 from tools.bench.gpu_servers import generator, server_settings
 
@@ -99,6 +103,54 @@ def overlap(scene: Scene) -> Iterator[Figure]:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """Updates of two ranks to measure: one engine, and a batch in microbatches of each of the sizes in turn."""
+
+    layout: Mapping[str, int]
+    lens: Sequence[int]
+    sizes: Sequence[int]
+    count: int
+    label: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stacked: bool = True
+    """Experts are stacked where the device can; False: TransformerEngine's grouped layers."""
+
+
+def measure_updates(scene: Scene, updates: Updates) -> dict[int, Measured]:
+    """Return the updates by the tokens of a microbatch: the rate of both ranks together, memory of the rank that has
+    the largest peak. Raises RuntimeError when a rank ends."""
+    ranks = TrainerRanks(scene, _updating_rank, updates)
+    try:
+        found = ranks.results()
+    finally:
+        ranks.kill()
+    return {
+        size: replace(
+            max((of_rank[size] for of_rank in found.values()), key=lambda one: one.peak),
+            tokens_per_second=min(of_rank[size].tokens_per_second for of_rank in found.values()),
+        )
+        for size in updates.sizes
+    }
+
+
+def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, updates: Updates) -> None:
+    from core.launch.trainer_group import PAGE_LOCKING
+
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(message)s")
+    with _joined(rank, port, scene, **updates.layout) as (parallel, device):
+        if not updates.stacked:
+            device.has_grouped_products = False
+        engine = make_engine(scene, parallel, device, **updates.settings)
+        batch = random_batch(scene, updates.lens)
+        results.put((rank, {
+            size: measure(engine, device, batch, size, updates=updates.count, label=f"{updates.label}, {size}")
+            for size in updates.sizes
+        }))  # fmt: skip
+        engine.logprobs(batch, max_tokens_per_mb=min(updates.sizes))  # no rank leaves while another one communicates
+
+
 class TrainerRanks:
     """Processes that run `function(rank, port, scene, tasks, results, *args)`; in the first place senders, as one."""
 
@@ -144,8 +196,19 @@ class TrainerRanks:
         return self.results()
 
     def results(self) -> dict[int, Any]:
-        """Return one result of each rank."""
-        return dict(self._results.get(timeout=_PATIENCE_SECONDS) for _ in range(RANKS))
+        """Return one result of each rank. Raises RuntimeError when a rank has ended without, or all take too long."""
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while len(found) < RANKS:
+            ended = [rank for rank, process in enumerate(self._processes) if process.exitcode]
+            try:
+                found.update([self._results.get(timeout=1.0)])
+            except queue.Empty:
+                if lost := sorted(set(ended) - found.keys()):
+                    raise RuntimeError(f"rank {lost[0]} ended; its error is above") from None
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no result within {_PATIENCE_SECONDS:.0f} s") from None
+        return found
 
 
 @contextmanager

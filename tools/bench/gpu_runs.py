@@ -19,17 +19,18 @@ from tools.bench.gpu import Scene
 from tools.demo.data import write_jsonl
 
 WARM_UP_STEPS = 3
-_RUNNING_PER_TRAINER = 192
-"""Requests that run at once for each GPU of the trainer: the server samples somewhat less than that one trains."""
+_RUNNING_PER_TRAINER = 384
+"""Requests that run at once for each GPU of the trainer: the server samples as much as that one trains."""
+_PROMPTS, _ANSWERS = 60, 8
+"""Of a step."""
 
 
 def asynchronous(scene: Scene) -> Iterator[Figure]:
-    """Yield runs with staleness 4 against 0 on the same GPUs, output lengths with a long tail. Half of the GPUs are
-    generators."""
+    """Yield runs with staleness 4, half of the GPUs generators, against staleness 0 with generators and trainer on all
+    GPUs in turns; output lengths have a long tail."""
     rates: dict[int, float] = {}
-    base = _config(scene)
     for staleness, steps in ((4, 13), (0, 6)):
-        config = {**base, "staleness.max_staleness": staleness, "exp_ctrl.benchmark_steps": steps}
+        config = {**_config(scene, staleness), "exp_ctrl.benchmark_steps": steps}
         with busy_share() as shares:
             rows = run(scene, f"staleness-{staleness}", config)
         rates[staleness] = _tokens_per_second(rows)
@@ -38,10 +39,11 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
             yield Figure(name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 90")
         for name, value, unit in _facts(rows[WARM_UP_STEPS:], staleness):
             yield Figure(name=name, value=value, unit=unit, baseline=None, target="")
+        running = float(config["generator.max_running"])
+        name = f"async.staleness_{staleness}_max_running"
+        yield Figure(name=name, value=running, unit="requests", baseline=None, target="")
     if query_gpus():
         yield Figure(name="async.generator_gpus", value=_num_generators(), unit="GPUs", baseline=None, target="")
-    running = float(base["generator.max_running"])
-    yield Figure(name="async.max_running", value=running, unit="requests", baseline=None, target="")
     yield Figure(
         name=f"async.{scene.shape}_trained_tokens_per_second", value=rates[4], unit="tokens/s", baseline=rates[0],
         target=">= 1.8x",
@@ -49,7 +51,10 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
 
 
 def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, float, str]]:
-    """Yield (name, value, unit): medians of the pushes, and means of a step's parts, so that these add up to it."""
+    """Yield (name, value, unit): medians of the pushes, the trainer's share of computation, and means of a step's
+    parts, so that these add up to it."""
+    steps, updates = (sum(row[name] for row in rows) for name in ("time/step", "time/update"))
+    yield f"async.staleness_{staleness}_trainer_computes", 100 * updates / steps, "%"
     for name in ("push/seconds", "push/pause_seconds", "push/gather_seconds", "push/send_seconds"):
         label = name.partition("/")[2].removesuffix("_seconds").replace("seconds", "whole")
         median = float(np.median([row[name] for row in rows]))
@@ -68,24 +73,32 @@ def _num_generators() -> int:
     return max(1, len(query_gpus()) // 2)
 
 
-def _config(scene: Scene) -> dict[str, Any]:
-    """Return a configuration with 60 prompts x 8 answers a step; generators on the first half of the GPUs, the trainer
-    on the others."""
+def _config(scene: Scene, staleness: int) -> dict[str, Any]:
+    """Return a configuration with 60 prompts x 8 answers a step. With staleness, generators are on the first half of
+    the GPUs and the trainer on the others; without, all are on every GPU and sample a whole step at once."""
     num_gpus, num_generators = max(2, len(query_gpus())), _num_generators()
     num_trainers, small = num_gpus - num_generators, not query_gpus()
-    return {
+    config = {
         **common_config(scene),
-        "allocation_mode": f"sglang.d{num_generators}m1p1+d{num_trainers}m1p1",
         "n_gpus_per_node": num_gpus,
+        "staleness.max_staleness": staleness,
         "actor.optimizer.lr": 1e-6,
-        "dataset.train_bs_n_seqs": 4 if small else 60,
-        "group_size": 8,
+        "dataset.train_bs_n_seqs": 4 if small else _PROMPTS,
+        "group_size": _ANSWERS,
         "group_adv_norm": True,
         "ppo.gen.max_new_tokens": 64 if small else 4096,
         "ppo.disable_value": True,
-        "generator.max_running": 32 if small else _RUNNING_PER_TRAINER * num_trainers // num_generators,
-        "generator.interrupt": "in_place",
         "workflow.type": "tools.bench.workflow:LognormalLengths",
+    }
+    if staleness:
+        return config | {
+            "allocation_mode": f"sglang.d{num_generators}m1p1+d{num_trainers}m1p1",
+            "generator.max_running": 32 if small else _RUNNING_PER_TRAINER * num_trainers // num_generators,
+            "generator.interrupt": "in_place",
+        }
+    return config | {
+        "allocation_mode": f"sglang.d{num_gpus}m1p1",
+        "generator.max_running": -(-int(config["dataset.train_bs_n_seqs"]) * _ANSWERS // num_gpus),
     }
 
 

@@ -189,18 +189,6 @@ def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
     assert "no such kernel on this machine" in last and "Traceback" not in last
 
 
-@pytest.fixture(scope="module")
-def wide_heads(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of `assets` with heads that GPU kernels have."""
-    from transformers import Qwen2Config
-
-    config = Qwen2Config(
-        vocab_size=16, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
-    )  # fmt: skip
-    return assets.with_model(config, tmp_path_factory.mktemp("wide") / "model")
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

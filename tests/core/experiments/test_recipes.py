@@ -1,4 +1,5 @@
-"""The recipes of examples/configs for one machine without a GPU train as they are written, but for their sizes."""
+"""The recipes of examples/configs for one machine without a GPU train as they are written, but for their sizes; some of
+them on two GPUs as well."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from rollout.inference.gpus import query_gpus
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
 SMALL: dict[str, Any] = {
@@ -62,13 +65,40 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", CASES)
 def test_a_recipe_trains_evaluates_and_saves(recipe: str, environment: None, run_command: Any) -> None:
+    assert_trains(recipe, {}, run_command)
+
+
+ON_TWO_GPUS = {
+    "gspo-gsm8k": "sglang.d1m1p1+d1m1p1",
+    "dapo-gsm8k": "sglang.d1m1p1+d1m1p1",
+    "dpo-preferences": "d2m1p1",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", ON_TWO_GPUS)
+def test_a_recipe_trains_on_two_gpus(
+    recipe: str, environment: None, wide_heads: Path, run_command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(query_gpus()) < 2:
+        pytest.skip("needs 2 GPUs")
+    monkeypatch.setenv("SLIPSTREAM_MODEL", str(wide_heads))
+    output = assert_trains(recipe, {"allocation_mode": ON_TWO_GPUS[recipe], "n_gpus_per_node": 2}, run_command)
+    assert "megatron on cuda" in output
+
+
+def assert_trains(recipe: str, more: dict[str, Any], run_command: Any) -> str:
+    """Run a recipe with small sizes and `more` changes; return its output."""
     experiment, changes = CASES[recipe]
     config = yaml.safe_load((CONFIGS / f"{recipe}.yaml").read_text())
     names = {"experiment_name": "test", "trial_name": "trial"}
-    command = run_command(experiment, {**changed(config, changes), **names})
+    command = run_command(experiment, {**changed(config, changes), **more, **names})
     assert command.finish(600) == 0, command.output()[-4000:]
     rows = [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "grad_norm" in row]
     assert [row["step"] for row in steps] == [1, 2] and all(row["grad_norm"] > 0 for row in steps)
     assert any(key.startswith("eval/") for row in rows for key in row)
     assert list(command.checkpoints.glob("*/*/model.safetensors")), "the model of the last step"
+    output: str = command.output()
+    return output
