@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
-EP_LAYERS, EP_LIMIT_GB = 12, 110
+EP_LAYERS, EP_LIMIT_GB, EP_UPDATES = 12, 110, 5
 """Of the measurement with two expert-parallel ranks."""
 SLICE: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_act="silu", initializer_range=0.02,
@@ -100,13 +100,11 @@ def experts_ep(scene: Scene) -> Iterator[Figure]:
     flops = ours.flops_per_token(length)
 
     def measured(label: str, *, stacked: bool, **settings: Any) -> dict[int, Measured]:
-        return measure_updates(
-            ours,
-            Updates(
-                layout={"dp": RANKS, "ep": RANKS}, lens=[length] * count, sizes=sizes, count=WARM_UP + ROUNDS,
-                label=label, settings=settings, stacked=stacked,
-            ),
+        updates = Updates(
+            layout={"dp": RANKS, "ep": RANKS}, lens=[length] * count, sizes=sizes, count=EP_UPDATES, label=label,
+            settings=settings, stacked=stacked,
         )  # fmt: skip
+        return measure_updates(ours, updates)
 
     grouped = measured("grouped layers", stacked=False, recompute="selective")
     choices: tuple[tuple[str, str, dict[str, Any]], ...] = (

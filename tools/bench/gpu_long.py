@@ -31,7 +31,7 @@ TRIED = {
 }  # fmt: skip
 """Its shape where there is no GPU."""
 NAME = "4B"
-CP_LENGTH, CP_SEQUENCES, CP_SHAPE = 32768, 4, "7B"
+CP_LENGTH, CP_SEQUENCES, CP_SHAPE = 32768, 2, "7B"
 """Of the measurement with two context-parallel ranks."""
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def long(scene: Scene) -> Iterator[Figure]:
 
 
 def long_cp(scene: Scene) -> Iterator[Figure]:
-    """Yield PPO updates of 7B on four sequences of 32,768 tokens over two context-parallel ranks, a microbatch each;
+    """Yield PPO updates of 7B on two sequences of 32,768 tokens over two context-parallel ranks, a microbatch each;
     MFU of both together. Two GPUs."""
     small = not query_gpus()
     raw = TRIED if small else config_of(CP_SHAPE)
