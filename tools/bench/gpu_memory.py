@@ -32,8 +32,9 @@ class WidthsScene(Scene):
     @property
     def model(self) -> Path:
         path = self.folder / "widths"
-        path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(self.raw))
+        if not path.exists():  # its ranks read it while others look for it
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(self.raw))
         return path
 
     def flops_per_token(self, length: int) -> float:
