@@ -152,7 +152,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu_mismatch": "transformers",
         "tools.bench.gpu_models": "transformers",
-        "tools.bench.gpu_ranks": "mcore_adapter.engine mcore_adapter.parallel",
+        "tools.bench.gpu_ranks": "core.launch.trainer_group mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu_servers": "transformers",
     },
 }
