@@ -19,7 +19,7 @@ from torch import Tensor
 
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
 _SHORT_TOKENS = 48  # up to here matrix products over the whole batch beat the flash kernel (2x at 20 tokens, 1x at 56)
-_ALONE_ELEMENTS = 1 << 14  # a sequence with more query elements (tokens x heads x head_dim) keeps a core busy by itself
+_ALONE_ELEMENTS = 1 << 14  # sequences with more query elements (tokens x heads x head_dim) keep a core busy by themselves
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,20 @@ class _Block:
 
 @lru_cache(maxsize=8)
 def _plan(lens: tuple[int, ...], elements_per_token: int) -> tuple[_Block, ...]:
-    """Cut a packing into blocks: neighbours of equal length as they lie, short sequences by similar length, long ones
-    alone (there the kernel call is worth its overhead, and gathering copies is not)."""
+    """Cut a packing into blocks: long sequences, and many neighbours of equal length, as they lie (there the kernel call
+    is worth its overhead, and gathering copies is not), others by similar length."""
     blocks, short = [], []
     start = i = 0
     while i < len(lens):
         run = i + 1
         while run < len(lens) and lens[run] == lens[i]:
             run += 1
-        if run - i > 1 or lens[i] * elements_per_token > _ALONE_ELEMENTS:
-            if lens[i]:
-                blocks.append(_Block(run - i, lens[i], start))
+        tokens = lens[i] * (run - i)
+        if tokens * elements_per_token > _ALONE_ELEMENTS:
+            blocks.append(_Block(run - i, lens[i], start))
         else:
-            short.append((lens[i], start))
-        start += lens[i] * (run - i)
+            short.extend((lens[i], start + lens[i] * n) for n in range(run - i))
+        start += tokens
         i = run
     group: list[tuple[int, int]] = []
     for item in sorted((s for s in short if s[0]), reverse=True):
@@ -162,11 +162,12 @@ def _flash_backward(
 
 
 def _short_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute as _flash_forward(), and keep the probabilities [b * g, h / g * l, l]: half the time where l is small."""
+    """Compute as _flash_forward(), and keep the probabilities [b * g, l, h / g * l], those of a query in a column:
+    torch normalizes columns many at a time, and rows element by element where they are shorter than a vector."""
     length, ratio = q.size(2), q.size(1) // k.size(1)
-    behind = torch.full((length, length), -torch.inf).triu_(1).repeat(ratio, 1)
-    probs = torch.baddbmm(behind, _rows(q, ratio), _rows(k).transpose(1, 2), alpha=scale).softmax(-1)
-    return torch.bmm(probs, _rows(v)).view(q.shape), probs
+    behind = torch.full((length, length), -torch.inf).tril_(-1).repeat(1, ratio)
+    probs = torch.baddbmm(behind, _rows(k), _rows(q, ratio).transpose(1, 2), alpha=scale).softmax(1)
+    return torch.bmm(probs.transpose(1, 2), _rows(v)).view(q.shape), probs
 
 
 def _short_backward(
@@ -174,10 +175,10 @@ def _short_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ratio = q.size(1) // k.size(1)
     grad_rows = _rows(grad, ratio)
-    grad_probs = torch.bmm(grad_rows, _rows(v).transpose(1, 2))
-    grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype).mul_(scale)
-    dq, dk = torch.bmm(grad_scores, _rows(k)), torch.bmm(grad_scores.transpose(1, 2), _rows(q, ratio))
-    return dq.view(q.shape), dk.view(k.shape), torch.bmm(probs.transpose(1, 2), grad_rows).view(v.shape)
+    grad_probs = torch.bmm(_rows(v), grad_rows.transpose(1, 2))
+    grad_scores = torch._softmax_backward_data(grad_probs, probs, 1, probs.dtype).mul_(scale)
+    dq, dk = torch.bmm(grad_scores.transpose(1, 2), _rows(k)), torch.bmm(grad_scores, _rows(q, ratio))
+    return dq.view(q.shape), dk.view(k.shape), torch.bmm(probs, grad_rows).view(v.shape)
 
 
 def _rows(x: Tensor, heads_per_group: int = 1) -> Tensor:
