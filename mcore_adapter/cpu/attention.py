@@ -19,7 +19,9 @@ from torch import Tensor
 
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
 _SHORT_TOKENS = 48  # up to here matrix products over the whole batch beat the flash kernel (2x at 20 tokens, 1x at 56)
-_ALONE_ELEMENTS = 1 << 14  # sequences with more query elements (tokens x heads x head_dim) keep a core busy by themselves
+_ALONE_ELEMENTS = (
+    1 << 14
+)  # sequences with more query elements (tokens x heads x head_dim) keep a core busy by themselves
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class _Block:
 
 @lru_cache(maxsize=8)
 def _plan(lens: tuple[int, ...], elements_per_token: int) -> tuple[_Block, ...]:
-    """Cut a packing into blocks: long sequences, and many neighbours of equal length, as they lie (there the kernel call
-    is worth its overhead, and gathering copies is not), others by similar length."""
+    """Cut a packing into blocks: long sequences, and many neighbours of equal length, as they lie (there the kernel
+    call is worth its overhead, and gathering copies is not), others by similar length."""
     blocks, short = [], []
     start = i = 0
     while i < len(lens):
