@@ -72,7 +72,8 @@ class _Block:
 def _plan(lens: tuple[int, ...], elements_per_token: int) -> tuple[_Block, ...]:
     """Cut a packing into blocks: long sequences, and many neighbours of equal length, as they lie (there the kernel
     call is worth its overhead, and gathering copies is not), others by similar length."""
-    blocks, short = [], []
+    blocks: list[_Block] = []
+    short: list[tuple[int, int]] = []
     start = i = 0
     while i < len(lens):
         run = i + 1
