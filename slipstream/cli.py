@@ -11,7 +11,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from rollout.plugins import python_path
+from rollout.plugins import ROOT, python_path
 from slipstream import __version__
 
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -46,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     module, first, _ = COMMANDS[words[0]]
     os.environ["PYTHONPATH"] = python_path()  # for the processes that the command starts
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # rewards and workflows of the working folder
+    # Rewards and workflows of the working folder come behind this installation, which in an editable one no folder of
+    # the path holds.
+    sys.path += [folder for folder in (str(ROOT), os.getcwd()) if folder not in sys.path]
     sys.argv = [f"slipstream {words[0]}", *first, *words[1:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -14,10 +14,12 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray.exceptions import AuthenticationError, RayError
+from ray.job_config import JobConfig
 
 from core.config.ray_address import AUTO, STARTED, JoinedCluster, connection_error
 from core.errors import LaunchError, first_line
 from core.launch.ray_parts import without_unused_processes
+from rollout.plugins import ROOT
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +33,29 @@ _WAYS_OUT = (
 _TOKEN = "~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 
 
+class OwnPackagesFirst(JobConfig):
+    """The configuration of a job whose workers import this checkout, as the driver does.
+
+    Ray puts the working folder of the driver before everything on the path of workers, PYTHONPATH included: a package
+    named core or tools there would hide Slipstream's.
+    """
+
+    def _serialize(self) -> Any:
+        # A worker inserts one after the other at the front of its path.
+        self._py_driver_sys_path = [*self._py_driver_sys_path, str(ROOT)]
+        return super()._serialize()
+
+
 def start_own(*, num_cpus: int, num_gpus: int | None, **options: Any) -> None:
     """Start a Ray cluster on this machine that listens on the loopback address only. Raises LaunchError."""
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[_LOOPBACK_ONLY] = "0"
     try:
         with without_unused_processes():
-            ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **options)
+            ray.init(
+                address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False,
+                job_config=OwnPackagesFirst(), **options,
+            )  # fmt: skip
     except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
         raise LaunchError(f"Ray could not be started on this machine: {type(e).__name__}: {e}") from e
     finally:
@@ -58,7 +76,9 @@ def join(cluster: JoinedCluster, **options: Any) -> None:
     try:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
-        ray.init(address=address, **options)
+        # A client sends its configuration to a process that need not have this class.
+        job = {} if address.startswith("ray://") else {"job_config": OwnPackagesFirst()}
+        ray.init(address=address, **job, **options)
     except LaunchError:
         raise
     except Exception as e:  # noqa: BLE001 - as in start_own()
