@@ -40,7 +40,7 @@ LARGE_BYTES, LARGE_TRIM_STEPS = 2**30, 64
 def padded_length(length: int) -> int:
     """Return the length to which a prompt is padded. It depends on the prompt alone, because the length of a batch
     changes the rounding of attention."""
-    step = max(16, capacity_for(length) // 16)
+    step = max(8, capacity_for(length) // 16)
     return -(-length // step) * step
 
 
