@@ -125,7 +125,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "triton and TransformerEngine: only where there is a GPU": {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.swiglu",
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
-        "mcore_adapter.models.expert_products": "mcore_adapter.cuda.experts",
+        "mcore_adapter.models.experts.products": "mcore_adapter.cuda.experts",
     },
     "sglang: hooks are installed before its modules load": {
         "rollout.inference.sglang.hooks": "sglang",

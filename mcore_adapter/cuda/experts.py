@@ -1,4 +1,4 @@
-"""Kernels between the grouped products of experts on GPUs; expert_products.py defines what they compute.
+"""Kernels between the grouped products of experts on GPUs; models/experts/products.py defines what they compute.
 
 Each reads and writes every element once, and computes in float32. Invariant: no kernel's launch depends on how many
 rows an expert has.

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_adapter.data.routing_inputs import RoutingInputs
-from mcore_adapter.models.stacked_experts import LocalDispatcher, StackedExperts
+from mcore_adapter.models.experts.stacked import LocalDispatcher, StackedExperts
 from model_specs.moe import MoEConfig
 
 

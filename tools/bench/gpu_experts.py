@@ -1,6 +1,6 @@
 """The measurements `experts` and `experts_ep` of `python -m tools.bench gpu`: updates of a model with experts.
 
-Stacked experts (mcore_adapter/models/stacked_experts.py) against TransformerEngine's grouped layers and, on one GPU,
+Stacked experts (mcore_adapter/models/experts/stacked.py) against TransformerEngine's grouped layers and, on one GPU,
 against Megatron's own training loop, in one run.
 """
 

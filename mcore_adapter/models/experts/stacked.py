@@ -1,4 +1,4 @@
-"""Experts whose weights lie in one tensor per linear layer, for grouped products; see expert_products.py.
+"""Experts whose weights lie in one tensor per linear layer, for grouped products; see products.py.
 
 Stand in for Megatron's experts in its MoE layer, behind its dispatcher where experts are spread over ranks, and behind
 LocalDispatcher where every rank has all of them. Invariant: in checkpoints they are what Megatron's own experts are.
@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mcore_adapter.models.expert_products import Rows, experts_output, sorted_rows
+from mcore_adapter.models.experts.products import Rows, experts_output, sorted_rows
 
 
 def stack_experts(spec: TransformerBlockSubmodules, config: TransformerConfig, device: torch.device) -> None:
