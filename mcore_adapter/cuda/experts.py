@@ -1,7 +1,7 @@
 """Kernels between the grouped products of experts on GPUs; models/experts/products.py defines what they compute.
 
-Each reads and writes every element once, and computes in float32. Invariant: no kernel's launch depends on how many
-rows an expert has.
+Each reads and writes every element once, and computes in float32. PARTIAL: some copies are absent, their row is -1.
+Invariant: no kernel's launch depends on how many rows an expert has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 @triton.jit
-def _spread_kernel(x, of_copy, out, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def _spread_kernel(
+    x, of_copy, out, WIDTH: tl.constexpr, K: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Copy each row of x [t, WIDTH] to K rows of `out`."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -21,11 +23,16 @@ def _spread_kernel(x, of_copy, out, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK:
     values = tl.load(x + token * WIDTH + cols, mask=inside)
     for copy in tl.static_range(K):
         row = tl.load(of_copy + token * K + copy).to(tl.int64)
-        tl.store(out + row * WIDTH + cols, values, mask=inside)
+        if PARTIAL:
+            tl.store(out + row * WIDTH + cols, values, mask=inside & (row >= 0))
+        else:
+            tl.store(out + row * WIDTH + cols, values, mask=inside)
 
 
 @triton.jit
-def _collect_kernel(y, of_copy, out, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def _collect_kernel(
+    y, of_copy, out, WIDTH: tl.constexpr, K: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Sum K rows of y into each row of out [t, WIDTH]."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -33,7 +40,10 @@ def _collect_kernel(y, of_copy, out, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for copy in tl.static_range(K):
         row = tl.load(of_copy + token * K + copy).to(tl.int64)
-        total += tl.load(y + row * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+        if PARTIAL:
+            total += tl.load(y + row * WIDTH + cols, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        else:
+            total += tl.load(y + row * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -78,20 +88,21 @@ def _swiglu_grad_kernel(
     tl.store(grad + row * WIDTH + cols, (silu * up * weight).to(grad.dtype.element_ty), mask=inside)
 
 
-def spread(x: Tensor, of_copy: Tensor) -> Tensor:
+def spread(x: Tensor, of_copy: Tensor, num_rows: int) -> Tensor:
     t, k = of_copy.shape
     x = x.contiguous()
-    out = x.new_empty((t * k, x.shape[1]))
-    if t:
-        _spread_kernel[(t,)](x, of_copy, out, WIDTH=x.shape[1], K=k, **_shape(x.shape[1]))
+    out = x.new_empty((num_rows, x.shape[1]))
+    if num_rows:
+        _spread_kernel[(t,)](x, of_copy, out, WIDTH=x.shape[1], K=k, PARTIAL=num_rows < t * k, **_shape(x.shape[1]))
     return out
 
 
 def collect(y: Tensor, of_copy: Tensor) -> Tensor:
     t, k = of_copy.shape
+    if not len(y):
+        return y.new_zeros((t, y.shape[1]))
     out = y.new_empty((t, y.shape[1]))
-    if t:
-        _collect_kernel[(t,)](y, of_copy, out, WIDTH=y.shape[1], K=k, **_shape(y.shape[1]))
+    _collect_kernel[(t,)](y, of_copy, out, WIDTH=y.shape[1], K=k, PARTIAL=len(y) < t * k, **_shape(y.shape[1]))
     return out
 
 
@@ -110,9 +121,10 @@ def weighted_swiglu_backward(
     halves: Tensor, weights: Tensor, grad: Tensor, copies: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     r, width = grad.shape
+    new = torch.empty if r == weights.numel() else torch.zeros  # absent copies have no row that writes theirs
     grad_halves, grad_weights = (
         torch.empty_like(halves),
-        torch.empty(weights.shape, dtype=weights.dtype, device=weights.device),
+        new(weights.shape, dtype=weights.dtype, device=weights.device),
     )
     if r:
         places = weights if copies is None else copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ class RoutingInputs:
     batch_tokens: int
     """Such tokens of the whole batch."""
     experts: Tensor | None  # [s, num_layers, k] chosen beforehand, signed integers; negative: the router chooses
+    rows_of_ranks: list[int] = field(default_factory=list)
+    """s of each expert-parallel rank; empty until the dispatcher of the first layer has exchanged them."""
+
+
+def gathers_tokens(num_ranks: int, top_k: int) -> bool:
+    """Return whether expert-parallel ranks gather each other's tokens, instead of the copies for their experts: those
+    take more bytes where each token has more experts than there are ranks."""
+    return 1 < num_ranks <= top_k
 
 
 def check_routed_experts(batch: PackedBatch, config: ModelConfig) -> None:

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_adapter.data.routing_inputs import RoutingInputs
-from mcore_adapter.models.experts.stacked import LocalDispatcher, StackedExperts
+from mcore_adapter.models.experts.dispatchers import dispatcher_for
+from mcore_adapter.models.experts.stacked import StackedExperts
 from model_specs.moe import MoEConfig
 
 
@@ -138,9 +139,11 @@ class RoutedLayer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        if isinstance(self.mlp.experts, StackedExperts) and config.expert_model_parallel_size == 1:
-            self.mlp.token_dispatcher = LocalDispatcher(config)
-            self.mlp.router.numbers_experts = True
+        if isinstance(self.mlp.experts, StackedExperts):
+            router: Router = self.mlp.router
+            dispatcher = dispatcher_for(config, self.mlp.ep_group, lambda: router.inputs)
+            if dispatcher is not None:
+                self.mlp.token_dispatcher, router.numbers_experts = dispatcher, True
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         router = self.mlp.router

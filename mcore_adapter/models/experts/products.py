@@ -9,7 +9,7 @@ alone; the sorted copies and the activations are made again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,20 +24,34 @@ class Rows:
 
     ends: Tensor  # [num_experts] int32: the row behind each expert's last
     of_copy: Tensor | None = None
-    """[t, k] int32: the row of each token's k copies, r = t * k; None: the rows are given, not copied from tokens."""
+    """[t, k] int32: the row of each token's k copies, -1 where absent; None: the rows are given, not copied from
+    tokens."""
     copies: Tensor | None = None
-    """[r] int64: its inverse, places in [t, k] flattened."""
+    """[r] int64: its inverse, places in [t, k] flattened. r = t * k where no copy is absent."""
+
+    def first(self, num_rows: int) -> Rows:
+        """Return these rows without what follows the first `num_rows` copies."""
+        assert self.copies is not None, "rows that are given are all there"
+        return replace(self, copies=self.copies[:num_rows].clone())
 
 
-def sorted_rows(experts: Tensor, num_experts: int) -> Rows:
+def sorted_rows(experts: Tensor, num_experts: int, *, part: range | None = None) -> Rows:
     """Sort rows by expert, given the choice of each token, experts [t, k]. Within an expert, tokens keep their
-    order."""
+    order.
+
+    With `part`, a copy for an expert outside of it, or for `num_experts`, which stands for none, is absent. The host
+    does not know r then: `copies` is [t * k], and has the absent ones behind; ends[-1] is r, for Rows.first().
+    """
     narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32  # half the passes of int32
+    if part is not None:  # numbers from 0 on for the part, larger ones for the others
+        experts = (experts - part.start).remainder(num_experts + 1)
     by_expert, copies = experts.flatten().to(narrow).sort(stable=True)
     numbers = torch.arange(len(copies), dtype=torch.int32, device=copies.device)
-    of_copy = torch.empty_like(numbers).scatter_(0, copies, numbers).view(experts.shape)
-    every = torch.arange(num_experts, dtype=narrow, device=copies.device)
-    return Rows(torch.searchsorted(by_expert, every, right=True, out_int32=True), of_copy, copies)
+    every = torch.arange(num_experts if part is None else len(part), dtype=narrow, device=copies.device)
+    ends = torch.searchsorted(by_expert, every, right=True, out_int32=True)
+    if part is not None:
+        numbers = numbers.masked_fill(numbers >= ends[-1], -1)
+    return Rows(ends, torch.empty_like(numbers).scatter_(0, copies, numbers).view(experts.shape), copies)
 
 
 def experts_output(
@@ -49,7 +63,7 @@ def experts_output(
     *,
     keep_halves: bool = True,
 ) -> Tensor:
-    """Compute for each token the sum over its experts of weight * down(silu(gate(x)) * up(x)), in x's shape; for given
+    """Compute for each token the sum over its copies of weight * down(silu(gate(x)) * up(x)), in x's shape; for given
     rows the summands. Without `keep_halves` the backward pass computes gate and up again."""
     return cast(Tensor, _Experts.apply(x, weights, gate_up, down, rows, keep_halves))
 
@@ -104,20 +118,22 @@ def spread(x: Tensor, rows: Rows) -> Tensor:
     if x.is_cuda:
         from mcore_adapter.cuda.experts import spread as fused
 
-        return fused(x, rows.of_copy)
+        return fused(x, rows.of_copy, len(rows.copies))
     return x.index_select(0, rows.copies // rows.of_copy.shape[1])
 
 
 def collect(y: Tensor, rows: Rows) -> Tensor:
-    """Sum each token's copies: y [r, h] -> [t, h], in float32 and then rounded."""
+    """Sum each token's copies: y [r, h] -> [t, h], in float32 and then rounded. Absent ones count 0."""
     if rows.of_copy is None:
         return y
     if y.is_cuda:
         from mcore_adapter.cuda.experts import collect as fused
 
         return fused(y, rows.of_copy)
-    t, k = rows.of_copy.shape
-    return y.index_select(0, rows.of_copy.flatten()).view(t, k, -1).sum(1, dtype=torch.float32).to(y.dtype)
+    (t, k), of_copy = rows.of_copy.shape, rows.of_copy.flatten()
+    if len(y) < t * k:  # absent copies take a row of zeros behind the others
+        y, of_copy = F.pad(y, (0, 0, 0, 1)), of_copy.where(of_copy >= 0, len(y))
+    return y.index_select(0, of_copy).view(t, k, -1).sum(1, dtype=torch.float32).to(y.dtype)
 
 
 def weighted_swiglu(halves: Tensor, weights: Tensor, rows: Rows) -> Tensor:
@@ -133,8 +149,8 @@ def weighted_swiglu(halves: Tensor, weights: Tensor, rows: Rows) -> Tensor:
 def weighted_swiglu_backward(
     halves: Tensor, weights: Tensor, grad: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (result, gradients of halves and weights) of weighted_swiglu(), given grad [r, f]. `grad` may be
-    overwritten."""
+    """Return (result, gradients of halves and weights) of weighted_swiglu(), given grad [r, f]; the weights of
+    absent copies have gradient 0. `grad` may be overwritten."""
     if halves.is_cuda:
         from mcore_adapter.cuda.experts import weighted_swiglu_backward as fused
 
@@ -147,8 +163,9 @@ def weighted_swiglu_backward(
     grad_gate = by_product * up * (sigmoid + silu * (1 - sigmoid))
     grad_halves = torch.cat((grad_gate, by_product * silu), -1).to(halves.dtype)
     by_row = (wide * silu * up).sum(-1)
-    by_copy = by_row if rows.copies is None else torch.empty_like(by_row).index_copy_(0, rows.copies, by_row)
-    return (silu * up * weight).to(halves.dtype), grad_halves, by_copy.view(weights.shape).to(weights.dtype)
+    if rows.copies is not None:
+        by_row = by_row.new_zeros(weights.numel()).index_copy_(0, rows.copies, by_row)
+    return (silu * up * weight).to(halves.dtype), grad_halves, by_row.view(weights.shape).to(weights.dtype)
 
 
 def _of_rows(weights: Tensor, rows: Rows) -> Tensor:

@@ -1,7 +1,7 @@
 """Experts whose weights lie in one tensor per linear layer, for grouped products; see products.py.
 
-Stand in for Megatron's experts in its MoE layer, behind its dispatcher where experts are spread over ranks, and behind
-LocalDispatcher where every rank has all of them. Invariant: in checkpoints they are what Megatron's own experts are.
+Stand in for Megatron's experts in its MoE layer, behind its dispatcher or one of dispatchers.py. Invariant: in
+checkpoints they are what Megatron's own experts are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mcore_adapter.models.experts.products import Rows, experts_output, sorted_rows
+from mcore_adapter.models.experts.products import Rows, experts_output
 
 
 def stack_experts(spec: TransformerBlockSubmodules, config: TransformerConfig, device: torch.device) -> None:
@@ -116,34 +116,3 @@ def _pieces(
 @torch.no_grad()
 def _join(pieces: list[Tensor], *, shape: tuple[int, ...]) -> Tensor:
     return torch.cat(pieces).view(shape)
-
-
-class LocalDispatcher:
-    """In place of Megatron's dispatcher where every rank has all experts: tokens stay, and StackedExperts copies them.
-    The interface is that of megatron's MoETokenDispatcher, with the numbers of experts in place of a mask."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        self._num_experts = cast(int, config.num_moe_experts)
-        self._rows: Rows | None = None
-        self._shape = torch.Size()
-
-    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepare tokens [s, 1, h] with the numbers of the chosen experts, routing_map [s, k], and probs [s, k]."""
-        self._shape, self._rows = tokens.shape, sorted_rows(routing_map, self._num_experts)
-        return tokens.view(-1, tokens.shape[-1]), probs
-
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden_states, probs
-
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Rows | None, Tensor]:
-        rows, self._rows = self._rows, None
-        return hidden_states, rows, probs
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states.view(self._shape)
