@@ -107,7 +107,7 @@ class _Stay:
 
 class HostActivations:
     """Moves what the layers of one chunk keep: their input, the output of the core attention, and what is before the
-    MLP and, of experts, behind its norm and the dispatch of its tokens."""
+    MLP and, of experts, behind its norm and the dispatch or gathering of its tokens."""
 
     def __init__(self, layers: Sequence[Any], pages: Pages) -> None:
         self.moved: frozenset[int] = frozenset()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from allocation import ParallelLayout
+from mcore_adapter.data.routing_inputs import gathers_tokens
 from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, SEVERAL_LOGITS_BYTES
 from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
@@ -94,7 +95,7 @@ def _pages(shape: UpdateShape, tokens: float, layer: int) -> float:
     """Return the bytes of page-locked memory for what a layer keeps: torch takes a power of two for each tensor."""
     hidden, output = shape.config.hidden_size / shape.layout.tp, _attention_widths(shape)[1]
     sizes = [tokens * width * shape.itemsize for width in (*[hidden] * _num_residuals(shape), output)]
-    rest = tokens * _kept(shape, "linear", layer) - sum(sizes)  # of experts: copies of other ranks' tokens, routing
+    rest = tokens * _kept(shape, "linear", layer) - sum(sizes)  # of experts: other ranks' tokens, routing
     return sum(1 << max(1, math.ceil(size) - 1).bit_length() for size in sizes) + 2 * max(0.0, rest)
 
 
@@ -144,7 +145,9 @@ def _kept_by_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
         return size * {"none": hidden + 3 * width, "linear": 0.0}.get(level, hidden + 2 * width)
     copies = moe.top_k / shape.layout.tp
     total = hidden + 3 * moe.shared_intermediate_size / shape.layout.tp
-    if shape.layout.ep > 1:  # each copy that came from another rank
+    if gathers_tokens(shape.layout.ep, moe.top_k):
+        total += shape.layout.ep * hidden
+    elif shape.layout.ep > 1:  # each copy that came from another rank
         total += copies * config.hidden_size
     if level != "linear":
         total += copies * 2 * moe.intermediate_size
@@ -163,6 +166,8 @@ def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
         mlp = size * (1 if level == "linear" else 3) * config.intermediate_size / shape.layout.tp
     else:
         mlp = size * moe.top_k / shape.layout.tp * (3 * moe.intermediate_size + 2 * config.hidden_size)
+        if gathers_tokens(shape.layout.ep, moe.top_k):  # the gradients of all ranks' tokens: of the sums, and of them
+            mlp += size * 2 * shape.layout.ep * hidden
     attention = size * (inputs + 3 * output)  # gradients of queries (summed in float32), keys and values
     if level == "full":
         again = _kept(shape, "none", layer) - _kept(shape, "full", layer)

@@ -70,13 +70,27 @@ def test_the_backward_pass_of_a_layer_takes_what_its_mlp_computes_again_and_the_
     assert activation_bytes(shape(LONG, tokens, has_head=False), ["linear"] * 36) == pytest.approx(expected)
 
 
-def test_tokens_of_other_ranks_take_memory_of_the_host_too() -> None:
-    one = shape(SLICE, 32768, layout=ParallelLayout(dp=2, ep=2))
-    routed = 32768 * (2 * (2048 + 8 * 2048) + 12 * 128)  # the MLP's input, its copies by expert, routing
+@pytest.mark.parametrize(
+    ("ranks", "others"),
+    [(2, 2), (8, 8), (16, 8)],  # all ranks' tokens, up to as many ranks as a token has experts; else copies for experts
+)
+def test_tokens_of_other_ranks_take_memory_of_the_host_too(ranks: int, others: int) -> None:
+    one = shape(SLICE, 32768, layout=ParallelLayout(dp=ranks, ep=ranks))
+    routed = 32768 * (2 * (2048 + others * 2048) + 12 * 128)  # the MLP's input, other ranks' tokens, routing
     layer = (128 << 20) + (128 << 20) + (256 << 20) + 2 * routed
     four = activation_bytes(one, ["offload"] * 4 + ["linear"] * 2)
     assert choose(one, four, host_limit_bytes=4.1 * layer).levels.count("offload") == 4
     assert "full" in choose(one, four, host_limit_bytes=3.9 * layer).levels
+
+
+def test_a_rank_that_gathers_tokens_keeps_them_once_and_takes_their_gradients_and_those_of_their_sums() -> None:
+    one = shape(SLICE, 32768, has_head=False)
+    gathers = replace(one, layout=ParallelLayout(tp=2, dp=2, ep=4))
+    halved = replace(one, layout=ParallelLayout(tp=2, dp=2))
+    others = 32768 // 2 * 4 * 2048 * 2  # bytes of the tokens of four ranks
+    fewer = 2 * 3 * 128 * 768 * 2048 * 3 // 4  # of the gradients of experts
+    linear = [activation_bytes(ranks, ["linear"] * 6) for ranks in (gathers, halved)]
+    assert linear[0] - linear[1] == pytest.approx((6 + 2) * others - fewer)
 
 
 @pytest.mark.parametrize(
