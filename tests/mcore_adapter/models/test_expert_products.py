@@ -54,6 +54,48 @@ def test_tokens_get_the_weighted_sum_of_their_experts_and_every_gradient(keep_ha
     assert_same(output, expected, leaves, grad)
 
 
+PARTS = {"even": (3, 3), "one": (6,), "without any row": (1, 1, 1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize("keep_halves", [True, False], ids=["kept", "computed again"])
+@pytest.mark.parametrize("sizes", PARTS.values(), ids=PARTS)
+def test_parts_of_the_experts_compute_parts_of_the_sum_and_of_every_gradient(
+    sizes: tuple[int, ...], keep_halves: bool
+) -> None:
+    """The last tokens have no expert: their outputs and gradients are 0."""
+    *leaves, grad = tensors(given=False)
+    x, weights, gate_up, down = leaves
+    experts, none = uneven_experts(), 3
+    expected = experts_output(x, weights, gate_up, down, sorted_rows(experts, NUM_EXPERTS))[:-none]
+    experts[-none:] = NUM_EXPERTS
+    summed, start = torch.zeros(TOKENS, HIDDEN), 0
+    for size in sizes:
+        part = range(start, start + size)
+        rows = sorted_rows(experts, NUM_EXPERTS, part=part)
+        rows = rows.first(int(rows.ends[-1]))
+        held = slice(start, start + size)
+        summed = summed + experts_output(x, weights, gate_up[held], down[held], rows, keep_halves=keep_halves)
+        start += size
+    assert torch.equal(summed[-none:], torch.zeros(none, HIDDEN))
+    grad[-none:] = 0.0
+    assert_same(F.pad(summed[:-none], (0, 0, 0, none)), F.pad(expected, (0, 0, 0, none)), leaves, grad)
+
+
+def test_rows_of_a_part_are_those_of_its_experts_and_other_copies_have_none() -> None:
+    experts = uneven_experts()
+    experts[4] = NUM_EXPERTS
+    part = range(2, 5)
+    rows = sorted_rows(experts, NUM_EXPERTS, part=part)
+    rows = rows.first(int(rows.ends[-1]))
+    flat = experts.flatten().tolist()
+    expected = sorted((place for place, e in enumerate(flat) if e in part), key=lambda place: (flat[place], place))
+    assert rows.copies is not None and rows.of_copy is not None
+    assert rows.copies.tolist() == expected
+    assert rows.of_copy.flatten().tolist() == [expected.index(p) if p in expected else -1 for p in range(len(flat))]
+    assert rows.ends.tolist() == [sum(flat[p] <= e for p in expected) for e in part]
+    assert rows.copies.untyped_storage().nbytes() == 8 * len(expected), "kept until the backward pass"
+
+
 def test_given_rows_get_the_output_of_the_expert_whose_turn_it_is() -> None:
     *leaves, grad = tensors(given=True)
     x, weights, gate_up, down = leaves

@@ -34,6 +34,8 @@ LAYOUTS = {
     "pp2 vpp2": ParallelLayout(pp=2, vpp=2),
     "dp2 ep2": EXPERT_LAYOUTS["dp2 ep2"],
     "tp2 ep2": EXPERT_LAYOUTS["tp2 ep2"],
+    "cp2 ep2": EXPERT_LAYOUTS["cp2 ep2"],
+    "dp2 pp2 ep2": EXPERT_LAYOUTS["dp2 pp2 ep2"],
 }
 
 
