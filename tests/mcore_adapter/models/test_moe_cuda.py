@@ -20,6 +20,7 @@ from helpers.engine_cases import (
     write_bfloat16,
 )
 from helpers.mcore_ranks import RankPool
+from mcore_adapter.models.experts.products import experts_output, sorted_rows
 
 pytestmark = ON_A_GPU
 
@@ -78,3 +79,34 @@ def test_experts_on_two_gpus_compute_what_one_does(
     for step, one in zip(steps, expected, strict=True):
         assert step["nll"] == pytest.approx(one["nll"], rel=0.02)
         assert step["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1)
+
+
+def parts_of_a_layer(device: str, parts: list[range]) -> list[torch.Tensor]:
+    """Return the sum over the parts of the experts, and the gradients of tokens, weights and experts."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(301, 256), (301, 4), (16, 256, 256), (16, 256, 128)]  # tokens, weights, gate and up, down
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    scales = (1.0, 1.0, 256**-0.5, 128**-0.5)
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
+    leaves = [(t * s).to(device, d).requires_grad_() for t, s, d in zip(drawn, scales, dtypes, strict=True)]
+    experts = torch.rand(301, 16, generator=generator).topk(4).indices
+    experts[-5:] = 16  # none
+    tokens, weights, gate_up, down = leaves
+    summed = torch.zeros(301, 256, device=device)
+    for part in parts:
+        rows = sorted_rows(experts.to(device), 16, part=part)
+        rows = rows.first(int(rows.ends[-1]))
+        held = slice(part.start, part.stop)
+        summed = summed + experts_output(tokens, weights, gate_up[held], down[held], rows).float()
+    assert not summed[-5:].any()
+    grads = torch.autograd.grad(summed, leaves, torch.randn(301, 256, generator=generator).to(device))
+    assert not grads[0][-5:].any() and not grads[1][-5:].any()
+    return [t.detach().float().cpu() for t in (summed, *grads)]
+
+
+@pytest.mark.parametrize(
+    "parts", [[range(16)], [range(8), range(8, 16)], [range(i, i + 1) for i in range(16)]], ids=len
+)
+def test_parts_of_the_experts_sum_on_a_gpu_to_what_the_cpu_computes(parts: list[range]) -> None:
+    for on_gpu, expected in zip(parts_of_a_layer("cuda", parts), parts_of_a_layer("cpu", [range(16)]), strict=True):
+        assert float((on_gpu - expected).norm() / expected.norm()) < 0.02
