@@ -77,8 +77,8 @@ def join(cluster: JoinedCluster, **options: Any) -> None:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
         # A client sends its configuration to a process that need not have this class.
-        job = {} if address.startswith("ray://") else {"job_config": OwnPackagesFirst()}
-        ray.init(address=address, **job, **options)
+        job = None if address.startswith("ray://") else OwnPackagesFirst()
+        ray.init(address=address, job_config=job, **options)
     except LaunchError:
         raise
     except Exception as e:  # noqa: BLE001 - as in start_own()
