@@ -77,7 +77,7 @@ def join(cluster: JoinedCluster, **options: Any) -> None:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
         # A client sends its configuration to a process that need not have this class.
-        job = None if address.startswith("ray://") else OwnPackagesFirst()
+        job = JobConfig() if address.startswith("ray://") else OwnPackagesFirst()
         ray.init(address=address, job_config=job, **options)
     except LaunchError:
         raise

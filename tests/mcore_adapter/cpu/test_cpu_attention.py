@@ -70,6 +70,13 @@ def test_short_sequences_share_kernel_calls_and_padding_stays_small() -> None:
     assert sum(lens) <= sum(b.batch * b.length for b in blocks) < 1.1 * sum(lens)
 
 
+def test_neighbours_of_equal_length_stay_in_place_where_they_are_many() -> None:
+    few = torch.randint(8, 10, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+    blocks = _plan((*few, *[12] * 100), 128)
+    assert [(b.length, b.batch) for b in blocks] == [(12, 100), (9, few.count(9)), (8, few.count(8))]
+    assert blocks[0].index is None and blocks[0].start == sum(few), "copying them costs more than it saves"
+
+
 @pytest.mark.parametrize("cp", [2, 4])
 def test_context_parallel_ranks_together_attend_like_one(cp: int) -> None:
     lens = [8, 24, 40, 16]
