@@ -51,6 +51,7 @@ MEASUREMENTS = {
         "allocation": "cpu:allocation",
         "config": "cpu_runs:dry_run",
         "update": "cpu:train_step",
+        "shared_prompts": "cpu:shared_prompts",
         "rollout": "cpu:generator",
         "producer": "cpu:producer",
         "async": "cpu_runs:sync_and_async",

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from allocation import ParallelLayout, parse
 from core.algorithms.losses import sft_loss
+from core.data.minibatches import Unit, deal_minibatches, units_of
 from core.data.rollout_batch import pack_trajectories
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
@@ -120,6 +122,48 @@ def train_step(scene: Scene) -> Iterator[Figure]:
                 name=f"update.train_step_{name}", value=value, unit="tokens/s", baseline=baseline, target=">= 0.9x"
             )
         destroy_parallel()
+
+
+def shared_prompts(scene: Scene) -> Iterator[Figure]:
+    """Yield four updates on a step of 64 prompts of 32 tokens, 8 completions of 16 tokens each: minibatches of whole
+    groups, of which each prompt is computed once, against groups that are dealt over all minibatches."""
+    from mcore_adapter.engine import MegatronEngine
+    from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+
+    prompts, answers, prompt, answer, parts = 64, 8, 32, 16, 4
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randint(2, 16, (prompts, prompt), generator=generator).repeat_interleave(answers, 0)
+    tokens = torch.cat((heads, torch.randint(2, 16, (prompts * answers, answer), generator=generator)), 1)
+    count, length = tokens.shape
+    mask = torch.arange(length).expand(count, length) >= prompt
+    batch = PackedBatch(
+        token_ids=tokens.flatten(), cu_seqlens=torch.arange(count + 1) * length, loss_mask=mask.flatten()
+    )
+    groups = np.arange(count) // answers
+    units: tuple[Unit, Unit] = ("group", "sequence")
+    dealt = {unit: deal_minibatches(units_of(groups, unit), parts, seed=1) for unit in units}
+    minibatches = {unit: [batch.select(part) for part in dealt[unit]] for unit in units}
+    device = get_device("cpu")
+    with device.activate():
+        rendezvous = f"file://{scene.folder / 'rendezvous-shared'}"
+        parallel = initialize_parallel(
+            ParallelLayout(), rank=0, world_size=1, init_method=rendezvous, device=device, seed=1
+        )
+        engine = MegatronEngine(
+            parallel=parallel, device=device,
+            settings=EngineSettings(hf_path=str(scene.model("0.8M", hidden_size=128, num_layers=4))),
+            optimizer=OptimizerSettings(lr=1e-4, total_steps=1000),
+        )  # fmt: skip
+
+        def rate(unit: Unit) -> float:
+            start = time.perf_counter()
+            for part in minibatches[unit]:
+                engine.train_step(part, sft_loss, max_tokens_per_mb=16384)
+            return batch.num_tokens / (time.perf_counter() - start)
+
+        whole, split = alternate(partial(rate, "group"), partial(rate, "sequence"))
+        destroy_parallel()
+    yield Figure(name="update.whole_groups", value=whole, unit="tokens/s", baseline=split, target=">= 1.0x")
 
 
 def plain_step(path: Path, tokens: torch.Tensor) -> Callable[[], float]:
