@@ -38,6 +38,7 @@ SLOW_MODULES = {
     "test_mutants",
     "test_object_store",
     "test_out_of_memory",
+    "test_own_packages",
     "test_ppo_end_to_end",
     "test_recover_run",
 }
