@@ -1,8 +1,6 @@
 """Every policy-gradient algorithm: advantages, loss, aggregation, correction, KL and entropy as its settings choose.
 
-The names of algorithms are presets of these settings (presets.py). Configurations without algorithm.name are PPO whose
-minibatches deal single sequences: their advantages are fixed before, so that a group may be split, and training curves
-of such configurations stay as they were.
+The names of algorithms are presets of these settings (presets.py). Configurations without algorithm.name are PPO.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def unit(self) -> Unit:  # type: ignore[override]
-        settings = self._settings
-        return "group" if settings.compares_groups and not settings.splits_groups else "sequence"
+        return "group" if self._settings.compares_groups else "sequence"
 
     @property
     def passes(self) -> frozenset[Pass]:

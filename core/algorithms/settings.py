@@ -60,8 +60,6 @@ class AlgorithmSettings:
     correction: Correction = "bypass"
     behave_imp_weight_cap: float | None = None
     entropy_coeff: float = 0.0
-    splits_groups: bool = False
-    """Minibatches deal single sequences whatever the advantage is (configurations without algorithm.name)."""
     max_new_tokens: int = 1
     advantage: Advantage = "gae"
     advantage_std: Literal["none", "group", "batch"] = "group"
@@ -140,7 +138,7 @@ class AlgorithmSettings:
     @property
     def compares_groups(self) -> bool:
         """Whether an advantage depends on the other answers to the prompt."""
-        return self.advantage not in ("gae", "returns")
+        return self.group_adv_norm if self.advantage == "gae" else self.advantage != "returns"
 
     @property
     def clip_range(self) -> tuple[float, float]:

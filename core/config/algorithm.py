@@ -16,7 +16,7 @@ from rollout.plugins import PluginError, load_plugin
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm
 
-_DERIVED = frozenset({"correction", "disable_value", "value_norm", "group_adv_norm", "splits_groups", "max_new_tokens"})
+_DERIVED = frozenset({"correction", "disable_value", "value_norm", "group_adv_norm", "max_new_tokens"})
 """Names of AlgorithmSettings that are not simply the keys of that name."""
 
 
@@ -31,7 +31,6 @@ def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
         disable_value=not config.uses_critic,
         value_norm=config.ppo.value_norm and config.uses_critic,
         group_adv_norm=config.group_adv_norm,
-        splits_groups=config.algorithm.name is None,
         max_new_tokens=config.ppo.gen.max_new_tokens,
     )
 
@@ -107,7 +106,7 @@ def _needs_group(what: str) -> Problem:
 def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
     """Yield combinations of parts that compute nothing sensible."""
     section = config.algorithm
-    if settings.compares_groups and config.group_size == 1:
+    if settings.compares_groups and config.group_size == 1 and not config.group_adv_norm:  # which a rule refuses
         preset = PRESETS.get(section.name or "")
         by_name = preset is not None and preset.values.get("algorithm.advantage") == section.advantage
         yield _needs_group(f"algorithm.name={section.name}" if by_name else f"algorithm.advantage={section.advantage}")

@@ -59,7 +59,7 @@ OTHERS: Mapping[str, tuple[object, ...]] = {
 """Key -> values, of which at least one is not that of a run."""
 NOT_IN_A_LOSS = {
     "advantage", "loss", "correction",  # each value is a case of its own
-    "ppo_n_minibatches", "actor_sample_reuse", "splits_groups",  # how a batch is dealt out: tests/core/test_trainer.py
+    "ppo_n_minibatches", "actor_sample_reuse",  # how a batch is dealt out: tests/core/test_trainer.py
     "disable_value", "critic_sample_reuse", "value_eps_clip", "value_norm",  # the critic: tests/core/test_trainer.py
     "dynamic_sampling", "dynamic_sampling_limit",  # which groups are taken: tests/rollout/experience/test_filters.py
     "kl_target", "kl_horizon",  # the coefficient of the next step: tests/core/algorithms/test_parts.py

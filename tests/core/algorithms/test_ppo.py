@@ -27,7 +27,7 @@ def test_grpo_by_name_is_ppo_without_a_critic_with_normalised_groups_that_are_no
     (ours, metrics), (theirs, expected) = by_name.advantages(batch, fields), by_keys.advantages(batch, fields)
     assert ours.keys() == theirs.keys() and metrics == expected
     assert torch.equal(ours["advantages"], theirs["advantages"])
-    assert (by_name.unit, by_keys.unit) == ("group", "sequence")
+    assert (by_name.unit, by_keys.unit) == ("group", "group")
     assert by_name.critic is None and by_name.passes == frozenset()
 
 

@@ -98,9 +98,26 @@ def test_k1_in_the_loss_is_reported_unless_its_gradient_is_replaced(tmp_path: Pa
     assert list(config_warnings(load(tmp_path, f"{given} algorithm.kl_gradient=k2"))) == []
 
 
-def test_without_a_name_the_keys_decide(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "algorithm.name=ppo"])
+@pytest.mark.parametrize(
+    ("keys", "unit"),
+    [
+        ("", "sequence"),
+        ("group_adv_norm=true", "group"),
+        ("algorithm.advantage=group", "group"),
+        ("algorithm.advantage=returns", "sequence"),
+    ],
+)
+def test_minibatches_keep_the_groups_that_an_advantage_compares_with_and_without_a_name(
+    tmp_path: Path, name: str, keys: str, unit: str
+) -> None:
+    config = load(tmp_path, f"group_size=2 {name} {keys}")
+    assert build_algorithm(config).unit == unit
+    assert messages(config) == []
+
+
+def test_without_a_name_group_adv_norm_has_an_effect(tmp_path: Path) -> None:
     config = load(tmp_path, "group_size=2 group_adv_norm=true")
-    assert build_algorithm(config).unit == "sequence"
     assert list(config_warnings(config)) == [] and messages(config) == []
 
 
