@@ -101,7 +101,7 @@ def evaluate(model: str | Path, output: str | Path, *, data: Sequence[str], **op
 def convert(checkpoint: str | Path, output: str | Path, **options: object) -> Path:
     """Convert a Megatron checkpoint to a Hugging Face folder, or back with to_megatron=True; return `output`.
 
-    `options` are those of `python tools/convert.py`, such as dtype="bfloat16". Raises RunError.
+    `options` are those of `python -m tools.convert`, such as dtype="bfloat16". Raises RunError.
     """
     words = ["--checkpoint_path", str(checkpoint), "--output_path", str(output), *_flags(options, dash=True)]
     code = _run("tools.convert", words, [])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,15 @@ from pathlib import Path
 
 class BadRequest(ValueError):
     """The command line names something that does not exist or cannot be read."""
+
+
+def program(module: str) -> str:
+    """Return what a usage line begins with: `slipstream X` where the console script runs the module as X, else
+    `python -m MODULE`."""
+    script = sys.orig_argv[1:3]
+    if len(script) == 2 and Path(script[0]).stem == "slipstream":
+        return f"slipstream {script[1]}"
+    return f"python -m {module}"
 
 
 def run_with(path: Path, name: str, *, without: str) -> Path:

@@ -41,7 +41,7 @@ UNNEEDED = {("loglinear", 0): "decoupled"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: 1 where a run failed."""
-    parser = sweep_parser(str(__doc__))
+    parser = sweep_parser("tools.atlas", str(__doc__))
     parser.add_argument("--staleness", nargs="+", type=integer(least=0), default=STALENESS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=tuple(METHODS))
     return run_sweep(parser, arguments, make_runs, report)

@@ -111,7 +111,9 @@ class Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=arguments.program("tools.chaos"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=arguments.integer(least=1), default=12, help="how many")
     parser.add_argument("--seed", type=arguments.seed, default=1, help="of targets and moments")
     names = ("sft", "dpo", *PRESETS)

@@ -1,7 +1,7 @@
 """Megatron checkpoint <-> Hugging Face folder, tensor by tensor, in one process on the CPU.
 
-    python tools/convert.py --checkpoint_path CHECKPOINT --output_path HF_FOLDER [--dtype bf16] [--check]
-    python tools/convert.py --checkpoint_path HF_FOLDER --output_path CHECKPOINT --to-megatron [--layout d1m2p2]
+    python -m tools.convert --checkpoint_path CHECKPOINT --output_path HF_FOLDER [--dtype bf16] [--check]
+    python -m tools.convert --checkpoint_path HF_FOLDER --output_path CHECKPOINT --to-megatron [--layout d1m2p2]
 
 CHECKPOINT is an engine's folder (any layout may have written it) or a recover checkpoint, of which the actor is taken
 (--engine critic: the critic). It carries its config.json and tokenizer, so nothing else is needed. A recover checkpoint
@@ -29,6 +29,7 @@ from allocation import ParallelLayout
 from allocation.grammar import parse_layout
 from core.recovery.manifest import MANIFEST, MARKER, DamagedError, verify
 from model_specs.hf_config import read_config
+from tools.arguments import program
 
 if not __package__:  # run by its path: the project's folder is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python tools/convert.py", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog=program("tools.convert"), description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--checkpoint_path", type=Path, required=True, help="folder to convert")
     parser.add_argument("--output_path", type=Path, required=True, help="folder to write")
     parser.add_argument("--to-megatron", action="store_true", help="from Hugging Face to Megatron")

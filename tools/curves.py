@@ -84,7 +84,9 @@ def read_recording(file: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=cli.program("tools.curves"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path, help="the recording")
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="CASE", help=f"patterns of: {' '.join(CASES)}")

@@ -108,7 +108,9 @@ def moving_mean(values: Sequence[float]) -> list[float]:
 
 def main() -> int:
     """Draw the curve; 2 for a file that is none of a run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=cli.program("tools.demo_plot"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("metrics", type=cli.data_file, help="metrics.jsonl of a PPO run that evaluates")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")
     parser.add_argument("--title", default="", help="text above the picture")

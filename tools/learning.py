@@ -37,7 +37,7 @@ NAMES = tuple(name for name in PRESETS if name not in OTHER_DATA)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: 1 where a run failed."""
-    parser = sweep_parser(str(__doc__))
+    parser = sweep_parser("tools.learning", str(__doc__))
     parser.add_argument("--presets", nargs="+", choices=NAMES, default=NAMES)
     return run_sweep(parser, arguments, make_runs, report)
 

@@ -47,7 +47,9 @@ def _read(path: Path | None, run: Path | None, step: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 2 where the input is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.loss", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("case", nargs="?", type=Path, help="JSON file; default: standard input")
     parser.add_argument("--from-run", type=Path, help="folder of a run: its logs, or one above them")
     parser.add_argument("--step", type=int, help="with --from-run: the step, counted from 1 as in the metrics")

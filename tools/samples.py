@@ -30,7 +30,7 @@ from rich.text import Text
 
 from core.monitoring.sample_file import read_samples
 from core.monitoring.samples import Sample, headline, printable, shortened
-from tools.arguments import BadRequest, integer, run_with, step_range
+from tools.arguments import BadRequest, integer, program, run_with, step_range
 
 Keep = Callable[[Sample], bool]
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.samples", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("tools.samples"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run")
     parser.add_argument("--step", type=step_range, metavar="N[..M]", help="steps to show; default: the last one")

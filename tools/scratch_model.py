@@ -115,7 +115,11 @@ def problems(
 
 def main() -> int:
     """Write the model; return 0, or 2 for bad input, with one line on stderr for each problem."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=arguments.program("tools.scratch_model"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add, size = parser.add_argument, arguments.integer(least=1)
     add("--data", type=arguments.data_file, required=True, help="file of prompts: jsonl, json, csv, parquet or arrow")
     add("--prompt_field", help="column of the prompt; default: detected")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tools.arguments import BadRequest, integer, new_folder, run_with, step_range
+from tools.arguments import BadRequest, integer, new_folder, program, run_with, step_range
 from tracing.spans import EARLIER, FOLDER
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.timeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("tools.timeline"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run")
     parser.add_argument("--step", type=step_range, metavar="N[..M]", help="steps to show")

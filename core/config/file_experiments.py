@@ -20,9 +20,9 @@ from rollout.data.source import DataSource
 class SFTOptions(Section):
     """Keys of `sft` alone."""
 
-    model: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The model of sft")
+    model: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The model to train")
     dataset: PromptAnswerDatasetConfig = key(description="Prompts with answers")
-    allocation: MFCConfig = section(MFCConfig, "Training of the model of sft")
+    allocation: MFCConfig = section(MFCConfig, "Training of the model")
 
 
 class SFTConfig(CommonExperimentConfig, SFTOptions):

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollout.data.tokenizer import load_tokenizer
+from rollout.plugins import ROOT
+from slipstream.cli import COMMANDS
 from tools import scratch_model
 from tools.bench import gpu
 from tools.bench.__main__ import MEASUREMENTS, SHAPES, find
@@ -189,3 +192,18 @@ def test_the_other_tools_refuse_bad_arguments(
 ) -> None:
     assert run(monkeypatch, module, *words) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["bench", "chaos", "compare", "convert", "demo", "eval", "samples", "timeline"])
+def test_a_usage_line_begins_with_the_command_that_was_given(tmp_path: Path, command: str) -> None:
+    module, first, _ = COMMANDS[command]
+    script = tmp_path / "slipstream"  # as pip installs it
+    script.write_text("import sys\nfrom slipstream.cli import main\nsys.exit(main())\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def usage(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words, "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
+        return done.stdout.partition("[")[0].partition(" A B")[0].strip()
+
+    assert usage(str(script), command) == f"usage: slipstream {command}"
+    assert usage("-m", module, *first) == " ".join(("usage: python -m", module, *first))

@@ -20,7 +20,9 @@ from tools.conformance.peers import PEERS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: 0 where everything holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.conformance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="a project to compare with")
     parser.add_argument("--python", action="append", type=Path, default=[], help="its Python interpreter")
     given = parser.parse_args(arguments)

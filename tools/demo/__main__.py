@@ -39,7 +39,9 @@ PLACES: dict[int, tuple[list[str], list[str]]] = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; without arguments the demo is the configuration in examples/configs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=cli.program("tools.demo"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of weights, data order and sampling")
     parser.add_argument(
         "--output",

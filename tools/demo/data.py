@@ -124,7 +124,9 @@ def save_model(folder: Path, *, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the demo's data sets and model.")
+    parser = argparse.ArgumentParser(
+        prog=cli.program("tools.demo.data"), description="Make the demo's data sets and model."
+    )
     parser.add_argument("--output", type=cli.new_folder, required=True, help="folder to write to")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the model's weights")
     arguments = parser.parse_args()

@@ -71,7 +71,7 @@ def _failed(error: Exception) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=arguments.program("tools.eval"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model_path", type=Path, required=True, help="Hugging Face folder, saved step, or recover checkpoint")
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.eval compare",
+        prog=arguments.program("tools.eval compare"),
         description="Two evaluations side by side: differences with 95 % bootstrap intervals, and what flipped.",
     )
     parser.add_argument("A", type=Path, help="--output_path of the first")

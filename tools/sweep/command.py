@@ -7,15 +7,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.arguments import integer, new_folder
+from tools.arguments import integer, new_folder, program
 from tools.arguments import seed as seed_argument
 from tools.sweep.runs import Run, read_keys, run_all
 from tools.sweep.warm import warm_up
 
 
-def sweep_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the arguments that every sweep has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def sweep_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that every sweep has, for `python -m MODULE`."""
+    parser = argparse.ArgumentParser(
+        prog=program(module), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=new_folder, required=True, help="folder of the sweep; rows in it are kept")
     parser.add_argument("--seeds", nargs="+", type=seed_argument, default=[1, 2, 3])
     parser.add_argument("--steps", type=integer(least=1), default=300, help="training steps of a run")
