@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import traceback
 from pathlib import Path
 from typing import TypeGuard
+
+from rollout.plugins import user_frame
 
 
 class LaunchError(RuntimeError):
@@ -25,6 +28,21 @@ class PushFailure(LaunchError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return str(error).strip().partition("\n")[0][:500] or type(error).__name__
+
+
+def what_user_code_raised(error: BaseException, log: Path) -> str:
+    """Return the message of an error that passed through a user's reward, workflow or algorithm, with the place in the
+    user's file and the log that has the traceback; empty where no such file is in its traceback. That of a worker is in
+    the notes."""
+    place = user_frame("".join(traceback.format_exception(error)))
+    if not place:
+        return ""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[-1]  # whose traceback is printed last
+    message = str(error).strip()
+    if not message or not isinstance(error, ValueError | OSError | RuntimeError | MemoryError):
+        message = f"{type(error).__name__}: {message}".removesuffix(": ")  # a KeyError's message is the key alone
+    return f"{message} ({place}; traceback: {log})"
 
 
 def is_of_disk(error: BaseException) -> TypeGuard[OSError]:

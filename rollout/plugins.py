@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds Slipstream's packages: a checkout or site-packages."""
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+_OWN = ("allocation", "core", "evaluation", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools", "tracing")
+_FRAME = re.compile(r'^[ |]*File "([^"<][^"]*)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def python_path(*folders: str) -> str:
@@ -110,6 +114,16 @@ def _import_failure(module_name: str, error: BaseException) -> str:
         )
     message = str(error).strip().partition("\n")[0]
     return f"importing {module_name} failed with {type(error).__name__}: {message} ({place})"
+
+
+def user_frame(stack: str) -> str:
+    """Return the last frame of a printed traceback that lies neither in Slipstream nor in a library, as "FILE, line
+    28, in loss"; empty if there is none."""
+    ours = (*_LIBRARIES, *(f"{ROOT / package}{os.sep}" for package in _OWN))
+    for file, line, function in reversed(_FRAME.findall(stack)):
+        if not file.startswith(ours) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
+            return f"{Path(file).name}, line {line}, in {function}"
+    return ""
 
 
 def _missing_module(module_name: str) -> str | None:

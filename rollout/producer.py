@@ -24,6 +24,7 @@ from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy
 from rollout.experience import Experience, Group
 from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
+from rollout.plugins import user_frame
 from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import Generator, Prompt, Workflow
 
@@ -226,7 +227,7 @@ class RolloutProducer:
                 failure = _as_error(error)
                 self._counts["num_failures"] += 1
                 logger.warning(
-                    "%s: attempt %d of %d failed: %r", prompt.query_id, attempt, self._max_retries + 1, failure
+                    "%s: attempt %d of %d failed: %s", prompt.query_id, attempt, self._max_retries + 1, _shown(failure)
                 )
                 if attempt > self._max_retries:
                     await self._give_up(position, prompt, failure)
@@ -259,8 +260,8 @@ class RolloutProducer:
             return
         self._counts["num_skipped"] += 1
         logger.warning(
-            "%s: skipped after %d attempts (workflow.on_error=skip; %d prompts so far): %r", prompt.query_id,
-            self._max_retries + 1, self._counts["num_skipped"], error,
+            "%s: skipped after %d attempts (workflow.on_error=skip; %d prompts so far): %s", prompt.query_id,
+            self._max_retries + 1, self._counts["num_skipped"], _shown(error),
         )  # fmt: skip
         await self._store.drop(position)
         self._ledgers.pop(position).end()
@@ -302,6 +303,12 @@ def _as_error(error: BaseException) -> Exception:
     failure = RuntimeError(f"the workflow raised {type(error).__name__}({error}): it must return or raise an Exception")
     failure.__cause__ = error
     return failure
+
+
+def _shown(error: Exception) -> str:
+    """Return the error in one line, with the place in the user's code where it was raised."""
+    place = user_frame("".join(traceback.format_exception(error)))
+    return f"{error!r} ({place})" if place else repr(error)
 
 
 def _portable(error: Exception) -> Exception:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.plugins import PluginError
+from rollout.plugins import PluginError, user_frame
 from rollout.rewards.math import WRONG
 from rollout.rewards.registry import QUICK_REWARDS, REWARDS
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
@@ -213,7 +213,9 @@ class RewardPool:
     def _resolve(self, answer: _Answer, score: float, outcome: Outcome, message: str = "") -> None:
         self._outcomes[outcome] += 1
         if not outcome.is_verdict:
+            place = user_frame(message)
             self.last_error = message.strip().rpartition("\n")[2] or outcome.name.lower()
+            self.last_error += f" ({place})" if place else ""
         if message and self._outcomes[Outcome.ERROR] + self._outcomes[Outcome.CRASH] <= _MAX_LOGGED_ERRORS:
             logger.warning(
                 "reward %s: a completion of %s counts as wrong: %s\n%s", self._reward, answer.prompt.query_id,

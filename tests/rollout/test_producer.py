@@ -336,6 +336,7 @@ def test_a_prompt_whose_workflow_keeps_failing_is_skipped_and_another_takes_its_
 
     run_virtual(main())
     assert "q1: skipped after 2 attempts (workflow.on_error=skip; 2 prompts so far): ZeroDivisionError" in caplog.text
+    assert caplog.text.count("(test_producer.py, line ") == caplog.text.count("ZeroDivisionError") == 6
 
 
 def test_skipped_prompts_take_no_place_of_max_in_flight() -> None:

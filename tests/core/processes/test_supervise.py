@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from core import quickstart
+from core.paths import RunPaths
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -449,7 +450,7 @@ def test_what_a_lost_process_says_is_not_final_and_every_error_says_something(
 
     monkeypatch.setattr(quickstart, "_run", fail)
     attempt = Attempt()
-    assert quickstart._attempt(None, None, None, attempt, []) == FAILED  # type: ignore[arg-type]
+    assert quickstart._attempt(None, RunPaths.for_trial("runs", "sums", "first"), None, attempt, []) == FAILED  # type: ignore[arg-type]
     assert attempt.final is final
     assert said in attempt.cause and said in caplog.messages[-1]
 

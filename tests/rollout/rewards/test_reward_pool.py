@@ -125,7 +125,9 @@ def test_whatever_an_answer_does_it_scores_as_wrong_is_counted_and_the_next_is_s
 def test_a_long_error_arrives_whole_and_the_next_answers_are_scored(evil: str) -> None:
     async def body(pool: RewardPool) -> None:
         assert await pool.score_many(make_prompt(), ["four", "raise at length", "sixsix"]) == [4.0, -1.0, 6.0]
-        assert len(pool.last_error) > 5 * 10**6 and pool.last_error.endswith("end'")
+        error, _, place = pool.last_error.partition(" (")
+        assert len(error) > 5 * 10**6 and error.endswith("end'")
+        assert place.startswith("evil_rewards.py, line ") and place.endswith(", in score)")
 
     with_pool(body, evil, num_workers=1, timeout_seconds=60)
 
