@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from core.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from core.algorithms.settings import AlgorithmSettings as AlgorithmSettings
     from core.algorithms.settings import read_options as read_options
+    from core.data.rollout_batch import RolloutBatch as RolloutBatch
+    from mcore_adapter.data.sequences import Sequences as Sequences
+    from mcore_adapter.data.weights import sequence_mean as sequence_mean
+    from mcore_adapter.forward import ModelOutput as ModelOutput
     from rollout.types import Completion as Completion
     from rollout.types import GenerateRequest as GenerateRequest
     from rollout.types import Generator as Generator
@@ -48,7 +52,11 @@ _HOME = {
     "Algorithm": "core.algorithms.base",
     "PolicyGradient": "core.algorithms.policy_gradient",
     **dict.fromkeys(("AlgorithmSettings", "read_options"), "core.algorithms.settings"),
+    "ModelOutput": "mcore_adapter.forward",
+    "RolloutBatch": "core.data.rollout_batch",
+    "Sequences": "mcore_adapter.data.sequences",
     "sample_seed": "rollout.workflows",
+    "sequence_mean": "mcore_adapter.data.weights",
 }  # fmt: skip
 """Public name -> the module that defines it."""
 

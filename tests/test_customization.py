@@ -24,9 +24,12 @@ from core.config.algorithm import build_algorithm, check_algorithm, unread_setti
 from core.config.checks import run_checks
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
+from core.data.rollout_batch import RolloutBatch
 from helpers.batches import batch_of, by_answer
 from helpers.tiny_models import SHAPE
+from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.weights import weigh_tokens
 from mcore_adapter.forward import ModelOutput
 from mcore_adapter.models import families
 from model_specs.hf_config import ModelConfigError, parse_config
@@ -66,7 +69,7 @@ def folder(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder of a user who has copied every file of the page that stays outside the repository."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("my_reward", "my_algorithm", "my_workflow"):
+    for name in ("my_reward", "my_algorithm", "my_sequence_ratio", "my_workflow"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for path, text in FILES.items():
         if "/" not in path:
@@ -85,7 +88,7 @@ def checked(file: str, overrides: Sequence[str] = ()) -> PPOMATHConfig:
 def test_every_code_block_of_the_page_is_a_named_file_and_every_command_starts_something() -> None:
     assert len(FILES) == PAGE.count("\n```") / 2
     commands = re.findall(r"^    (?:slipstream|python -m) .*", PAGE, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 9
 
 
 def test_what_a_user_writes_outside_the_repository_imports_the_public_package_alone() -> None:
@@ -101,7 +104,7 @@ def test_the_commands_of_the_page_load_and_pass_every_check(folder: Path) -> Non
     """Those of a backend and a family need files in the repository; the tests below add them."""
     commands = re.findall(r"--config (\w+\.yaml) ?([^\n#]*)", PAGE)
     own = [(file, words.split()) for file, words in commands if "allocation_mode" not in words and "/path" not in words]
-    assert len(own) == 5
+    assert len(own) == 6
     for file, overrides in own:
         checked(file, overrides)
 
@@ -142,6 +145,33 @@ def test_with_a_reference_the_algorithm_subtracts_the_kl_divergence(folder: Path
     trained, _ = algorithm.advantages(batch, {**fields, **passes})
     # The second answer loses 2 tokens x 0.5 x 1 nat: scores 1 and -1, mean 0, scale 2.
     assert by_answer(batch, trained["advantages"]) == [[2.0, 2.0], [-2.0, -2.0]]
+
+
+def test_the_sequence_ratio_has_the_gradient_of_gspo(folder: Path) -> None:
+    """With a ratio inside the range: -A r / L of each trained token, divided by the number of sequences."""
+    algorithm = build_algorithm(checked("run.yaml", ["algorithm.name=my_sequence_ratio:SequenceRatio"]))
+    assert algorithm.passes == {"old_logprobs"} and algorithm.unit == "group" and not algorithm.weighs_alike
+    batch, fields = batch_of([1.0, 0.0], lens=[3, 1])
+    passes = {"old_logprobs": torch.full((len(fields["loss_mask"]),), -1.0)}
+    trained, _ = algorithm.advantages(batch, {**fields, **passes})
+    weighted, divisors = weigh_tokens(batch.to_packed(), algorithm.token_weights)
+    assert divisors.loss == pytest.approx(2.0)
+    weights = weighted.fields["token_weights"]
+    output = ModelOutput(logprobs=torch.full_like(passes["old_logprobs"], -0.9999).requires_grad_())
+    sequences = Sequences(of_token=sequence_of_token(weighted.seq_lens), count=2)
+    loss, _ = algorithm.loss(output, {**fields, **passes, **trained, "token_weights": weights}, sequences)
+    loss.backward()
+    assert output.logprobs is not None and output.logprobs.grad is not None
+    expected = -trained["advantages"] * weights * torch.tensor(1e-4).exp()
+    assert expected.count_nonzero() == 4
+    torch.testing.assert_close(output.logprobs.grad, expected)
+
+
+@pytest.mark.parametrize("kind", [RolloutBatch, ModelOutput])
+def test_the_attributes_that_the_page_describes_exist(kind: type) -> None:
+    section = PAGE.partition(f"`slipstream.{kind.__name__}`")[2].partition("\n\n`")[0]
+    described = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert len(described) >= 3 and all(name in dir(kind) or name in kind.__dataclass_fields__ for name in described)
 
 
 class EndsOf(MockGenerator):
