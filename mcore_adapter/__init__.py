@@ -1,5 +1,6 @@
 """Megatron-core behind a small engine; Hugging Face weights in and out."""
 
+import logging
 import warnings
 
 from mcore_adapter import quick_import
@@ -15,3 +16,11 @@ for _message in (
     r"Please use DTensor instead",
 ):
     warnings.filterwarnings("ignore", message=_message)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    # Megatron passes arguments to the MLP classes that it knows. The layers here have their own, which need none.
+    return not record.getMessage().startswith("Unknown MLP type: ")
+
+
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_wanted)
