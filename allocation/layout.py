@@ -1,4 +1,4 @@
-"""How a role is split over ranks, and which layouts lie near one that does not work. Bottom of this package.
+"""Layouts: the split of a role over ranks, and the nearest layouts to one that does not work. Bottom of this package.
 
 Invariant: a `ParallelLayout` that exists is consistent in itself; whether it fits a cluster or a model is checked by
 resolve.py and checks.py.

@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper and distributed AdamW, with the learning-rate schedule and the guard against
+"""Megatron's data-parallel wrapper and distributed AdamW, with the learning-rate schedule and the check for
 non-finite gradients.
 
 Invariant: gradients are summed, never averaged, over ranks and microbatches: the engine divides the loss by the number
@@ -40,7 +40,7 @@ class Update:
 
 class _Wrapper(DistributedDataParallel):
     """Megatron's wrapper, which autograd's nodes do not reference: the garbage collector does not see into them, and a
-    graph of the last step that a layer still holds would hold model, buffers and process groups for good."""
+    graph of the last step that a layer still holds would keep model, buffers and process groups in memory."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         held, make_hook = weakref.ref(self), super()._make_backward_post_hook.__func__
@@ -127,7 +127,7 @@ class TrainOptimizer:
             self._state.to_host()
 
     def pending_bytes(self) -> float:
-        """Return the bytes of moments that the first step will put on the device for good."""
+        """Return the bytes of moments that the first step will allocate on the device and keep."""
         if self._settings.offload:
             return 0.0
         inner = [optimizer.optimizer for optimizer in self.megatron.chained_optimizers]

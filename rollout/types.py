@@ -1,4 +1,4 @@
-"""What crosses the seams of rollout/: prompts in, trajectories out, and the two protocols between them.
+"""Types that users of rollout/ see: prompts, trajectories, requests, and the protocols of workflow and generator.
 
 Invariant: every per-token array of a `Completion` or a `Trajectory` has the same length, and entry t always refers to
 token t itself (the log-probability *of* token t, the version that *sampled* token t), never about its successor.
@@ -25,7 +25,7 @@ _BOX = "\\boxed{"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one completion is drawn. `temperature == 0` is greedy decoding."""
+    """Parameters that one completion is sampled with. `temperature == 0` is greedy decoding."""
 
     max_new_tokens: int
     min_new_tokens: int = 0

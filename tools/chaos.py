@@ -1,4 +1,4 @@
-"""Kills a small run again and again, and compares what it did with the same run left alone.
+"""Kill a small run again and again, and compare it with the same run left alone.
 
     python -m tools.chaos --kills 12 --seed 1
     python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name, sft or dpo

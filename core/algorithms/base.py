@@ -27,7 +27,7 @@ FIELDS: Mapping[Pass, str] = {"old_logprobs": "old_logprobs", "ref_logprobs": "r
 
 
 class Objective(Protocol):
-    """What the updates of one model minimise. Subclass it explicitly to have the defaults below."""
+    """The loss that the updates of one model minimise. Subclass it explicitly to have the defaults below."""
 
     @property
     def needs_entropy(self) -> bool:
@@ -55,7 +55,7 @@ class Objective(Protocol):
 
 
 class Algorithm(Objective, Protocol):
-    """How a batch becomes updates of the policy, and of a critic if there is one."""
+    """Computes advantages from a batch, and the loss of the policy; with a critic, its loss as well."""
 
     unit: Unit = "sequence"
     """What minibatches must not split: single sequences, the answers to one prompt, or pairs of them."""

@@ -1,4 +1,4 @@
-"""What algorithms are configured with.
+"""Settings of algorithms, and the options of those of users.
 
 Standard library only: the checks of a configuration read them before torch is imported.
 """

@@ -49,7 +49,7 @@ class DPOTrainer(SFTTrainer):
 
 
 def run_dpo(config: DPOConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
-    """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
+    """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
     dpo, fields = config.dpo, config.dataset.pair_columns
     run_offline(
         config, paths, console, attempt,

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
-    """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
+    """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
     # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
     torch.set_num_threads(1)
     allocation = resolve_allocation(config)

@@ -45,7 +45,7 @@ ENGINE = "default"
 
 
 def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
-    """Train, in one life of all processes, from the beginning or from the newest recover checkpoint."""
+    """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
     run_offline(
         config, paths, console, attempt, trainer_type=SFTTrainer, objective=SFT(), open_data=AnswerDataset,
         reference=None,

@@ -110,14 +110,14 @@ class Waiter:
                 return failure
             reason = f"{worker} failed: {first_line(failure)}"
         else:
-            reason = f"{worker} died: {first_line(error)}"
+            reason = f"{worker} exited: {first_line(error)}"
             failure = LaunchError(f"{phase}: {reason}")
         ready, hanging = (
             ray.wait(list(others), num_returns=len(others), timeout=_OTHERS_SECONDS) if others else ([], [])
         )
         died = [others[ref] for ref in ready if _has_died(ref)]
         if died:
-            return LaunchError(f"{phase}: {', '.join(died)} died; {reason}")
+            return LaunchError(f"{phase}: {', '.join(died)} exited; {reason}")
         if hanging:
             late = self._late([others[r] for r in hanging], f"no answer in {phase} after {reason}")
             return LaunchError(f"{phase}: {reason}; no answer from {late}")

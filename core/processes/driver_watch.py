@@ -44,10 +44,10 @@ class Watch:
         self.verdict = ""
         """Why it was killed."""
 
-    def look(self, phase: str, *, heard: bool) -> None:
-        """Check the driver several times a second; `heard`: it has sent a heartbeat since the last call."""
+    def look(self, phase: str, *, heartbeat: bool) -> None:
+        """Check the driver several times a second; `heartbeat`: it has sent one since the last call."""
         now = time.monotonic()
-        self._elapsed = 0.0 if heard else self._elapsed + min(now - self._looked, _LONGEST_LOOK_SECONDS)
+        self._elapsed = 0.0 if heartbeat else self._elapsed + min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
         limit = self._limits.driver_seconds
         limit = min(limit, END_SECONDS) if self._forwarding.came else limit

@@ -251,7 +251,7 @@ def _listen(pipe: int, child: int, attempt: Attempt, watch: Watch) -> int:
         if status is not None and not data:
             return status
         if status is None:
-            watch.look(attempt.phase, heard=bool(data))
+            watch.look(attempt.phase, heartbeat=bool(data))
             if ready and not data:
                 time.sleep(0.05)  # its end of the pipe is closed: it is about to go
             with suppress(ChildProcessError):

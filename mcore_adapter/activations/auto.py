@@ -104,7 +104,7 @@ class AutoRecompute:
         microbatches = min(num_microbatches, 2 * layout.pp * layout.vpp)
         if now is None or not now.tokens / ALIKE < tokens <= now.tokens or microbatches != self._microbatches:
             if now is not None and tokens > ALIKE * now.tokens:
-                self._correction = max(1.0, self._correction)  # what small microbatches take less says little
+                self._correction = max(1.0, self._correction)  # savings of small microbatches do not carry over
             if now is not None and not now.tokens / ALIKE < tokens <= ALIKE * now.tokens:
                 self._share, self._exceeded = 1.0, -1
             passes = in_flight(layout, self._parallel.pp_rank, num_microbatches)
@@ -122,7 +122,7 @@ class AutoRecompute:
         """Compare the peak of the update with the estimate, and choose anew by it."""
         assert self._shape is not None, "prepare() was called"
         if not self._measures or self.choice is None or self._tokens < self._shape.tokens:
-            return  # a smaller microbatch says nothing about the estimate
+            return  # a smaller microbatch does not test the estimate
         estimate = self.choice.activation_bytes
         peak = self._agree(self._device.memory_stats()["peak_gib"] * GIB - self._held, dist.ReduceOp.MAX)
         self.peak = Peak(self.choice, peak, estimate / self._correction)

@@ -107,7 +107,7 @@ class CopiedCheckpoint:
     def _write_in_background(self) -> None:
         written = self.write()
         if isinstance(written, Exception):
-            self._make_room()
+            self._remove_own_shards()
         if self._rank != 0:
             if isinstance(written, OSError):  # a plain one: reports may name no other classes
                 written = OSError(str(written))
@@ -120,10 +120,10 @@ class CopiedCheckpoint:
             self.finish(everyone)
         except Exception as failure:  # noqa: BLE001 (reported to the process that waits for the checkpoint)
             error = failure
-            self._make_room()
+            self._remove_own_shards()
         tell_outcome(self._path, error)
 
-    def _make_room(self) -> None:
+    def _remove_own_shards(self) -> None:
         """Remove this rank's shards of a checkpoint that failed: where a full disk is the reason, the message needs a
         little of it."""
         for shard in self._path.glob(f"__{self._rank}_*"):

@@ -35,7 +35,7 @@ ALL_INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; the checks of a configuration and the choice of a weight transport read it."""
+    """Features that a backend supports; the checks of a configuration and the choice of a weight transport read it."""
 
     devices: tuple[Device, ...]
     """Where it can run; the first is what generator.device=auto means."""
@@ -136,7 +136,7 @@ class TensorFormat:
 
 
 class PartialChecksums(TypedDict):
-    """What one process has added to ExpectedChecksums, as JSON."""
+    """State that one process has added to ExpectedChecksums, as JSON."""
 
     sums: list[tuple[int, str, int]]
     """Tensor-parallel rank, the replica's parameter, checksum of its parts that were added."""
@@ -145,7 +145,7 @@ class PartialChecksums(TypedDict):
 
 
 class ExpectedChecksums(Protocol):
-    """What the checksums of a replica must be after a push. Add every tensor, then compare."""
+    """Checksums that a replica must report after a push. Add every tensor, then compare."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor in full, under its Hugging Face name, in the format of the replica."""

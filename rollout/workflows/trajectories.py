@@ -1,4 +1,4 @@
-"""What workflows share: the seed of a sample, and the trajectory of a completion.
+"""Functions that workflows share: the seed of a sample, and the trajectory of a completion.
 
 Invariant: seeds are a function of (run seed, epoch, prompt, sample) alone, so a prompt that is issued again after a
 failure or a restart draws the same samples from the same weights.

@@ -1,4 +1,4 @@
-"""Measures what Slipstream promises, each figure beside its baseline in the same run.
+"""Measure speed, memory and accuracy of Slipstream, each figure beside its baseline in the same run.
 
     python -m tools.bench cpu [--trl-python /path/to/trl-env/bin/python] [--only update rollout]
     python -m tools.bench gpu [--only update push] [--shape 1.5B]

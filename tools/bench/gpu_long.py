@@ -45,7 +45,7 @@ def long(scene: Scene) -> Iterator[Figure]:
     whole, auto = _measure(ours, lengths[:1], "full"), _measure(ours, lengths, "auto")
     for length in lengths:
         if length not in auto:
-            continue  # it did not fit, as the log says
+            continue  # it did not fit; the log has the error
         name, bare = f"long.{NAME}_{length}", whole.get(length)
         yield from mfu_rows(
             name, auto[length], bare, flops_per_token=ours.flops_per_token(length), peak_flops=PEAK_FLOPS,

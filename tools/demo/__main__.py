@@ -1,4 +1,4 @@
-"""`make demo`: a small model without a past learns to add, first from examples, then by asynchronous PPO.
+"""Train a small model with random weights to add: first on examples, then by asynchronous PPO (`make demo`).
 
 Data, tokenizer and model are made on the spot; training runs through core.quickstart, as a user would start it.
 Everything ends up under one folder; the exit code is 0 only if held-out accuracy rose by at least 30 points.

@@ -102,7 +102,7 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
     try:
         allocation = resolve_allocation(config)
     except AllocationError:
-        return  # a rule of the configuration has said so
+        return  # a rule of the configuration reports it
     seen: set[str] = set()
     for role in use.roles:
         placed = allocation.roles[role]

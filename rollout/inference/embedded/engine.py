@@ -1,4 +1,4 @@
-"""Continuous batching, one step at a time: run one token of every lane, admit waiting requests, hand out what is done.
+"""Continuous batching, one step at a time: run one token of every slot, admit waiting requests, hand out what is done.
 
 Invariant: between two steps every running request has exactly one token that is not in the cache yet (the last one
 sampled), so it can end, or have its keys and values computed anew, between any two tokens.
@@ -61,7 +61,7 @@ class Engine:
         self._slots = Slots(max_running, config.vocab_size)
         self._vocab_size = config.vocab_size
         self._device, dtype = weights.embedding.device, weights.embedding.dtype
-        self._cache = KVCache(config, max_lanes=max_running, dtype=dtype, device=self._device)
+        self._cache = KVCache(config, max_slots=max_running, dtype=dtype, device=self._device)
         self._waiting: deque[Job] = deque()
         self._num_waiting_for: Counter[bytes] = Counter()
         self._prompts: dict[bytes, _Prompt] = {}
@@ -150,7 +150,7 @@ class Engine:
         return torch.from_numpy(array).to(self._device)
 
     def _decode(self, slots: np.ndarray) -> Tensor:
-        """Run the last sampled token of each lane: hidden states [n, hidden_size]."""
+        """Run the last sampled token of each slot: hidden states [n, hidden_size]."""
         positions = self._slots.position[slots]
         tokens = self._tensor(self._slots.last_token[slots])
         hidden = self._model.decode(tokens, self._tensor(positions), int(positions.max()) + 1, self._cache)
@@ -192,7 +192,7 @@ class Engine:
         return [self._start(jobs, *shape) for shape, jobs in batches.items()]
 
     def _start(self, jobs: list[Job], length: int, capacity: int) -> tuple[np.ndarray, Tensor]:
-        """Give jobs of one padded length their lanes. Each distinct prefix is run once; the others copy it."""
+        """Give jobs of one padded length their slots. Each distinct prefix is run once; the others copy it."""
         jobs.sort(key=lambda job: job.key in self._prompts)
         slots = self._slots.start(jobs)
         kv = self._cache.add(slots, capacity)
@@ -208,7 +208,7 @@ class Engine:
         return slots, torch.cat(hidden)
 
     def _prefill(self, jobs: Sequence[Job], kv: Tensor) -> Tensor:
-        """Run the distinct prefixes of `jobs` in one padded batch and fill every job's lane in `kv`
+        """Run the distinct prefixes of `jobs` in one padded batch and fill every job's part of `kv`
         ([layers, 2, n, G, padded length, D]). Returns the hidden states of the last tokens, [n, hidden_size]."""
         row_of = {key: row for row, key in enumerate(dict.fromkeys(job.key for job in jobs))}
         prefixes = {job.key: job.prefix for job in jobs}

@@ -64,7 +64,7 @@ def _resolve_all(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
 
 SMALL_PRODUCT = 2**24
 """With fewer terms than this in every product of a step, sharing them with a second thread costs more than it brings:
-64 lanes of 0.8M parameters run 1.6 times as fast on one thread as on two."""
+64 slots of 0.8M parameters run 1.6 times as fast on one thread as on two."""
 
 
 class EmbeddedGenerator:

@@ -1,9 +1,9 @@
 """Keys and values of the running requests, in pools of equal capacity.
 
-A lane holds one request. Attention reads a whole pool as one dense batch of matrices, so a pool's lanes are packed
-without holes, and a lane whose request outgrows its pool moves to the next one: a short request never pays for a
+An entry holds one request. Attention reads a whole pool as one dense batch of matrices, so a pool's entries are packed
+without holes, and an entry whose request outgrows its pool moves to the next one: a short request never pays for a
 long neighbour.
-Invariant: lanes [0, n) of a pool are in use, and every lane's position p satisfies previous capacity <= p < capacity
+Invariant: entries [0, n) of a pool are in use, and every entry's position p satisfies previous capacity <= p < capacity
 when a step begins.
 """
 
@@ -40,54 +40,54 @@ def _floor_capacity(length: int) -> int:
 
 @dataclass(frozen=True)
 class _Step:
-    """What a pool needs in every layer of one step. `first`: its first row among the lanes of all pools."""
+    """What a pool needs in every layer of one step. `first`: its first row among the entries of all pools."""
 
     first: int
     n: int
     rows: Tensor  # [n * 2 G] int64: where this step's keys and values go
-    tail_mask: Tensor  # [n, 1, capacity - previous capacity]: -inf behind the lane's position, 0 before
+    tail_mask: Tensor  # [n, 1, capacity - previous capacity]: -inf behind the entry's position, 0 before
     tail: int
 
 
 class _Pool:
-    """Slots of one capacity. kv: [layers, 2, lanes, G, capacity, D], grown by doubling. peak: the most since trim()."""
+    """Slots of one capacity. kv: [layers, 2, entries, G, capacity, D], doubled when full. peak: most since trim()."""
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
         self._cache = cache
         self.capacity = capacity
-        self.slots = np.empty(cache.max_lanes, dtype=np.int64)  # [:n] in lane order
+        self.slots = np.empty(cache.max_slots, dtype=np.int64)  # [:n] in entry order
         self.n = self.peak = 0
         self.tail = previous_capacity(capacity)
         self._columns = torch.arange(self.tail, capacity, device=cache.device)
         self.kv = torch.empty(self._shape(0), dtype=cache.dtype, device=cache.device)
         self._resize(0)
 
-    def _shape(self, lanes: int) -> tuple[int, ...]:
+    def _shape(self, entries: int) -> tuple[int, ...]:
         c = self._cache.config
-        return (c.num_layers, 2, lanes, c.num_kv_heads, self.capacity, c.head_dim)
+        return (c.num_layers, 2, entries, c.num_kv_heads, self.capacity, c.head_dim)
 
-    def _resize(self, lanes: int) -> None:
+    def _resize(self, entries: int) -> None:
         c, old = self._cache.config, self.kv
-        kept = min(lanes, old.shape[2])
+        kept = min(entries, old.shape[2])
         # Zeros, because what lies behind a position is multiplied by zero: it must not be NaN.
-        self.kv = torch.zeros(self._shape(lanes), dtype=old.dtype, device=old.device)
+        self.kv = torch.zeros(self._shape(entries), dtype=old.dtype, device=old.device)
         if kept:
             self.kv[:, :, :kept] = old[:, :, :kept]
-        heads = lanes * c.num_kv_heads
+        heads = entries * c.num_kv_heads
         self.keys = [layer[0].view(heads, self.capacity, c.head_dim).transpose(1, 2) for layer in self.kv]
         self.values = [layer[1].view(heads, self.capacity, c.head_dim) for layer in self.kv]
         self.flat = [layer.view(2 * heads * self.capacity, c.head_dim) for layer in self.kv]
-        head = torch.arange(heads, device=old.device).view(lanes, 1, c.num_kv_heads)
+        head = torch.arange(heads, device=old.device).view(entries, 1, c.num_kv_heads)
         values_follow = torch.tensor([[0], [heads]], device=old.device)
-        self._row_of_head = (head + values_follow) * self.capacity  # [lanes, 2, G]
+        self._row_of_head = (head + values_follow) * self.capacity  # [entries, 2, G]
 
     def reserve(self, more: int) -> None:
-        """Append lanes."""
+        """Append entries."""
         self.n += more
         self.peak = max(self.peak, self.n)
-        lanes = self.kv.shape[2]
-        if self.n > lanes:
-            self._resize(min(self._cache.max_lanes, max(2 * lanes, self.n, 4)))
+        entries = self.kv.shape[2]
+        if self.n > entries:
+            self._resize(min(self._cache.max_slots, max(2 * entries, self.n, 4)))
 
     def trim(self) -> None:
         """Give back memory that was not needed since the last call."""
@@ -95,18 +95,18 @@ class _Pool:
             self._resize(self.peak)
         self.peak = self.n
 
-    def place(self, slots: np.ndarray, lanes: np.ndarray) -> None:
-        """Let lanes hold these slots from now on."""
-        self.slots[lanes] = slots
-        self._cache.lane_of[slots] = lanes
+    def place(self, slots: np.ndarray, entries: np.ndarray) -> None:
+        """Assign these entries to slots."""
+        self.slots[entries] = slots
+        self._cache.entry_of[slots] = entries
         self._cache.capacity_of[slots] = self.capacity
 
-    def remove(self, lanes: np.ndarray) -> None:
-        """Free these lanes; lanes from the end move into the holes."""
-        left = self.n - len(lanes)
-        holes = lanes[lanes < left]
+    def remove(self, entries: np.ndarray) -> None:
+        """Free these entries; entries from the end move into the holes."""
+        left = self.n - len(entries)
+        holes = entries[entries < left]
         if len(holes):
-            movers = np.setdiff1d(np.arange(left, self.n), lanes, assume_unique=True)
+            movers = np.setdiff1d(np.arange(left, self.n), entries, assume_unique=True)
             for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
                 self.kv[:, :, hole] = self.kv[:, :, mover]
             self.place(self.slots[movers], holes)
@@ -120,15 +120,15 @@ class _Pool:
 
 
 class KVCache:
-    """The pools of at most `max_lanes` requests; requests are named by slots in [0, max_lanes)."""
+    """The pools of at most `max_slots` requests; slots number the requests in [0, max_slots)."""
 
-    def __init__(self, config: InferenceConfig, *, max_lanes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: InferenceConfig, *, max_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
-        self.max_lanes = max_lanes
+        self.max_slots = max_slots
         self.dtype = dtype
         self.device = device
-        self.lane_of = np.zeros(max_lanes, dtype=np.int64)
-        self.capacity_of = np.zeros(max_lanes, dtype=np.int64)
+        self.entry_of = np.zeros(max_slots, dtype=np.int64)
+        self.capacity_of = np.zeros(max_slots, dtype=np.int64)
         self._pools: dict[int, _Pool] = {}
         self._order: np.ndarray | None = None
         self._steps: list[tuple[_Pool, _Step]] = []
@@ -156,15 +156,15 @@ class KVCache:
         return pool.kv[:, :, first : pool.n]
 
     def rearrange(self, gone: np.ndarray, full: np.ndarray) -> None:
-        """Free the lanes of the slots `gone` and move those `full` to the next capacity, into lanes just freed there
-        as far as they reach."""
-        lanes, next_of = self.lane_of.copy(), {c: capacity_for(c + 1) for c in set(self.capacity_of[full].tolist())}
+        """Free the entries of the slots `gone` and move those `full` to the next capacity, first into entries just
+        freed there."""
+        entries, next_of = self.entry_of.copy(), {c: capacity_for(c + 1) for c in set(self.capacity_of[full].tolist())}
         gone_from, full_in = self._by_capacity(gone), self._by_capacity(full)
         came_from = {capacity: below for below, capacity in next_of.items()}
-        # Downwards, so that a pool's full lanes are copied up before anything takes their place.
+        # Downwards, so that a pool's full entries are copied up before anything takes their place.
         for capacity in sorted({*gone_from, *full_in, *came_from}, reverse=True):
             pool = self._pool(capacity)
-            leaving = lanes[np.concatenate((gone_from.get(capacity, _NOBODY), full_in.get(capacity, _NOBODY)))]
+            leaving = entries[np.concatenate((gone_from.get(capacity, _NOBODY), full_in.get(capacity, _NOBODY)))]
             below = came_from.get(capacity)
             arriving = _NOBODY if below is None else full_in[below]
             places = np.concatenate(
@@ -172,8 +172,8 @@ class KVCache:
             )
             pool.reserve(len(places[len(leaving) :]))
             pool.place(arriving, places)
-            for place, lane in zip(places.tolist(), lanes[arriving].tolist(), strict=True):
-                pool.kv[:, :, place, :, :below] = self._pools[cast(int, below)].kv[:, :, lane]
+            for place, entry in zip(places.tolist(), entries[arriving].tolist(), strict=True):
+                pool.kv[:, :, place, :, :below] = self._pools[cast(int, below)].kv[:, :, entry]
             pool.remove(leaving[len(arriving) :])
         self._order = None
 

@@ -1,4 +1,4 @@
-"""The inference transformer: prompts in one padded pass, then one token a lane and step against the cache.
+"""The inference transformer: prompts in one padded pass, then one token per slot and step against the cache.
 
 Invariant: a row's result does not depend on the other rows. Products with fewer than MIN_ROWS rows take another kernel
 with another summation order, so smaller batches are padded up to it.
@@ -60,17 +60,17 @@ class Transformer:
         return self._final_norm(last)
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int, cache: KVCache) -> Tensor:
-        """Run one token [n] of every lane of the cache, at `positions` [n] (the largest is longest - 1), and return
+        """Run one token [n] of every slot of the cache, at `positions` [n] (the largest is longest - 1), and return
         the hidden states [n, hidden_size]."""
         n, c = tokens.shape[0], self.config
         tokens, positions = _padded(tokens), _padded(positions)
         cache.begin_step(positions[:n])
         out = torch.zeros(tokens.shape[0], self._query_columns, dtype=self._weights.norm.dtype, device=self._device)
-        lanes_out = out[:n].view(n * c.num_kv_heads, -1, c.head_dim)
+        attended = out[:n].view(n * c.num_kv_heads, -1, c.head_dim)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            q = (qkv[:n, : self._query_columns] * self._scale).view(lanes_out.shape)
-            cache.attend(layer, q, qkv[:n, self._query_columns :].reshape(-1, c.head_dim), lanes_out)
+            q = (qkv[:n, : self._query_columns] * self._scale).view(attended.shape)
+            cache.attend(layer, q, qkv[:n, self._query_columns :].reshape(-1, c.head_dim), attended)
             return out
 
         return self._final_norm(self._layers(tokens, positions, longest, attend)[:n])

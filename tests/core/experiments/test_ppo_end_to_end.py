@@ -223,7 +223,7 @@ def test_a_ray_that_dies_under_a_run_is_one_clear_error(assets, run_command) -> 
     assert command.finish() != 0
     assert command.survivors() == []
     # Ray ends the driver without a word, unless the driver has noticed before that a worker does not answer.
-    assert WITHOUT_GOODBYE in command.output() or re.search(r"ERROR: .* died: ", command.output())
+    assert WITHOUT_GOODBYE in command.output() or re.search(r"ERROR: .* exited: ", command.output())
     assert "Traceback" not in command.output()
 
 

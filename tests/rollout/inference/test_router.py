@@ -69,7 +69,7 @@ def groups_of_four(num_groups: int, **sampling: Any) -> list[GenerateRequest]:
 
 
 async def started(router: Router, requests: list[GenerateRequest]) -> list[asyncio.Future[Completion]]:
-    """The requests, each of which has its place now and, unless it waits for a lane, some tokens."""
+    """The requests, each of which has its place now and, unless it waits for a slot, some tokens."""
     running = [asyncio.ensure_future(router.generate(r)) for r in requests]
     await asyncio.sleep(0)
     probes = [request(10_000 + i, prompt(3), max_new_tokens=8, group_id=r.group_id) for i, r in enumerate(requests)]

@@ -60,7 +60,7 @@ def play(script: Callable[[EmbeddedGenerator], Coroutine[Any, Any, None]], *args
 
 
 async def progressed(generator: EmbeddedGenerator, n: int = 3) -> None:
-    """Return when requests that were sent earlier have at least n tokens (and a free lane is left)."""
+    """Return when requests that were sent earlier have at least n tokens (and a free slot is left)."""
     await asyncio.sleep(0)  # let them be sent
     await generator.generate(request(990_000 + n, prompt(3), max_new_tokens=n))
 
@@ -288,8 +288,8 @@ def test_settings_that_do_not_exist_are_refused(folder: Path, setting: Any, mess
         EmbeddedGenerator(folder, **setting)
 
 
-@pytest.mark.parametrize("num_lanes", [8, 2])
-def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path, num_lanes: int) -> None:
+@pytest.mark.parametrize("num_slots", [8, 2])
+def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path, num_slots: int) -> None:
     requests = [request(i, prompt(5 + i), max_new_tokens=80, min_new_tokens=80) for i in range(4)]
 
     async def script(generator: EmbeddedGenerator) -> None:
@@ -309,4 +309,4 @@ def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path,
             again = await generator.generate(replace(r, request_id=f"{r.request_id} again", output=part))
             assert again.token_ids.tolist() == expected.token_ids.tolist()
 
-    play(script, folder, max_running=num_lanes)
+    play(script, folder, max_running=num_slots)
