@@ -19,6 +19,14 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+def imported_by_call(node: ast.Call, *functions: str) -> str:
+    """The module in import_module("..."), or in a call of `functions`; empty for all other calls."""
+    called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    first = node.args[0] if node.args else None
+    named = called in (functions or ("import_module", "__import__")) and isinstance(first, ast.Constant)
+    return first.value if named and isinstance(first.value, str) else ""
+
+
 def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
     """(absolute dotted module, line) of every import in the file, importlib.import_module("...") included."""
     here = path.relative_to(ROOT).with_suffix("").parts
@@ -29,10 +37,8 @@ def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             base = list(here[: len(here) - node.level]) if node.level else []
             yield ".".join(base + ([node.module] if node.module else [])), node.lineno
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in {"import_module", "__import__", "find_spec"} and isinstance(node.args[0].value, str):
-                yield node.args[0].value, node.lineno
+        elif isinstance(node, ast.Call) and (name := imported_by_call(node) or imported_by_call(node, "find_spec")):
+            yield name, node.lineno
 
 
 def top_imports(path: Path) -> Iterator[tuple[str, int]]:
