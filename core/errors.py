@@ -34,15 +34,20 @@ def what_user_code_raised(error: BaseException, log: Path) -> str:
     """Return the message of an error that passed through a user's reward, workflow or algorithm, with the place in the
     user's file and the log that has the traceback; empty where no such file is in its traceback. That of a worker is in
     the notes."""
-    place = user_frame("".join(traceback.format_exception(error)))
+    while isinstance(error, BaseExceptionGroup):  # the last one that passed through such a file
+        passed = [e for e in error.exceptions if _place(e)]
+        error = (passed or error.exceptions)[-1]
+    place = _place(error)
     if not place:
         return ""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[-1]  # whose traceback is printed last
     message = str(error).strip()
     if not message or not isinstance(error, ValueError | OSError | RuntimeError | MemoryError):
         message = f"{type(error).__name__}: {message}".removesuffix(": ")  # a KeyError's message is the key alone
     return f"{message} ({place}; traceback: {log})"
+
+
+def _place(error: BaseException) -> str:
+    return user_frame("".join(traceback.format_exception(error)))
 
 
 def is_of_disk(error: BaseException) -> TypeGuard[OSError]:

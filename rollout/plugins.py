@@ -118,11 +118,13 @@ def _import_failure(module_name: str, error: BaseException) -> str:
 
 def user_frame(stack: str) -> str:
     """Return the last frame of a printed traceback that lies neither in Slipstream nor in a library, as "FILE, line
-    28, in loss"; empty if there is none."""
-    ours = (*_LIBRARIES, *(f"{ROOT / package}{os.sep}" for package in _OWN))
+    28, in loss", or "below FILE, ..." where that called Slipstream; empty if there is none."""
+    own, below = tuple(f"{ROOT / package}{os.sep}" for package in _OWN), ""
     for file, line, function in reversed(_FRAME.findall(stack)):
-        if not file.startswith(ours) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
-            return f"{Path(file).name}, line {line}, in {function}"
+        if file.startswith(own):
+            below = "below "
+        elif not file.startswith(_LIBRARIES) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
+            return f"{below}{Path(file).name}, line {line}, in {function}"
     return ""
 
 

@@ -46,9 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     module, first, _ = COMMANDS[words[0]]
     os.environ["PYTHONPATH"] = python_path()  # for the processes that the command starts
-    # Rewards and workflows of the working folder come behind this installation, which in an editable one no folder of
-    # the path holds.
-    sys.path += [folder for folder in (str(ROOT), os.getcwd()) if folder not in sys.path]
+    # Rewards and workflows of the working folder come behind this installation: an editable one is found behind all
+    # folders of the path, and PYTHONPATH may name the working folder.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    sys.path.insert(sys.path.index(os.getcwd()), str(ROOT))
     sys.argv = [f"slipstream {words[0]}", *first, *words[1:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -42,7 +42,8 @@ class OwnPackagesFirst(JobConfig):
 
     def _serialize(self) -> Any:
         # A worker inserts one after the other at the front of its path.
-        self._py_driver_sys_path = [*self._py_driver_sys_path, str(ROOT)]
+        others = [folder for folder in self._py_driver_sys_path if folder != str(ROOT)]
+        self._py_driver_sys_path = [*others, str(ROOT)]
         return super()._serialize()
 
 
@@ -76,9 +77,9 @@ def join(cluster: JoinedCluster, **options: Any) -> None:
     try:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
-        # A client sends its configuration to a process that need not have this class.
-        job = JobConfig() if address.startswith("ray://") else OwnPackagesFirst()
-        ray.init(address=address, job_config=job, **options)
+        if not address.startswith("ray://"):  # a client cannot send such a configuration
+            options["job_config"] = OwnPackagesFirst()
+        ray.init(address=address, **options)
     except LaunchError:
         raise
     except Exception as e:  # noqa: BLE001 - as in start_own()

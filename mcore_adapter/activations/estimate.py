@@ -146,7 +146,8 @@ def _kept_by_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
     copies = moe.top_k / shape.layout.tp
     total = hidden + 3 * moe.shared_intermediate_size / shape.layout.tp
     if gathers_tokens(shape.layout.ep, moe.top_k):
-        total += shape.layout.ep * hidden
+        # Tokens, and for each copy its weight in float32 and its row.
+        total += shape.layout.ep * (hidden + 8 * copies / size)
     elif shape.layout.ep > 1:  # each copy that came from another rank
         total += copies * config.hidden_size
     if level != "linear":

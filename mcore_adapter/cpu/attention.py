@@ -19,9 +19,7 @@ from torch import Tensor
 
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
 _SHORT_TOKENS = 48  # up to here matrix products over the whole batch beat the flash kernel (2x at 20 tokens, 1x at 56)
-_ALONE_ELEMENTS = (
-    1 << 14
-)  # sequences with more query elements (tokens x heads x head_dim) keep a core busy by themselves
+_ALONE_ELEMENTS = 1 << 14  # with more query elements (tokens x heads x head_dim) sequences keep a core busy
 
 
 @dataclass(frozen=True)

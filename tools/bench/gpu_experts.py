@@ -108,7 +108,7 @@ def experts_ep(scene: Scene) -> Iterator[Figure]:
 
     grouped = measured("grouped layers", stacked=False, recompute="selective")
     choices: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("", "", {"recompute": "selective"}),
+        ("", f"<= {EP_LIMIT_GB}", {"recompute": "selective"}),
         ("_auto", f"<= {EP_LIMIT_GB}", {"recompute": "auto", "recompute_limit_gib": EP_LIMIT_GB * 1e9 / 2**30}),
     )
     for suffix, limit, settings in choices:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ class WidthsScene(Scene):
 
     @property
     def model(self) -> Path:
-        path = self.folder / "widths"
-        if not path.exists():  # its ranks read it while others look for it
+        text = json.dumps(self.raw, sort_keys=True)
+        # Measurements of one call share the folder; ranks read the file while others look for it.
+        path = self.folder / f"widths-{sha256(text.encode()).hexdigest()[:12]}"
+        if not path.exists():
             path.mkdir()
-            (path / "config.json").write_text(json.dumps(self.raw))
+            (path / "config.json").write_text(text)
         return path
 
     def flops_per_token(self, length: int) -> float:

@@ -200,7 +200,7 @@ class TrainerRanks:
         found: dict[int, Any] = {}
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while len(found) < RANKS:
-            ended = [rank for rank, process in enumerate(self._processes) if process.exitcode]
+            ended = [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
             try:
                 found.update([self._results.get(timeout=1.0)])
             except queue.Empty:

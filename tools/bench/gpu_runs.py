@@ -36,7 +36,9 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
         rates[staleness] = _tokens_per_second(rows)
         if staleness and shares:
             busy = float(np.mean(np.concatenate([shares[gpu] for gpu in range(_num_generators())])))
-            yield Figure(name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 90")
+            yield Figure(
+                name="async.generators_busy", value=busy, unit="%", baseline=None, target=">= 95, or the trainer"
+            )
         for name, value, unit in _facts(rows, staleness):
             yield Figure(name=name, value=value, unit=unit, baseline=None, target="")
         running = float(config["generator.max_running"])

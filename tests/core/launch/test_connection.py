@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from core.config.ray_address import JoinedCluster
 from core.errors import LaunchError
 from core.launch import connection
-from core.launch.connection import join
+from core.launch.connection import OwnPackagesFirst, join
+from rollout.plugins import ROOT
 
 
 @pytest.fixture
@@ -36,9 +38,35 @@ class Ray:
         answers = iter(requires)
         monkeypatch.setattr(connection, "_raylet", raylet)
         monkeypatch.setattr(connection, "_requires_token", lambda cluster: next(answers))
-        monkeypatch.setattr(connection.ray, "init", lambda address, **options: self.joined.append(address))
+        monkeypatch.setattr(connection.ray, "init", self._init)
         monkeypatch.setenv("RAY_AUTH_MODE", "")  # so that it is put back afterwards
         monkeypatch.delenv("RAY_AUTH_MODE")
+
+    def _init(self, address: str, **options: object) -> None:
+        self.joined.append(address)
+        self.options = options
+
+
+def test_workers_of_a_joined_cluster_import_this_checkout_first(
+    cluster: JoinedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray(monkeypatch, requires=[False], has_token=False)
+    join(cluster)
+    job = ray.options["job_config"]
+    assert isinstance(job, OwnPackagesFirst)
+    job._py_driver_sys_path.append("/working/folder")  # as ray.init does
+    for _ in range(2):
+        job._serialize()
+        assert job._py_driver_sys_path == ["/working/folder", str(ROOT)], "workers put the last one first"
+
+
+def test_a_client_of_a_cluster_sends_no_configuration_that_json_does_not_take(
+    cluster: JoinedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray(monkeypatch, requires=[], has_token=False)
+    monkeypatch.setattr(connection, "connection_error", lambda cluster: "")
+    join(replace(cluster, address="ray://127.0.0.1:10001", given="ray://127.0.0.1:10001"))
+    assert ray.joined == ["ray://127.0.0.1:10001"] and ray.options == {}
 
 
 @pytest.mark.parametrize(("requires", "mode"), [([False], None), ([True, False], "token")])

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from helpers.commands import PATIENCE_SECONDS
 from helpers.runs import ppo
 
 MARK = "from pathlib import Path\nPath({marker!r}).touch()\nraise RuntimeError('the package of the working folder')\n"
@@ -30,9 +31,15 @@ def test_no_process_of_a_run_imports_packages_of_the_working_folder(assets: Any,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     script = Path(sys.executable).with_name("slipstream")
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["PYTHONPATH"] = str(tmp_path)  # as documented for modules of the user
     done = subprocess.run(
-        [script, "train", "--config", "config.yaml"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [script, "train", "--config", "config.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert not list(tmp_path.glob("* was imported")), done.stdout[-3000:]
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

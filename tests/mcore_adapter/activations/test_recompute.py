@@ -116,7 +116,7 @@ def test_the_gradient_of_a_recomputed_product_takes_the_place_of_its_input(monke
     assert torch.equal(found, expected) and seen == [address]
 
 
-def logged_at_start(rank: Rank, model: str, level: Any, stacks: bool) -> list[str]:
+def logged_at_start(rank: Rank, model: str, level: Any, stacks: bool) -> tuple[list[str], str]:
     from mcore_adapter.cpu.device import CpuDevice
 
     texts: list[str] = []
@@ -131,7 +131,11 @@ def logged_at_start(rank: Rank, model: str, level: Any, stacks: bool) -> list[st
         patch.setattr(CpuDevice, "has_grouped_products", stacks)
         make_engine(parallel, device, model, recompute=level)
     recompute.logger.removeHandler(handler)
-    return texts
+    logger = recompute.logger
+    return (
+        texts,
+        f"level {logger.getEffectiveLevel()}, disabled {logger.disabled}, below {logging.root.manager.disable}",
+    )
 
 
 @pytest.mark.parametrize(("name", "level", "stacks", "warns"), [
@@ -143,5 +147,5 @@ def logged_at_start(rank: Rank, model: str, level: Any, stacks: bool) -> list[st
 def test_experts_that_linear_cannot_reach_are_reported_where_the_device_decides_it(
     ranks: RankPool, model_folders: Any, name: str, level: str, stacks: bool, warns: bool
 ) -> None:
-    (texts,) = ranks.run(logged_at_start, 1, str(model_folders[name][0]), level, stacks)
-    assert [("first products are kept" in text) for text in texts] == [True] * warns
+    ((texts, logger),) = ranks.run(logged_at_start, 1, str(model_folders[name][0]), level, stacks)
+    assert [("first products are kept" in text) for text in texts] == [True] * warns, logger

@@ -67,6 +67,9 @@ def gathered_layer(rank: Rank, sizes: tuple[int, int], num_experts: int, dtype: 
         experts = chosen(sum(sizes), num_experts)[own]
         given = dispatcher.dispatch_preprocess(leaves[0].unsqueeze(1), experts, leaves[1])
         hidden, rows, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*given))
+        assert probs.dtype == torch.float32, "weights are not rounded to the format of the tokens"
+        kept = (dispatcher._experts, dispatcher._rows, dispatcher._num_rows)
+        assert kept == (None,) * 3, "numbers of all gathered copies are held no longer than needed"
         summed = experts_output(hidden, probs, *leaves[2:], rows)
         output = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(summed)))
         assert output.shape == (len(own), 1, HIDDEN)
