@@ -1,7 +1,8 @@
 """The console script: `slipstream {train,sft,dpo,dry-run,eval,compare,samples,timeline,convert,demo,chaos,bench} ...`.
 
 Every command is one of the module commands under a shorter name, with the same arguments. Invariant: the code that runs
-is that of this installation, also where the working folder has packages named core or tools.
+is that of this installation, also where the working folder has packages named core or tools, unless PYTHONPATH names
+that folder.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     module, first, _ = COMMANDS[words[0]]
     os.environ["PYTHONPATH"] = python_path()  # for the processes that the command starts
-    # Rewards and workflows of the working folder come behind this installation: an editable one is found behind all
-    # folders of the path, and PYTHONPATH may name the working folder.
+    # Rewards and workflows of the working folder come behind this installation. An editable one is found behind all
+    # folders of the path.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     sys.path.insert(sys.path.index(os.getcwd()), str(ROOT))

@@ -12,10 +12,11 @@ from core.config.checks import run_checks
 from core.config.load import load_config
 from mcore_adapter.activations.auto import SPARE
 from mcore_adapter.activations.estimate import UpdateShape, choose
-from model_specs.hf_config import parse_config
+from model_specs.hf_config import parse_config, read_config
 from rollout.inference.gpus import Gpu
 from tools.bench.gpu import Scene
 from tools.bench.gpu_experts import SLICE
+from tools.bench.gpu_memory import WidthsScene
 from tools.bench.whole import size as sizes
 from tools.bench.whole.running import differences, pushes, recovered_steps, sampled_per_second
 from tools.bench.whole.size import Size, configuration, held_bytes, scene_of, size_for
@@ -29,6 +30,11 @@ def test_the_estimate_counts_the_parameters_of_the_model_and_the_bytes_that_were
     # Of `tools.bench gpu --only experts`, six layers on one GPU.
     held = held_bytes(parse_config(SLICE), ParallelLayout(), offload=False)
     assert sum(held.values()) / 1e9 == pytest.approx(78.6, abs=0.15)
+
+
+def test_measurements_of_one_call_have_their_own_models(tmp_path: Path) -> None:
+    scenes = [WidthsScene(folder=tmp_path, raw={**SLICE, "num_hidden_layers": n}) for n in (6, 12)]
+    assert [read_config(scene.model).num_layers for scene in [*scenes, scenes[0]]] == [6, 12, 6]
 
 
 def test_a_rank_of_the_recipe_fits_into_a_gpu_because_the_optimizer_does_not_stay_there(

@@ -31,8 +31,7 @@ def test_no_process_of_a_run_imports_packages_of_the_working_folder(assets: Any,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     script = Path(sys.executable).with_name("slipstream")
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment["PYTHONPATH"] = str(tmp_path)  # as documented for modules of the user
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
     done = subprocess.run(
         [script, "train", "--config", "config.yaml"],
         cwd=tmp_path,
