@@ -1,0 +1,36 @@
+"""What a measurement of two trainer ranks makes of the results of both; the updates need GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.bench import gpu_ranks
+from tools.bench.gpu import Scene
+from tools.bench.gpu_memory import Measured
+from tools.bench.gpu_ranks import Updates, measure_updates
+
+
+def measured(rate: float, peak: float, held: float) -> Measured:
+    return Measured(tokens_per_second=rate, peak=peak, held=held, parts={}, activations=None)
+
+
+def test_the_slower_rank_has_the_rate_and_the_fuller_one_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ranks:
+        killed = False
+
+        def __init__(self, *args: object) -> None: ...
+
+        def results(self) -> dict[int, dict[int, Measured]]:
+            return {0: {64: measured(100.0, 9.0, 5.0)}, 1: {64: measured(90.0, 8.0, 6.0)}}
+
+        def kill(self) -> None:
+            Ranks.killed = True
+
+    monkeypatch.setattr(gpu_ranks, "TrainerRanks", Ranks)
+    updates = Updates(layout={"dp": 2}, lens=[64], sizes=[64], count=1, label="")
+    assert measure_updates(Scene(folder=tmp_path), updates) == {64: measured(90.0, 9.0, 5.0)}
+    assert Ranks.killed
