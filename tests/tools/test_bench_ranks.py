@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools.bench import gpu_ranks
-from tools.bench.gpu import Scene
+from tools.bench.gpu import Scene, become_rank
 from tools.bench.gpu_memory import Measured
 from tools.bench.gpu_ranks import Updates, measure_updates
 
@@ -34,3 +36,14 @@ def test_the_slower_rank_has_the_rate_and_the_fuller_one_the_memory(
     updates = Updates(layout={"dp": 2}, lens=[64], sizes=[64], count=1, label="")
     assert measure_updates(Scene(folder=tmp_path), updates) == {64: measured(90.0, 9.0, 5.0)}
     assert Ranks.killed
+
+
+def test_a_rank_of_a_measurement_has_the_threads_of_a_rank_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)  # the process has more tests to run
+    monkeypatch.setattr("tools.bench.gpu.query_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12), raising=False)
+    for ranks in (1, 2, 4):
+        become_rank(num_ranks=ranks)
+    assert chosen == [8, 6, 3]

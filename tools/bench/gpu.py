@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from allocation import ParallelLayout
+from allocation import ParallelLayout, parse
 from core.algorithms.losses import policy_loss
 from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
@@ -129,19 +129,25 @@ class Scene:
         return 6 * (self.num_parameters - lookup) + attention
 
 
+def become_rank(*, num_ranks: int) -> None:
+    """Give this process what a run gives one of `num_ranks` trainer ranks on a host: environment and CPU threads."""
+    from core.experiments.process_settings import threads_per_process
+    from core.launch.trainer_group import PAGE_LOCKING
+
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
+    if gpus := bool(query_gpus()):
+        ranks = parse(f"d{num_ranks}m1p1", n_nodes=1, n_gpus_per_node=num_ranks)
+        torch.set_num_threads(threads_per_process(ranks, configured=0, max_staleness=0, gpus=gpus))
+
+
 @contextmanager
 def trainer_world() -> Iterator[tuple[Any, Any]]:
     """Yield (parallel, device) of a world of one rank, on the first GPU where there is one."""
-    from core.experiments.process_settings import GPU_THREADS
-    from core.launch.trainer_group import PAGE_LOCKING
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
-    # As in a run's trainer ranks.
-    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
+    become_rank(num_ranks=1)
     device = get_device("auto")
-    if query_gpus():
-        torch.set_num_threads(min(torch.get_num_threads(), GPU_THREADS))
     with device.activate(), tempfile.TemporaryDirectory() as folder:
         init = f"file://{folder}/rendezvous"
         parallel = initialize_parallel(ParallelLayout(), rank=0, world_size=1, init_method=init, device=device, seed=1)

@@ -24,7 +24,7 @@ from mcore_adapter.settings import EngineSettings
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene, make_engine, median_seconds, ppo_update, random_batch
+from tools.bench.gpu import Scene, become_rank, make_engine, median_seconds, ppo_update, random_batch
 from tools.bench.gpu_memory import Measured, measure
 from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
 from tools.bench.gpu_servers import generator, server_settings
@@ -135,9 +135,6 @@ def measure_updates(scene: Scene, updates: Updates) -> dict[int, Measured]:
 
 
 def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, updates: Updates) -> None:
-    from core.launch.trainer_group import PAGE_LOCKING
-
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(message)s")
     with _joined(rank, port, scene, **updates.layout) as (parallel, device):
         if not updates.stacked:
@@ -214,13 +211,14 @@ class TrainerRanks:
 @contextmanager
 def _joined(rank: int, port: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]:
     """Yield (parallel, device) of this rank."""
-    os.environ |= {"LOCAL_RANK": str(scene.first_gpu + rank), "NCCL_CUMEM_ENABLE": "0"}
+    os.environ["LOCAL_RANK"] = str(scene.first_gpu + rank)
+    become_rank(num_ranks=RANKS)
     from mcore_adapter.parallel import initialize_parallel
 
     device = get_device("auto")
     with device.activate():
         parallel = initialize_parallel(
-            ParallelLayout(**layout), rank=rank, world_size=RANKS, 
+            ParallelLayout(**layout), rank=rank, world_size=RANKS,
             init_method=f"tcp://127.0.0.1:{port}", device=device, seed=1,
         )  # fmt: skip
         yield parallel, device
