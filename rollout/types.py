@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import numpy as np
-
-if TYPE_CHECKING:  # a --dry-run and the reward workers read this file; neither may pay for torch
+if TYPE_CHECKING:  # a --dry-run and the reward workers read this file, and need neither of them
+    import numpy as np
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -140,6 +140,10 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.loss": "tools.loss_result",
         "tools.scratch_model": "tokenizers torch transformers",
     },
+    "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
+        "rollout.inference.mock.backend": "rollout.inference.mock.generator",
+        "rollout.workflows.trajectories": "numpy",
+    },
     "the driver imports the module of an actor, and does not need what the actor runs": {
         "core.launch.rollout_actor": "core.rollout_service",
         "core.launch.trainer_rank": "mcore_adapter.engine mcore_adapter.parallel",
@@ -193,7 +197,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu_mismatch": "transformers",
         "tools.bench.gpu_models": "transformers",
-        "tools.bench.gpu_ranks": "core.launch.trainer_group mcore_adapter.engine mcore_adapter.parallel",
+        "tools.bench.gpu_ranks": "mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu_servers": "transformers",
     },
 }

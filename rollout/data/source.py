@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -58,7 +59,7 @@ class DataSource:
         """Splits to use where none is given, the best first; the only one there is counts too."""
         return {"train": ("train",), "test": ("test", "validation"), "validation": ("validation", "test")}[self.prefer]
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Short name, for metrics and files: the file's or folder's, or the folder's where the file is called after a
         split (aime24/test.jsonl)."""

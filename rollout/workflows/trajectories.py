@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import struct
 
-import numpy as np
-
 from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
 
 
@@ -22,6 +20,8 @@ def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int) -> in
 
 def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> Trajectory:
     """Concatenate prompt and completion; the prompt is masked out. Raises RuntimeError on an aborted completion."""
+    import numpy as np
+
     if completion.finish_reason == "abort":
         raise RuntimeError(
             f"{prompt.query_id}: the generator returned an aborted completion; "

@@ -22,7 +22,7 @@ def run(script: str, folder: Path) -> str:
 
 
 # An algorithm of its own, with a reward of its own.
-@pytest.mark.parametrize("script", ["custom_algorithm.py", pytest.param("custom_reward.py", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("script", ["custom_algorithm.py", "custom_reward.py"])
 def test_a_script_with_code_of_its_own_raises_the_reward(script: str, tmp_path: Path) -> None:
     first, last = map(
         float, re.findall(r"mean reward of .*: (\d\.\d+); of the last 3: (\d\.\d+)", run(script, tmp_path))[0]

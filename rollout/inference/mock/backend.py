@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rollout.inference.backend import ALL_INTERRUPTS, BackendSettings, Capabilities, FlagValue, Replica
-from rollout.inference.mock.generator import MockGenerator
 
 if TYPE_CHECKING:
     from model_specs.hf_config import ModelConfig
@@ -36,4 +35,6 @@ class MockBackend:
         return None
 
     async def start(self, settings: BackendSettings) -> Replica:
+        from rollout.inference.mock.generator import MockGenerator
+
         return MockGenerator(settings.model_path, seconds_per_token=settings.seconds_per_token)
