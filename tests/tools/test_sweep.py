@@ -40,7 +40,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         rows: list[dict[str, Any]] = [
             {"step": 0, "eval/accuracy": 0.4},
             {"step": 1, "task_reward": -1.0, "time/step": 2.0, "staleness/mean": 0.0, "actor_clip_ratio": 0.1},
-            {"step": 2, "task_reward": 3.0, "time/step": 4.0, "staleness/mean": 1.0, "actor_clip_ratio": 0.3},
+            {
+                "step": 2,
+                "task_reward": 3.0,
+                "time/step": 4.5,
+                "time/evaluate": 0.5,
+                "staleness/mean": 1.0,
+                "actor_clip_ratio": 0.3,
+            },
             {"step": 2, "eval/accuracy": 0.9},
         ]
         rows = [row for row in rows if evaluates or "eval/accuracy" not in row]

@@ -164,13 +164,18 @@ def make_row(run: Run, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": len(trained),
         "eval_steps": [row["step"] for row in evaluated],
         "accuracies": [row["eval/accuracy"] for row in evaluated],
-        "eval_seconds": [sum(r["time/step"] for r in trained if r["step"] <= row["step"]) for row in evaluated],
+        "eval_seconds": [sum(_seconds(r) for r in trained if r["step"] <= row["step"]) for row in evaluated],
         "rewards": [row["task_reward"] for row in trained],
-        "seconds": sum(row["time/step"] for row in trained),
+        "seconds": sum(_seconds(row) for row in trained),
         "age": sum(row.get("staleness/mean", 0.0) for row in trained) / max(1, len(trained)),
         "clip_ratio": sum(row.get("actor_clip_ratio", 0.0) for row in trained) / max(1, len(trained)),
         "changes": dict(run.changes),
     }
+
+
+def _seconds(metrics: Mapping[str, Any]) -> float:
+    """Return the seconds of a step without its evaluation."""
+    return float(metrics["time/step"] - metrics.get("time/evaluate", 0.0))
 
 
 def summary(row: Mapping[str, Any]) -> str:
