@@ -100,7 +100,7 @@ def _train(
     facts: DataFacts,
 ) -> None:
     """Connect loop and periodic actions, give the generators their first weights, and run."""
-    algorithm, start = _algorithm(config, context), context.start
+    algorithm, start, timer = _algorithm(config, context), context.start, context.timer()
     trainer = PPOTrainer(
         actor=workers.actor,
         critic=workers.critic,
@@ -115,7 +115,7 @@ def _train(
         temperature=config.ppo.gen.temperature,
         schedule=schedule,
         monitor=monitor,
-        timer=context.timer(),
+        timer=timer,
         skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps),
         mean_batch_tokens=facts.mean_prompt_tokens * config.dataset.train_bs_n_seqs,
     )
@@ -136,7 +136,8 @@ def _train(
     )
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None and config.exp_ctrl.eval_at_start:
-        evaluate(0)
+        with timer("evaluate"):
+            evaluate(0)
     workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
     with context.recover, periodic.saved_at_interrupt():
         trainer.run(start.state, periodic)
