@@ -57,6 +57,7 @@ def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_comman
     assert abs(rows[0]["behave_approx_kl"]) < 1e-4 and rows[0]["behave_imp_weight"] == pytest.approx(1.0, abs=1e-4)
     evaluated = [m for m in metrics_of(command) if "eval/accuracy" in m]
     assert [m["step"] for m in evaluated] == [0, 5] and all(0 <= m["eval/accuracy"] <= 1 for m in evaluated)
+    assert [m["step"] for m in rows if "time/evaluate" in m] == [1, 5], "step 1 contains the evaluation before it"
 
     for name in ("master_worker", "trainer-rank0", "generator-0", "rollout"):
         assert (command.logs / f"{name}.log").is_file()
