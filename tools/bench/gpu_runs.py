@@ -64,6 +64,7 @@ def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, 
     for label, name, unit in (
         ("step", "time/step", "s"), ("wait_for_rollout", "time/wait_for_rollout", "s"), ("update", "time/update", "s"),
         ("push", "time/push", "s"), ("tokens", "n_valid_tokens", "tokens"),
+        ("wait_for_oldest", "rollout/wait_for_oldest_seconds", "s"),
         ("prompts_in_flight", "rollout/num_in_flight", "prompts"),
     ):  # fmt: skip
         yield f"async.staleness_{staleness}_{label}_mean", float(np.mean([row[name] for row in rows])), unit
