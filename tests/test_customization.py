@@ -69,7 +69,7 @@ def folder(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder of a user who has copied every file of the page that stays outside the repository."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("my_reward", "my_algorithm", "my_sequence_ratio", "my_workflow"):
+    for name in ("my_reward", "my_algorithm", "my_average", "my_sequence_ratio", "my_workflow"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for path, text in FILES.items():
         if "/" not in path:
@@ -88,7 +88,7 @@ def checked(file: str, overrides: Sequence[str] = ()) -> PPOMATHConfig:
 def test_every_code_block_of_the_page_is_a_named_file_and_every_command_starts_something() -> None:
     assert len(FILES) == PAGE.count("\n```") / 2
     commands = re.findall(r"^    (?:slipstream|python -m) .*", PAGE, re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
 
 
 def test_what_a_user_writes_outside_the_repository_imports_the_public_package_alone() -> None:
@@ -104,7 +104,7 @@ def test_the_commands_of_the_page_load_and_pass_every_check(folder: Path) -> Non
     """Those of a backend and a family need files in the repository; the tests below add them."""
     commands = re.findall(r"--config (\w+\.yaml) ?([^\n#]*)", PAGE)
     own = [(file, words.split()) for file, words in commands if "allocation_mode" not in words and "/path" not in words]
-    assert len(own) == 6
+    assert len(own) == 7
     for file, overrides in own:
         checked(file, overrides)
 
@@ -135,6 +135,19 @@ def test_the_algorithm_computes_the_advantages_and_the_loss_of_its_formula(folde
     loss.backward()
     assert logprobs.grad is not None
     assert torch.equal(logprobs.grad, -trained["advantages"] * weights)
+
+
+def test_the_moving_average_continues_from_its_state(folder: Path) -> None:
+    [words] = re.findall(r"--config run.yaml (.*MovingAverage.*)", PAGE)
+    first, second = (build_algorithm(checked("run.yaml", words.split())) for _ in range(2))
+    batch, fields = batch_of([1.0, 0.5], [0.0, 0.5])
+    trained, _ = first.advantages(batch, fields)
+    assert by_answer(batch, trained["advantages"]) == [[1.0, 1.0], [0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["average"] == pytest.approx(0.05) and len(state) > 1
+    second.load_state_dict(state)
+    trained, _ = second.advantages(batch, fields)
+    assert by_answer(batch, trained["advantages"])[0] == pytest.approx([0.95, 0.95])
 
 
 def test_with_a_reference_the_algorithm_subtracts_the_kl_divergence(folder: Path) -> None:

@@ -19,6 +19,7 @@ from core.algorithms.corrections import PROXIMAL_SHARE, SMALL_CHANGE, proximal_s
 from core.algorithms.kl import AdaptiveKL
 from core.algorithms.losses import policy_loss, trained_weights, value_loss
 from core.algorithms.mix import DEMONSTRATION, demonstration_loss, demonstration_weight, mixed_weights
+from core.algorithms.returned import check_baseline
 from core.algorithms.rewards import overlong_penalty, reward_metrics, sequence_scores, token_divergence, token_rewards
 from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import sequence_of_token
@@ -82,6 +83,7 @@ class PolicyGradient(Algorithm):
         if kl_penalty is not None and settings.kl_reward_level == "sequence":
             scores = scores.index_add(0, _sequence_of_token(batch), -kl_penalty * mask)
         scores = self.baseline(scores, torch.tensor(batch.group_ids))
+        check_baseline(scores, batch.num_sequences)
         per_token = None if settings.kl_reward_level == "sequence" else kl_penalty
         advantages, returns = self._of_tokens(batch, fields, scores, per_token)
         if not settings.disable_value:

@@ -16,12 +16,27 @@ def check_fields(fields: Mapping[str, Tensor], num_tokens: int) -> None:
         got = ", ".join(map(repr, fields)) or "nothing"
         raise ValueError(f"advantages() must return the field 'advantages', got {got}")
     for name, values in fields.items():
-        if not isinstance(values, Tensor) or len(values.shape) == 0 or len(values) != num_tokens:
-            got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        if not _is_vector(values, num_tokens):
             raise ValueError(
-                f"advantages() must return tensors with one value per token, [T] = [{num_tokens}], got {got} for "
-                f"{name!r}; values per sequence [N] become [T] with repeat_interleave"
+                f"advantages() must return tensors with one value per token, [T] = [{num_tokens}], got {_kind(values)} "
+                f"for {name!r}; values per sequence [N] become [T] with repeat_interleave"
             )
+
+
+def check_baseline(values: Tensor, num_sequences: int) -> None:
+    """Raise ValueError unless `values`, returned by `baseline`, has one value per sequence."""
+    if not _is_vector(values, num_sequences):
+        raise ValueError(
+            f"baseline() must return a tensor with one value per sequence, [N] = [{num_sequences}], got {_kind(values)}"
+        )
+
+
+def _is_vector(values: object, length: int) -> bool:
+    return isinstance(values, Tensor) and tuple(values.shape) == (length,)
+
+
+def _kind(values: object) -> str:
+    return f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
 
 
 def plain_state(algorithm: Algorithm) -> dict[str, object]:

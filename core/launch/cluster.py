@@ -76,7 +76,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.deadlines = deadlines
         self.log_folder = log_folder
         self.waiter = Waiter(log_folder)
-        self.waiter.every_second(WorkerWarnings(log_folder))
+        self._show_warnings = WorkerWarnings(log_folder)
+        self.waiter.every_second(self._show_warnings)
         self._actors: list[Any] = []
         self._groups: list[PlacementGroup] = []
 
@@ -114,6 +115,7 @@ class Cluster(AbstractContextManager["Cluster"]):
     def __exit__(self, error_type: object, error: BaseException | None, *traceback: object) -> None:
         """Disconnect from Ray. Raises LaunchError in place of Ray's own errors, such as a full object store."""
         self._interrupts.__exit__(error_type, error, *traceback)
+        self._show_warnings()  # those of the last second
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         for group in self._groups:

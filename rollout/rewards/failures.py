@@ -39,9 +39,8 @@ class FailedScores:
             return share
         self._in_a_row += 1
         reasons = ", ".join(f"{new[name]:.0f} {name}" for name in _FAILURES if new[name])
-        message = (
-            f"step {step}: {failed:.0f} of {total:.0f} completions could not be scored ({reasons}) and count as wrong"
-        )
+        message = f"step {step}: {failed:.0f} of {total:.0f} completions could not be scored ({reasons}) "
+        message += "and count as wrong (-1)"
         logger.warning("%s. The last error: %s", message, last_error)
         if self._in_a_row >= self._max_batches:
             raise RewardFailureError(

@@ -150,6 +150,8 @@ def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
     function = config.reward.function
     if ":" not in function:
         message = f"unknown reward {function!r}; use one of {', '.join(sorted(REWARDS))}, or package.module:function"
+        if "." in function:
+            message += f"; did you mean {':'.join(function.rsplit('.', 1))}?"
         yield Problem(key="reward.function", message=message)
         return
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from core.algorithms.base import Algorithm
+from core.algorithms.policy_gradient import PolicyGradient
 from core.algorithms.returned import check_fields, plain_state
+from core.algorithms.settings import AlgorithmSettings
 from core.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import batch_of
 
@@ -27,6 +30,7 @@ class WithState(Algorithm):
         ({}, "must return the field 'advantages', got nothing"),
         ({"advantage": torch.zeros(6)}, "must return the field 'advantages', got 'advantage'"),
         ({"advantages": torch.zeros(2)}, r"\[T\] = \[6\], got shape \[2\] for 'advantages'; .* repeat_interleave"),
+        ({"advantages": torch.zeros(6, 6)}, r"got shape \[6, 6\] for 'advantages'"),
         ({"advantages": torch.tensor(1.0)}, r"got shape \[\] for 'advantages'"),
         ({"advantages": torch.zeros(6), "returns": [0.0] * 6}, "got list for 'returns'"),
     ],
@@ -35,6 +39,20 @@ def test_fields_that_are_not_one_value_per_token_are_refused(fields: dict[str, A
     with pytest.raises(ValueError, match=message):
         check_fields(fields, 6)
     check_fields({"advantages": torch.zeros(6), "returns": torch.zeros(6)}, 6)
+
+
+@pytest.mark.parametrize("wrong", [(2, 1), (6,), ()], ids=str)
+def test_a_baseline_that_is_not_one_value_per_sequence_is_refused(wrong: tuple[int, ...]) -> None:
+    class Mistaken(PolicyGradient):
+        def baseline(self, scores: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(wrong)
+
+    batch, fields = batch_of([1.0, 0.0])
+    mistaken = Mistaken(AlgorithmSettings(disable_value=True, kl_ctl=0.0))
+    with pytest.raises(
+        ValueError, match=rf"baseline\(\) must .* \[N\] = \[2\], got shape {re.escape(str(list(wrong)))}$"
+    ):
+        mistaken.advantages(batch, fields)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(1.0), {"mean": torch.zeros(2)}, {1, 2}])

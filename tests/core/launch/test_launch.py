@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ import pytest
 from ray.exceptions import ObjectStoreFullError, RayTaskError
 
 from allocation import parse
+from core.config.runtime import DeadlineConfig
 from core.errors import LaunchError
 from core.experiments.process_settings import threads_per_process
 from core.launch import wait as launch_wait
 from core.launch.cluster import Cluster
 from core.launch.wait import Waiter, as_driver_sees
+from core.monitoring.logs import LineFormatter
 from core.processes.signals import Interrupts
 from core.weight_sync.errors import PushError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
@@ -65,13 +68,31 @@ def test_an_error_of_rays_own_is_a_lost_attempt_and_no_traceback() -> None:
     assert str(as_driver_sees(nested, worker="rollout")) == "bad row"
 
 
-def test_leaving_the_cluster_turns_an_error_of_rays_own_into_a_lost_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = object.__new__(Cluster)
-    cluster._interrupts, cluster._actors, cluster._groups = Interrupts(), [], []
-    cluster._interrupts.__enter__()
-    monkeypatch.setattr(cluster, "_end", lambda: None)
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A cluster without Ray, to leave."""
+    made = Cluster(
+        joined=None, envs={}, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(), log_folder=tmp_path
+    )
+    made._interrupts = Interrupts()
+    made._interrupts.__enter__()
+    monkeypatch.setattr(made, "_end", lambda: None)
+    return made
+
+
+def test_leaving_the_cluster_turns_an_error_of_rays_own_into_a_lost_attempt(cluster: Cluster) -> None:
     with pytest.raises(LaunchError, match="Ray: ObjectStoreFullError: no room"):
         cluster.__exit__(ObjectStoreFullError, ObjectStoreFullError("no room"), None)
+
+
+def test_leaving_the_cluster_shows_what_workers_warned_of_in_the_last_second(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = logging.LogRecord("rollout", logging.WARNING, __file__, 1, "step 7: 80 of 128 could not", None, None)
+    (cluster.log_folder / "rollout.log").write_text(LineFormatter("rollout").format(record) + "\n")
+    with caplog.at_level(logging.WARNING):
+        cluster.__exit__(None, None, None)
+    assert [r.getMessage() for r in caplog.records] == ["rollout: step 7: 80 of 128 could not"]
 
 
 def test_results_are_in_the_order_of_the_calls_whichever_comes_first(

@@ -24,7 +24,7 @@ def test_most_failures_warn_at_once_and_end_the_run_after_batches_in_a_row(caplo
     common = {"last_error": "KeyError: 'answer'"}
     assert scores.check(pool.batch(scored=8), step=1, **common) == 0.0
     assert scores.check(pool.batch(error=6, timeout=2), step=2, **common) == 1.0
-    said = "step 2: 8 of 8 completions could not be scored (6 error, 2 timeout) and count as wrong"
+    said = "step 2: 8 of 8 completions could not be scored (6 error, 2 timeout) and count as wrong (-1)"
     assert caplog.messages == [f"{said}. The last error: KeyError: 'answer'"]
     scores.check(pool.batch(crash=8), step=3, **common)
     with pytest.raises(RewardFailureError, match=r"reward.function: step 4: 5 of 8 .* in the 3 steps .* KeyError"):
