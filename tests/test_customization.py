@@ -145,7 +145,8 @@ def test_the_moving_average_continues_from_its_state(folder: Path) -> None:
     assert by_answer(batch, trained["advantages"]) == [[1.0, 1.0], [0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
     state = json.loads(json.dumps(first.state_dict()))
     assert state["average"] == pytest.approx(0.05) and len(state) > 1
-    second.load_state_dict(state)
+    second.load_state_dict(state | {"steps": 7})
+    assert second.state_dict()["steps"] == 7, "the state of the base class continues too"
     trained, _ = second.advantages(batch, fields)
     assert by_answer(batch, trained["advantages"])[0] == pytest.approx([0.95, 0.95])
 

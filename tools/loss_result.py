@@ -16,6 +16,7 @@ from core.algorithms.base import FIELDS
 from core.algorithms.corrections import correction_weights
 from core.algorithms.losses import policy_terms
 from core.algorithms.policy_gradient import PolicyGradient
+from core.algorithms.returned import check_fields
 from core.config.algorithm import build_algorithm, check_algorithm
 from core.config.experiments import PPOMATHConfig
 from mcore_adapter.data.batch import sequence_of_token
@@ -47,6 +48,7 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     ages = batch.token_ages(int(case.get("version", batch.versions.max())))
     known = {**packed.fields, **needed, "loss_mask": packed.loss_mask, "ages": ages}
     trained_on, figures = algorithm.advantages(batch, known)
+    check_fields(trained_on, packed.num_tokens)
     packed = packed.with_fields(**{**needed, **trained_on, **sampled.given_advantages()})
     packed = tokens.with_demonstrations(packed)
     weighed, divisors = weigh_tokens(packed, algorithm.token_weights)

@@ -115,12 +115,12 @@ class Cluster(AbstractContextManager["Cluster"]):
     def __exit__(self, error_type: object, error: BaseException | None, *traceback: object) -> None:
         """Disconnect from Ray. Raises LaunchError in place of Ray's own errors, such as a full object store."""
         self._interrupts.__exit__(error_type, error, *traceback)
-        self._show_warnings()  # those of the last second
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         for group in self._groups:
             remove_placement_group(group)
         self._end()
+        self._show_warnings()  # those of the last second
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             raise LaunchError(f"Ray: {type(error).__name__}: {first_line(error)}") from error
 

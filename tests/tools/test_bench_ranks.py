@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.launch.trainer_group import PAGE_LOCKING
 from tools.bench import gpu_ranks
 from tools.bench.gpu import Scene, become_rank
 from tools.bench.gpu_memory import Measured
@@ -42,8 +43,19 @@ def test_a_rank_of_a_measurement_has_the_threads_of_a_rank_in_a_run(monkeypatch:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)  # the process has more tests to run
     monkeypatch.setattr("tools.bench.gpu.query_gpus", lambda: ["a GPU"])
-    monkeypatch.setattr(os, "environ", {})
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12), raising=False)
     for ranks in (1, 2, 4):
         become_rank(num_ranks=ranks)
     assert chosen == [8, 6, 3]
+    assert environment == {"NCCL_CUMEM_ENABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": PAGE_LOCKING}
+
+
+def test_a_process_that_joins_a_measurement_becomes_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[int] = []
+    monkeypatch.setattr(gpu_ranks, "become_rank", lambda *, num_ranks: became.append(num_ranks))
+    monkeypatch.setattr("mcore_adapter.parallel.initialize_parallel", lambda *_, **__: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with gpu_ranks._joined(0, 1, Scene(folder=tmp_path)):
+        assert became == [gpu_ranks.RANKS]

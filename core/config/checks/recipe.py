@@ -150,8 +150,9 @@ def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
     function = config.reward.function
     if ":" not in function:
         message = f"unknown reward {function!r}; use one of {', '.join(sorted(REWARDS))}, or package.module:function"
-        if "." in function:
-            message += f"; did you mean {':'.join(function.rsplit('.', 1))}?"
+        module, _, name = function.rpartition(".")
+        if module and name != "py" and all(part.isidentifier() for part in function.split(".")):
+            message += f"; did you mean {module}:{name}?"
         yield Problem(key="reward.function", message=message)
         return
     try:

@@ -336,6 +336,8 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     assert message.endswith("reward.function: unknown reward 'maths'; use one of math, or package.module:function")
     (message,) = problems(path, "reward.function=mine.rewards.score")
     assert message.endswith("or package.module:function; did you mean mine.rewards:score?")
+    (message,) = problems(path, "reward.function=mine.py")
+    assert message.endswith("or package.module:function")
     (message,) = problems(path, "workflow.type=dialogue")
     assert message.endswith("workflow.type: unknown workflow 'dialogue'; use one of math, or package.module:Class")
     (message,) = problems(path, "workflow.type=no_such_package:Dialogue")

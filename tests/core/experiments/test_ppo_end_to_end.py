@@ -47,7 +47,9 @@ def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_comman
     assert [bool(s[5]) for s in steps] == [False, False, True, True, True]
     line = re.search(STAMP + r"master worker INFO: RPC name actor_train returns (\{.*\})$", output, re.MULTILINE)
     assert line is not None and list(ast.literal_eval(line[1]))[: len(TUTORIAL_METRICS)] == TUTORIAL_METRICS
-    assert len(re.findall(r"Step time: wait for rollout", output)) == 5
+    phases = re.findall(r"Step time: (.*)", output)
+    assert ["wait for rollout" in line for line in phases] == [True] * 5
+    assert ["evaluate" in line for line in phases] == [True, False, False, False, True]
     assert len(re.findall(r"Staleness of the batch", output)) == 5
 
     rows = [m for m in metrics_of(command) if "task_reward" in m]
