@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import traceback
 from pathlib import Path
 from typing import TypeGuard
 
-from rollout.plugins import user_frame
+from rollout.plugins import user_place
 
 
 class LaunchError(RuntimeError):
@@ -35,19 +34,15 @@ def what_user_code_raised(error: BaseException, log: Path) -> str:
     user's file and the log that has the traceback; empty where no such file is in its traceback. That of a worker is in
     the notes."""
     while isinstance(error, BaseExceptionGroup):  # the last one that passed through such a file
-        passed = [e for e in error.exceptions if _place(e)]
+        passed = [e for e in error.exceptions if user_place(e)]
         error = (passed or error.exceptions)[-1]
-    place = _place(error)
+    place = user_place(error)
     if not place:
         return ""
     message = str(error).strip()
     if not message or not isinstance(error, ValueError | OSError | RuntimeError | MemoryError):
         message = f"{type(error).__name__}: {message}".removesuffix(": ")  # a KeyError's message is the key alone
     return f"{message} ({place}; traceback: {log})"
-
-
-def _place(error: BaseException) -> str:
-    return user_frame("".join(traceback.format_exception(error)))
 
 
 def is_of_disk(error: BaseException) -> TypeGuard[OSError]:

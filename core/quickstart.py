@@ -38,13 +38,12 @@ from core.config.show import difference_line, help_text, ignored_lines, listing
 from core.earlier_runs import begins_anew, set_aside
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import kept_records, log_to_terminal
+from core.monitoring.worker_warnings import DRIVER_LOG
 from core.paths import RunningError, RunPaths, private_files, sole_run
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 from core.run_record import command_line, how_to_continue, where_the_model_is, write_record
 
 logger = logging.getLogger("quickstart")
-
-_LOG = "master_worker.log"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +83,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return _refuse(str(error), count=len(error.problems))
     cluster = loaded.config.external_configs.cluster_config
     paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
-    log_file = None if looks_only else paths.logs / _LOG
+    log_file = None if looks_only else paths.logs / DRIVER_LOG
     aside: RunPaths | None = None
     raise_at_signals()
     with ExitStack() as running:
@@ -217,13 +216,13 @@ def _attempt(
         return _interrupted(config, paths, attempt, command)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # What a user can act on: the message is enough. The log file has the traceback, of a worker's too.
-        raised = what_user_code_raised(error, paths.logs / _LOG)
+        raised = what_user_code_raised(error, paths.logs / DRIVER_LOG)
         logger.error("%s", raised or str(error) or type(error).__name__, exc_info=error)
         attempt.report(final=isinstance(error, ValueError) or is_of_disk(error), cause=first_line(error))
         return FAILED
     except BaseException as error:
         attempt.report(final=True, cause=f"{type(error).__name__}: {first_line(error)}")
-        if isinstance(error, Exception) and (raised := what_user_code_raised(error, paths.logs / _LOG)):
+        if isinstance(error, Exception) and (raised := what_user_code_raised(error, paths.logs / DRIVER_LOG)):
             logger.error("%s", raised, exc_info=error)
             return FAILED
         raise

@@ -81,6 +81,16 @@ def check_methods(plugin: Any, spec: str, *, kind: str, methods: Mapping[str, Se
     return plugin
 
 
+def unknown_name(name: str, *, kind: str, known: Iterable[str], own: str) -> str:
+    """Return the message for a name without a colon that is not in `known`. `own`: what an import path would name,
+    "function" or "Class"."""
+    message = f"unknown {kind} {name!r}; use one of {', '.join(known)}, or package.module:{own}"
+    module, _, last = name.rpartition(".")
+    if module and last != "py" and all(part.isidentifier() for part in name.split(".")):
+        message += f"; did you mean {module}:{last}?"
+    return message
+
+
 def _find(spec: str, *, kind: str) -> Any:
     module_name, colon, name = spec.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
@@ -126,6 +136,11 @@ def user_frame(stack: str) -> str:
         elif not file.startswith(_LIBRARIES) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
             return f"{below}{Path(file).name}, line {line}, in {function}"
     return ""
+
+
+def user_place(error: BaseException) -> str:
+    """Return user_frame() of the traceback of an error, with its notes and causes."""
+    return user_frame("".join(traceback.format_exception(error)))
 
 
 def _missing_module(module_name: str) -> str | None:

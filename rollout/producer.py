@@ -24,7 +24,7 @@ from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy
 from rollout.experience import Experience, Group
 from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
-from rollout.plugins import user_frame
+from rollout.plugins import user_place
 from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import Generator, Prompt, Workflow
 
@@ -307,7 +307,7 @@ def _as_error(error: BaseException) -> Exception:
 
 def _shown(error: Exception) -> str:
     """Return the error in one line, with the place in the user's code where it was raised."""
-    place = user_frame("".join(traceback.format_exception(error)))
+    place = user_place(error)
     return f"{error!r} ({place})" if place else repr(error)
 
 

@@ -11,7 +11,7 @@ from core.algorithms.effects import keys_read
 from core.algorithms.settings import BOUNDS, AlgorithmSettings
 from core.config.base import Problem
 from core.config.experiments import EXPERIMENTS, PPOMATHConfig
-from rollout.plugins import PluginError, load_plugin
+from rollout.plugins import PluginError, load_plugin, unknown_name
 
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm
@@ -73,7 +73,7 @@ def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
         yield from _check_parts(config, algorithm_settings(config))
         return
     if ":" not in name:
-        message = f"unknown algorithm {name!r}; use one of {', '.join(PRESETS)}, or package.module:Class"
+        message = unknown_name(name, kind="algorithm", known=PRESETS, own="Class")
         if name in EXPERIMENTS:
             message = f"{name} trains on files, without generators; run `python -m core.quickstart {name}`"
         yield Problem(key="algorithm.name", message=message)

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 _LINE = re.compile(r"\d{8}-\d\d:\d\d:\d\d\.\d{3} (?P<name>.+?) (?P<level>WARNING|ERROR|CRITICAL): (?P<message>.*)")
 """As core/monitoring/logs.py writes it."""
-_DRIVER_LOG = "master_worker.log"
+DRIVER_LOG = "master_worker.log"
 _NUMBER = re.compile(r"\d+")
 _MOST_ALIKE = 3
 _MOST_KINDS = 50
@@ -42,7 +42,7 @@ class WorkerWarnings:
                     self._show(found["name"], found["level"], found["message"])
 
     def _files(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob("*.log") if path.name != _DRIVER_LOG)
+        return sorted(path for path in self._folder.glob("*.log") if path.name != DRIVER_LOG)
 
     def _new_lines(self, path: Path) -> list[str]:
         begin, size = self._read.get(path, 0), path.stat().st_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rollout.plugins import PluginError, build_plugin, check_factory
+from rollout.plugins import PluginError, build_plugin, check_factory, unknown_name
 from rollout.types import Workflow
 from rollout.workflows.single_turn import SingleTurnMathWorkflow
 
@@ -19,8 +19,7 @@ def check_workflow(spec: str) -> None:
         settings = inspect.signature(SingleTurnMathWorkflow).parameters
         check_factory(spec, kind="workflow", methods=_METHODS, settings=settings)
     elif spec not in WORKFLOWS:
-        known = ", ".join(sorted(WORKFLOWS))
-        raise PluginError(f"unknown workflow {spec!r}; use one of {known}, or package.module:Class")
+        raise PluginError(unknown_name(spec, kind="workflow", known=sorted(WORKFLOWS), own="Class"))
 
 
 def make_workflow(spec: str, **settings: Any) -> Workflow:

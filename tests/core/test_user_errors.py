@@ -108,6 +108,14 @@ def test_an_error_of_slipstream_itself_has_no_place() -> None:
     assert what_user_code_raised(ValueError("bad row"), LOG) == ""
 
 
+def test_no_package_of_slipstream_is_taken_for_a_users_file() -> None:
+    root = Path(quickstart.__file__).resolve().parents[1]
+    packages = {path.parent.name for path in root.glob("*/__init__.py")} - {"tests", "examples"}
+    assert {"core", "rollout", "tools"} <= packages
+    taken = [name for name in packages if user_frame(f'  File "{root / name / "x.py"}", line 7, in run')]
+    assert taken == []
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
 def test_the_run_ends_with_that_line_and_the_log_has_the_traceback(
     tmp_path: Path,

@@ -136,9 +136,9 @@ def become_rank(*, num_ranks: int) -> None:
 
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
-    if gpus := bool(query_gpus()):
+    if query_gpus():
         ranks = parse(f"d{num_ranks}m1p1", n_nodes=1, n_gpus_per_node=num_ranks)
-        torch.set_num_threads(threads_per_process(ranks, configured=0, max_staleness=0, gpus=gpus))
+        torch.set_num_threads(threads_per_process(ranks, configured=0, max_staleness=0, gpus=True))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from rollout.data.preferences import read_preferences
 from rollout.data.rows import read_examples, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
-from rollout.plugins import PluginError, load_plugin
+from rollout.plugins import PluginError, load_plugin, unknown_name
 from rollout.rewards.registry import REWARDS
 from rollout.workflows import check_workflow
 
@@ -149,10 +149,7 @@ def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
         return
     function = config.reward.function
     if ":" not in function:
-        message = f"unknown reward {function!r}; use one of {', '.join(sorted(REWARDS))}, or package.module:function"
-        module, _, name = function.rpartition(".")
-        if module and name != "py" and all(part.isidentifier() for part in function.split(".")):
-            message += f"; did you mean {module}:{name}?"
+        message = unknown_name(function, kind="reward", known=sorted(REWARDS), own="function")
         yield Problem(key="reward.function", message=message)
         return
     try:

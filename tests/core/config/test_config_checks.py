@@ -340,6 +340,8 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     assert message.endswith("or package.module:function")
     (message,) = problems(path, "workflow.type=dialogue")
     assert message.endswith("workflow.type: unknown workflow 'dialogue'; use one of math, or package.module:Class")
+    (message,) = problems(path, "workflow.type=mine.Dialogue")
+    assert message.endswith("or package.module:Class; did you mean mine:Dialogue?")
     (message,) = problems(path, "workflow.type=no_such_package:Dialogue")
     assert "workflow.type: workflow no_such_package:Dialogue: there is no module 'no_such_package'" in message
     (message,) = problems(path, "workflow.type=mine:score")
