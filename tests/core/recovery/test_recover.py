@@ -222,7 +222,7 @@ def test_ranks_that_still_write_leave_nothing_of_a_write_that_is_given_up(tmp_pa
 
     def still_written(folder: Path) -> Callable[[threading.Event], None]:
         write_engine(folder)
-        for i in range(200):
+        for i in range(1000):  # they are removed while the rank writes
             (folder / "actor" / f"piece{i}").write_bytes(b"p")
         ranks.append(threading.Thread(target=write_on, args=(folder,)))
         ranks[0].start()
