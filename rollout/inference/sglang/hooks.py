@@ -28,7 +28,9 @@ import argparse
 import difflib
 import faulthandler
 import hashlib
+import importlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -382,6 +384,19 @@ def hooks_not_applied() -> list[str]:
     return sorted(mine - HookRegistry._patched)
 
 
+def reason_for(missing: list[str]) -> str:
+    """Return on one line why hooks did not find these targets: SGLang cannot import a module of its own, as where
+    another package has a version that it cannot use, or it has no such targets."""
+    for target in missing:
+        module = ".".join(itertools.takewhile(lambda part: not part[0].isupper(), target.split(".")))
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 (an import runs any code)
+            if not (isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))):
+                return f"cannot import {module}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return f"lacks what this server's hooks change: {', '.join(missing)}"
+
+
 def sglang_version() -> str:
     import sglang
 
@@ -444,7 +459,7 @@ def main() -> None:
     load_plugins()
     missing = hooks_not_applied()
     if missing:
-        sys.stderr.write(f"SGLang {sglang_version()} lacks what this server's hooks change: {', '.join(missing)}\n")
+        sys.stderr.write(f"SGLang {sglang_version()} {reason_for(missing)}\n")
         raise SystemExit(EXIT_USAGE)
     try:
         server_args = prepare_server_args(argv)

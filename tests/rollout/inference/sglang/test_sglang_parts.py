@@ -37,7 +37,7 @@ from rollout.inference.errors import GeneratorCallError, GeneratorGone, Generato
 from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.hooks import many_at_once, no_cache_scales, position_checksum
+from rollout.inference.sglang.hooks import many_at_once, no_cache_scales, position_checksum, reason_for
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
 from rollout.inference.sglang.weights import ServerAddress, payload_of, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -570,3 +570,33 @@ def test_a_submitted_request_that_fails_comes_out_of_drain_beside_the_others() -
         assert await generator.drain() == [("bad", refused), ("good", done), ("better", done)]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("class Here: ...", "lacks what this server's hooks change: served.part.Here.method"),
+        (None, "lacks what this server's hooks change: served.part.Here.method"),
+        ("import absent_kernels", "cannot import served.part: ModuleNotFoundError: No module named 'absent_kernels'"),
+        (
+            "raise OSError('a kernel\\n of another version')",
+            "cannot import served.part: OSError: a kernel of another version",
+        ),
+    ],
+)
+def test_a_hook_without_its_target_names_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, reason: str
+) -> None:
+    package = tmp_path / "served"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if content is not None:
+        (package / "part.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("served", "served.part"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        assert reason_for(["served.part.Here.method"]) == reason
+    finally:
+        for name in ("served", "served.part"):
+            sys.modules.pop(name, None)
