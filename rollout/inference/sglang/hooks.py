@@ -392,7 +392,7 @@ def reason_for(missing: list[str]) -> str:
         try:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 (an import runs any code)
-            if not (isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))):
+            if not (isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")):
                 return f"cannot import {module}: {type(error).__name__}: {' '.join(str(error).split())}"
     return f"lacks what this server's hooks change: {', '.join(missing)}"
 
