@@ -28,7 +28,6 @@ import argparse
 import difflib
 import faulthandler
 import hashlib
-import importlib
 import importlib.util
 import itertools
 import json
