@@ -78,15 +78,13 @@ def _load(
         workers.generators.wait_started(patience)
         weights.offload_generators()
     build_ppo_engines(config, workers, total_updates=total_steps * config.ppo.ppo_n_minibatches)
-    if config.recovers and checkpoint is None:
+    if checkpoint is not None:  # while servers start, which takes as long
+        workers.trained.load(checkpoint)
+        logger.info("Recovered from %s: %d steps are done.", checkpoint, context.start.state.step)
+    if config.recovers:  # not before: loading takes as much memory
         workers.trained.prepare_saves()
     workers.generators.wait_started(patience)
     connect_senders(config, allocation, workers, push_folder)
-    if checkpoint is not None:
-        workers.trained.load(checkpoint)
-        if config.recovers:  # not before: loading takes as much
-            workers.trained.prepare_saves()
-        logger.info("Recovered from %s: %d steps are done.", checkpoint, context.start.state.step)
     return weights
 
 

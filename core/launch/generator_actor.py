@@ -140,7 +140,7 @@ class ActorGenerator(Generator):
             for request in requests:
                 future = self._pending.pop(request.request_id, None)
                 if future is not None and not future.done():
-                    future.set_exception(refusal.cause if isinstance(refusal.cause, Exception) else refusal)
+                    future.set_exception(_raised(refusal))
 
     async def _receive(self) -> None:
         try:
@@ -153,10 +153,8 @@ class ActorGenerator(Generator):
                         future.set_exception(outcome)
                     else:
                         future.set_result(outcome)
-        except ray.exceptions.RayTaskError as failure:  # its process runs: the error concerns all of them
-            self._fail_pending(failure.cause if isinstance(failure.cause, Exception) else failure)
-        except ray.exceptions.RayError as e:
-            self._fail_pending(ConnectionError(f"the generator process has exited: {e}"))
+        except ray.exceptions.RayError as failure:  # it concerns all of them, where the process runs too
+            self._fail_pending(_raised(failure))
 
     def _fail_pending(self, error: Exception) -> None:
         pending, self._pending = self._pending, {}
@@ -174,7 +172,11 @@ class ActorGenerator(Generator):
         await self._actor.resume(version)
 
     async def health(self) -> Health:
-        return await self._actor.health()
+        """Check the generator. Raises what its check raised, and ConnectionError where its process has exited."""
+        try:
+            return await self._actor.health()
+        except ray.exceptions.RayError as failure:
+            raise _raised(failure) from failure
 
     async def partial(self) -> dict[str, Completion]:
         return await self._actor.partial()
@@ -182,3 +184,10 @@ class ActorGenerator(Generator):
     async def close(self) -> None:
         if self._pump is not None:
             self._pump.cancel()
+
+
+def _raised(failure: ray.exceptions.RayError) -> Exception:
+    """Return what a call in a generator's process raised, without Ray's wrapper, which has no message of its own."""
+    if isinstance(failure, ray.exceptions.RayTaskError):
+        return failure.cause if isinstance(failure.cause, Exception) else failure
+    return ConnectionError(f"the generator process has exited: {failure}")

@@ -317,8 +317,7 @@ class Router:
         if member.failure is not None:
             return
         member.failure = failure
-        requests = len(member.attempts)
-        logger.error("generator %d failed (%r); its %d requests continue elsewhere", member.index, failure, requests)
+        logger.error("generator %d failed (%r); its requests continue elsewhere", member.index, failure)
         for attempt in member.attempts:
             attempt.reschedule(asyncio.get_running_loop().time())
 

@@ -131,6 +131,32 @@ def test_an_offloaded_engine_trains_on_as_if_nothing_had_happened(folder: Path, 
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=1e-3)
 
 
+@pytest.mark.parametrize("train", [True, False], ids=["critic", "reference"])
+def test_an_engine_whose_weights_left_the_gpu_comes_back_as_it_was(
+    folder: Path, gpu: Any, tmp_path: Path, *, train: bool
+) -> None:
+    """As critic and reference do while servers sample on their GPU."""
+    engine = make_engine(*gpu, str(folder), train=train, dtype="bfloat16")
+    if train:
+        steps_of(engine)
+    before = logprobs_of(engine)
+    weights = sum(param.nbytes for param in engine._model[0].parameters())
+    for turn in range(2):
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        engine.offload(weights=True)
+        assert torch.cuda.memory_allocated() <= held - weights
+        if train:
+            engine.save(tmp_path / f"from-the-host-{turn}")
+        engine.reload()
+        assert torch.cuda.memory_allocated() <= held + 2**20
+        assert torch.equal(before, logprobs_of(engine))
+    if train:
+        other = make_engine(*gpu, str(folder), dtype="bfloat16")
+        other.load(tmp_path / "from-the-host-1")
+        assert torch.equal(before, logprobs_of(other))
+
+
 def test_an_optimizer_whose_state_lives_on_the_host_takes_the_same_steps(folder: Path, gpu: Any) -> None:
     plain = make_engine(*gpu, str(folder), dtype="bfloat16")
     held = torch.cuda.memory_allocated()

@@ -58,16 +58,28 @@ def test_a_request_that_fails_fails_alone() -> None:
     assert failed is refused and completion.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    ("failure", "kind", "said"),
-    [
-        (RayTaskError("drain", "", MemoryError("the engine ran out")), MemoryError, "the engine ran out"),
-        (RayActorError(error_msg="killed"), ConnectionError, "the generator process has exited: killed"),
-    ],
-)
+FAILURES = [
+    (RayTaskError("drain", "", MemoryError("the engine ran out")), MemoryError, "the engine ran out"),
+    (RayActorError(error_msg="killed"), ConnectionError, "the generator process has exited: killed"),
+]
+
+
+@pytest.mark.parametrize(("failure", "kind", "said"), FAILURES)
 def test_only_a_process_that_is_gone_is_called_gone(failure: Exception, kind: type[Exception], said: str) -> None:
     for outcome in outcomes_of([failure]):
         assert type(outcome) is kind and said in str(outcome)
+
+
+@pytest.mark.parametrize(("failure", "kind", "said"), FAILURES)
+def test_a_health_check_fails_with_the_error_itself(failure: Any, kind: type[Exception], said: str) -> None:
+    async def check() -> None:
+        # What Ray raises is of both classes, and its repr lacks the message.
+        raise failure.as_instanceof_cause() if isinstance(failure, RayTaskError) else failure
+
+    generator = ActorGenerator(SimpleNamespace(health=SimpleNamespace(remote=check)))
+    with pytest.raises(kind) as raised:
+        asyncio.run(generator.health())
+    assert type(raised.value) is kind and said in repr(raised.value)
 
 
 def test_completions_on_their_way_to_the_rollout_side_are_still_told_to_a_checkpoint(tmp_path: Path) -> None:

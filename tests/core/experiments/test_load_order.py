@@ -1,0 +1,52 @@
+"""What the start of a PPO run waits for, and in which order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.experiments import ppo
+
+
+def calls_of_a_start(monkeypatch: pytest.MonkeyPatch, *, checkpoint: Path | None, colocated: bool) -> list[str]:
+    """Return the names of what a start calls, in its order."""
+    calls: list[str] = []
+
+    def noted(name: str) -> Any:
+        return lambda *_, **__: calls.append(name)
+
+    weights = SimpleNamespace(offload_generators=noted("offload generators"))
+    monkeypatch.setattr(ppo, "make_push", lambda *_: weights)
+    monkeypatch.setattr(ppo, "build_ppo_engines", noted("build engines"))
+    monkeypatch.setattr(ppo, "connect_senders", noted("connect"))
+    workers: Any = SimpleNamespace(
+        colocated=colocated,
+        generators=SimpleNamespace(wait_started=noted("wait for generators")),
+        trained=SimpleNamespace(load=noted("load checkpoint"), prepare_saves=noted("prepare saves")),
+    )
+    config: Any = SimpleNamespace(
+        recovers=True, ppo=SimpleNamespace(ppo_n_minibatches=1), launch=SimpleNamespace(startup_timeout_seconds=60)
+    )
+    start = SimpleNamespace(checkpoint=checkpoint, state=SimpleNamespace(step=2))
+    context: Any = SimpleNamespace(start=start, paths=SimpleNamespace(checkpoints=Path("runs")))
+    allocation: Any = None
+    assert ppo._load(config, allocation, workers, context, total_steps=3) is weights
+    return calls
+
+
+def test_a_checkpoint_is_loaded_while_generators_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading and the start of a server take half a minute each with a large model."""
+    assert calls_of_a_start(monkeypatch, checkpoint=Path("globalstep2"), colocated=False) == [
+        "build engines", "load checkpoint", "prepare saves", "wait for generators", "connect",
+    ]  # fmt: skip
+    assert calls_of_a_start(monkeypatch, checkpoint=None, colocated=False) == [
+        "build engines", "prepare saves", "wait for generators", "connect",
+    ]  # fmt: skip
+
+
+def test_colocated_servers_measure_free_memory_before_a_model_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of_a_start(monkeypatch, checkpoint=Path("globalstep2"), colocated=True)
+    assert calls[:3] == ["wait for generators", "offload generators", "build engines"]
