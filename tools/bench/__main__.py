@@ -29,7 +29,7 @@ from rollout.inference.gpus import query_gpus
 from tools import arguments as cli
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
-GPU_PACKAGES = ("sglang", "transformer-engine")
+GPU_PACKAGES = ("sglang", "sgl-deep-gemm", "transformer-engine")
 
 
 @dataclass(frozen=True, kw_only=True)

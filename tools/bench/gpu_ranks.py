@@ -82,7 +82,7 @@ async def _figures(
         await asyncio.to_thread(ranks.close)
     finally:
         ranks.kill()
-    return push_figures(name, pushes, gaps, "<= 150")
+    return push_figures(name, pushes, gaps, "<= 60")
 
 
 def overlap(scene: Scene) -> Iterator[Figure]:

@@ -6,6 +6,7 @@ Both start at once on one GPU; what is measured runs in one of them at a time, w
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +25,8 @@ from tools.bench.gpu import Scene, trainer_world
 from tools.bench.gpu_mismatch import difference, sampled
 from tools.bench.gpu_push import Pushed, drive, push_once, sender
 from tools.bench.gpu_servers import ask_plainly, generator, prompts, server_settings
+
+logger = logging.getLogger(__name__)
 
 PUSHES = 5
 AT_ONCE = (64, 256, 512)
@@ -126,4 +129,5 @@ async def _rate(scene: Scene, url: str, at_once: int) -> float:
         start = time.perf_counter()
         lengths = await ask_plainly(url, bodies, at_once=at_once)
         rates.append(sum(lengths) / (time.perf_counter() - start))
+    logger.info("tokens/s of %d requests at once, round by round: %s", at_once, [round(rate) for rate in rates[1:]])
     return float(np.median(rates[1:]))
