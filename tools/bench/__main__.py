@@ -90,6 +90,7 @@ MEASUREMENTS = {
         "trl": "against_trl.samples:against_trl",
         "trl_accuracy": "against_trl.accuracy:time_to_accuracy_on_gpu",
         "whole": "whole.measure:whole",
+        "whole_experts": "whole.measure:experts",
         "whole_failures": "whole.measure:failures",
         "whole_unreplayed": "whole.measure:unreplayed",
     },
@@ -99,7 +100,7 @@ SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
 """Of tools/bench/gpu.py, which is slow to import."""
 NUM_GPUS = {
     "async": 2, "experts_ep": 2, "long_cp": 2, "overlap": 2, "push_tp": 4, "push_senders": 3, "whole": 2,
-    "whole_failures": 2, "whole_unreplayed": 2,
+    "whole_experts": 2, "whole_failures": 2, "whole_unreplayed": 2,
 }  # fmt: skip
 """That a measurement needs, where one is not enough."""
 DATA = "SLIPSTREAM_DATA"

@@ -1,7 +1,8 @@
 """The measurements of a whole run of Qwen3-30B-A3B with random weights, or of a slice of its layers on fewer GPUs.
 
-`whole` measures speed and memory, `failures` a checkpoint and two kills with few layers, because a checkpoint of all of
-them (430 GB) exceeds the disks of most hosts, and `unreplayed` the mismatch without routing replay.
+`whole` measures speed and memory, `experts` the log-probabilities of two expert-parallel ranks, `failures` a checkpoint
+and two kills with few layers, because a checkpoint of all of them (430 GB) exceeds the disks of most hosts, and
+`unreplayed` the mismatch without routing replay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from tools.bench.gpu import PEAK_FLOPS, Scene
 from tools.bench.gpu_memory import GB, WidthsScene
 from tools.bench.gpu_runs import busy_share
 from tools.bench.whole.running import Running, checkpoints, pushes, recovered_steps, sampled_per_second
-from tools.bench.whole.size import Size, configuration, has_servers, held_bytes, scene_of, size_of_host
+from tools.bench.whole.size import (
+    SHARED,
+    TRIAL,
+    Size,
+    configuration,
+    has_servers,
+    held_bytes,
+    scene_of,
+    size_of_host,
+)
 
 WARM_UP_STEPS, STEPS = 2, 3
 FAILURE_LAYERS, CHECKPOINT_STEPS = 2, 12
@@ -63,6 +73,22 @@ def unreplayed(scene: Scene) -> Iterator[Figure]:
     with Running(own, "unreplayed", {**config, "actor.moe_routing_replay": False, "monitor.save_batches": 1}) as run:
         run.finish()
         yield from _mismatch("unreplayed", run, 1)
+
+
+def experts(scene: Scene) -> Iterator[Figure]:
+    """Yield the mismatch with routing replay of two expert-parallel ranks, and their log-probabilities per second, with
+    servers and trainer in turns on two GPUs."""
+    size, steps = replace(SHARED, layers=SHARED.layers if query_gpus() else TRIAL.layers), 2
+    own = scene_of(scene, size, "experts")
+    config = configuration(own, size) | {
+        "recover_mode": "disabled", "exp_ctrl.benchmark_steps": steps, "monitor.save_batches": steps,
+        "staleness.max_staleness": 0, "algorithm.correction": "decoupled",  # which computes log-probabilities
+    }  # fmt: skip
+    with Running(own, "experts", config) as run:
+        run.finish()
+        yield figure("experts_layers", size.layers, "layers")
+        yield _logprobs_rate("experts_logprobs_tokens_per_second", run.rows[steps - 1 :])
+        yield from _mismatch("experts", run, steps)
 
 
 def failures(scene: Scene) -> Iterator[Figure]:
@@ -130,8 +156,15 @@ def _speed(rows: Sequence[Mapping[str, float]], size: Size, scene: WidthsScene) 
     yield figure("step_mfu", 100 * flops * tokens / steps / (ranks * PEAK_FLOPS), "%")
     yield figure("update_mfu", 100 * flops * tokens / updates / (ranks * PEAK_FLOPS), "%")
     yield figure("mean_length", length, "tokens")
+    yield _logprobs_rate("logprobs_tokens_per_second", rows)
     for label, name in _PARTS.items():
         yield figure(f"{label}_seconds", float(np.mean([row[name] for row in rows])), "s")
+
+
+def _logprobs_rate(name: str, rows: Sequence[Mapping[str, float]]) -> Figure:
+    """Return the tokens/s of the pass before the update, prompts included."""
+    tokens = sum(row["avg_seq_len"] * row["n_seqs"] for row in rows)
+    return figure(name, tokens / sum(row["time/old_log-probs"] for row in rows), "tokens/s")
 
 
 def _busy(shares: Mapping[int, Sequence[float]], size: Size) -> Iterator[Figure]:

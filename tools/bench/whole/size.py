@@ -49,6 +49,8 @@ WHOLE = Size(allocation="sglang.d2m2p1+(attn:d4m1p1|ffn:d1m1p1e4)", num_gpus=8, 
 WITHOUT_OFFLOAD = Size(allocation=WHOLE.allocation, num_gpus=8, layers=36)
 FOUR = Size(allocation="sglang.d2m1p1+(attn:d2m1p1|ffn:d1m1p1e2)", num_gpus=4, layers=12)
 TWO = Size(allocation="sglang.d1m1p1+d1m1p1", num_gpus=2, layers=6)
+SHARED = Size(allocation="sglang.d2m1p1|(attn:d2m1p1|ffn:d1m1p1e2)", num_gpus=2, layers=6)
+"""Servers and expert-parallel ranks in turns on the same GPUs."""
 TRIAL = Size(allocation=FOUR.allocation, num_gpus=4, layers=2)
 """Without GPUs."""
 
