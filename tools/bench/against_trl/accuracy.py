@@ -60,7 +60,7 @@ class Search:
     seeds: tuple[int, ...]
 
 
-ON_CPU = Search(lrs=(2e-4, 1e-4, 4e-4), precisions=("float32", "bfloat16"), seeds=(1, 2, 3))
+ON_CPU = Search(lrs=(1e-4, 5e-5, 2e-4), precisions=("float32", "bfloat16"), seeds=(1, 2, 3))
 ON_GPU = Search(lrs=(1e-4, 2e-4), precisions=("bfloat16",), seeds=(1, 2, 3))
 PEER_ON_GPU = Search(lrs=(1e-4,), precisions=("bfloat16", "float32"), seeds=(1, 2, 3))
 """As many attempts as ON_GPU. In TRL both precisions have float32 weights there."""
