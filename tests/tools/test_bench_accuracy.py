@@ -25,12 +25,12 @@ def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() 
         return measure
 
     plan = accuracy.ON_CPU
-    found = accuracy.compare([(side(0, (2e-4, "float32")), plan), (side(1, (4e-4, "bfloat16")), plan)])
+    found = accuracy.compare([(side(0, (1e-4, "float32")), plan), (side(1, (2e-4, "bfloat16")), plan)])
     assert found == [12.0, 22.0]
-    for number, best in ((0, (2e-4, "float32")), (1, (4e-4, "bfloat16"))):
+    for number, best in ((0, (1e-4, "float32")), (1, (2e-4, "bfloat16"))):
         searched, measured = calls[number][:-3], calls[number][-3:]
-        assert searched[:2] == [(2e-4, "float32", 1), (2e-4, "bfloat16", 1)]
-        assert searched[2:] == [(1e-4, best[1], 1), (4e-4, best[1], 1)]
+        assert searched[:2] == [(1e-4, "float32", 1), (1e-4, "bfloat16", 1)]
+        assert searched[2:] == [(5e-5, best[1], 1), (2e-4, best[1], 1)]
         assert measured == [(*best, seed) for seed in (1, 2, 3)]
 
 

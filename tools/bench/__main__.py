@@ -73,6 +73,7 @@ MEASUREMENTS = {
         "long": "gpu_long:long",
         "long_cp": "gpu_long:long_cp",
         "rollout": "gpu_servers:rollout",
+        "leaving": "gpu_leaving:leaving",
         "push": "gpu_push:push",
         "mismatch": "gpu_mismatch:mismatch",
         "fp8_servers": "fp8.servers:servers",
