@@ -109,7 +109,7 @@ ORDER = {
         "figure reward workflow trl",
         "cpu gpu",
         "cpu_runs gpu_memory gpu_runs gpu_servers push_changes spans data",
-        "gpu_models gpu_push against_trl",
+        "gpu_leaving gpu_models gpu_push against_trl",
         "gpu_mismatch gpu_ranks",
         "gpu_experts gpu_long fp8",
         "whole",
@@ -195,6 +195,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.bench.fp8.servers": "mcore_adapter.engine",
         "tools.bench.gpu": "core.experiments.process_settings core.launch.trainer_group mcore_adapter.bare_loop "
         "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
+        "tools.bench.gpu_leaving": "mcore_adapter.engine",
         "tools.bench.gpu_mismatch": "transformers",
         "tools.bench.gpu_models": "transformers",
         "tools.bench.gpu_ranks": "mcore_adapter.engine mcore_adapter.parallel",

@@ -213,7 +213,9 @@ def update(scene: Scene) -> Iterator[Figure]:
         yield Figure(name=f"{name}_tokens_per_second", value=ours, unit="tokens/s", baseline=bare, target=target)
         mfu = 100 * ours * scene.flops_per_token(length) / PEAK_FLOPS
         bare_mfu = 100 * bare * scene.flops_per_token(length) / PEAK_FLOPS
-        yield Figure(name=f"{name}_mfu", value=mfu, unit="%", baseline=bare_mfu, target=">= 52" if length == 2048 else "aim 45")
+        yield Figure(
+            name=f"{name}_mfu", value=mfu, unit="%", baseline=bare_mfu, target=">= 52" if length == 2048 else "aim 45"
+        )
         target = "<= 60" if length == 2048 else ""
         yield Figure(
             name=f"memory.update_{scene.shape}_{length}", value=peak, unit="GB", baseline=bare_peak, target=target
