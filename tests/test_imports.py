@@ -192,13 +192,11 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.bench.fp8.learning": "mcore_adapter.engine",
         "tools.bench.fp8.mismatch": "mcore_adapter.engine",
         "tools.bench.fp8.rounded": "mcore_adapter.engine",
-        "tools.bench.fp8.servers": "mcore_adapter.engine",
         "tools.bench.gpu": "core.experiments.process_settings core.launch.trainer_group mcore_adapter.bare_loop "
         "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
-        "tools.bench.gpu_leaving": "mcore_adapter.engine",
         "tools.bench.gpu_mismatch": "transformers",
         "tools.bench.gpu_models": "transformers",
-        "tools.bench.gpu_ranks": "mcore_adapter.engine mcore_adapter.parallel",
+        "tools.bench.gpu_ranks": "mcore_adapter.parallel",
         "tools.bench.gpu_servers": "transformers",
     },
 }

@@ -153,7 +153,7 @@ class ActorGenerator(Generator):
                         future.set_exception(outcome)
                     else:
                         future.set_result(outcome)
-        except ray.exceptions.RayError as failure:  # it concerns all of them, where the process runs too
+        except ray.exceptions.RayError as failure:  # of every request, even where the process still runs
             self._fail_pending(_raised(failure))
 
     def _fail_pending(self, error: Exception) -> None:

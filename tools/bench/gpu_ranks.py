@@ -20,7 +20,6 @@ from allocation import ParallelLayout, parse
 from core.config.push import choose_senders, choose_transport
 from core.weight_sync.servers import SenderPlan, make_sender
 from mcore_adapter.device import get_device
-from mcore_adapter.settings import EngineSettings
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
@@ -238,15 +237,8 @@ def _data_parallel_rank(rank: int, port: int, scene: Scene, _: Any, results: Any
 def _sending_rank(
     rank: int, port: int, scene: Scene, tasks: Any, results: Any, senders: str, layout: dict[str, int]
 ) -> None:
-    from mcore_adapter.engine import MegatronEngine
-
     with _joined(rank, port, scene, **layout) as (parallel, device):
-        engine = MegatronEngine(
-            parallel=parallel,
-            device=device,
-            settings=EngineSettings(hf_path=str(scene.model), init_from_scratch=True, dtype="bfloat16"),
-            optimizer=None,
-        )
+        engine = make_engine(scene, parallel, device, trains=False)
         allocation = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
         transport = choose_transport("auto", allocation)
         plan = SenderPlan(

@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from mcore_adapter.settings import EngineSettings
 from rollout.inference.backend import Quantization
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene, trainer_world
+from tools.bench.gpu import Scene, make_engine, trainer_world
 from tools.bench.gpu_mismatch import difference, sampled
 from tools.bench.gpu_push import Pushed, drive, push_once, sender
 from tools.bench.gpu_servers import ask_plainly, generator, prompts, server_settings
@@ -81,11 +80,8 @@ async def serving(scene: Scene, device: Any) -> AsyncIterator[list[Served]]:
 
 def servers(scene: Scene) -> Iterator[Figure]:
     """Yield the figures of FP8 with those of bfloat16 as baselines. One GPU."""
-    from mcore_adapter.engine import MegatronEngine
-
     with trainer_world() as (parallel, device):
-        settings = EngineSettings(hf_path=str(scene.model), init_from_scratch=True, dtype="bfloat16")
-        engine = MegatronEngine(parallel=parallel, device=device, settings=settings, optimizer=None)
+        engine = make_engine(scene, parallel, device, trains=False)
         yield from drive(_measured(scene, engine, device))
 
 
