@@ -18,6 +18,7 @@ from tools.bench.gpu import Scene
 from tools.bench.gpu_experts import SLICE
 from tools.bench.gpu_memory import WidthsScene
 from tools.bench.whole import size as sizes
+from tools.bench.whole.measure import _logprobs_rate
 from tools.bench.whole.running import differences, pushes, recovered_steps, sampled_per_second
 from tools.bench.whole.size import Size, configuration, held_bytes, scene_of, size_for
 
@@ -94,6 +95,15 @@ def test_a_trial_passes_every_check_with_and_without_servers(tmp_path: Path, mon
     python = tmp_path / "python"
     for scene in (Scene(folder=tmp_path), Scene(folder=tmp_path, sglang_python=python)):
         assert problems(scene, sizes.TRIAL) == []
+
+
+def test_log_probabilities_per_second_are_of_all_tokens_of_their_steps() -> None:
+    steps = [
+        {"avg_seq_len": 100.0, "n_seqs": 8.0, "time/old_log-probs": 0.5},
+        {"avg_seq_len": 50.0, "n_seqs": 4.0, "time/old_log-probs": 1.5},
+    ]
+    figure = _logprobs_rate("rate", steps)
+    assert (figure.name, figure.value, figure.unit) == ("whole.rate", 500.0, "tokens/s")
 
 
 DECODE = "[2026-11-23 10:00:00 TP0] Decode batch, #running-req: {}, #token: 9, token usage: 0.01, cuda graph: True, gen throughput (token/s): {}, #queue-req: 0\n"  # noqa: E501

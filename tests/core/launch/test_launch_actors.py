@@ -27,8 +27,9 @@ COMPLETION = Completion(
 )
 
 
-def outcomes_of(drained: list[Any]) -> list[Any]:
-    """What two requests, "a" and "b", end with when drain() answers so, call by call; an exception is raised."""
+def outcomes_of(drained: list[Any], *, refusal: Exception | None = None) -> list[Any]:
+    """What two requests, "a" and "b", end with when drain() answers so, call by call; an exception is raised.
+    `refusal`: what submit() raises."""
     answers = iter(drained)
 
     async def drain() -> Any:
@@ -37,7 +38,9 @@ def outcomes_of(drained: list[Any]) -> list[Any]:
             raise answer
         return completions_to_wire(answer)
 
-    async def submit(requests: list[GenerateRequest]) -> None: ...
+    async def submit(requests: list[GenerateRequest]) -> None:
+        if refusal is not None:
+            raise refusal
 
     async def run() -> list[Any]:
         actor = SimpleNamespace(drain=SimpleNamespace(remote=drain), submit=SimpleNamespace(remote=submit))
@@ -56,6 +59,12 @@ def test_a_request_that_fails_fails_alone() -> None:
     refused = ConnectionResetError("the server refused it")
     failed, completion = outcomes_of([[("a", refused)], [("b", COMPLETION)]])
     assert failed is refused and completion.finish_reason == "stop"
+
+
+def test_requests_that_are_refused_fail_with_the_reason_itself() -> None:
+    refusal = RayTaskError("submit", "", ValueError("7 is not a token"))
+    for outcome in outcomes_of([], refusal=refusal.as_instanceof_cause()):
+        assert type(outcome) is ValueError and str(outcome) == "7 is not a token"
 
 
 FAILURES = [

@@ -1,6 +1,8 @@
 """The router over real embedded generators: balance, affinity, interruption, death."""
 
 import asyncio
+import logging
+import re
 import time
 from collections import Counter
 from itertools import pairwise
@@ -224,6 +226,23 @@ def test_what_was_told_of_an_earlier_request_of_the_same_name_is_no_answer(folde
 
     ended: dict[str, Completion] = {}
     play(scene())
+
+
+def test_a_generator_that_failed_is_reported_once_with_the_reason(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        generators = [Recorded(folder) for _ in range(2)]
+        router = Router(generators)
+        running = await started(router, groups_of_four(2, max_new_tokens=300))
+        await generators[0].close()
+        await asyncio.gather(*running)
+        await router.close()
+
+    with caplog.at_level(logging.ERROR):
+        play(scene())
+    (reported,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
+    assert re.fullmatch(r"generator 0 failed \(.*closed.*\); its requests continue elsewhere", reported)
 
 
 def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
