@@ -19,7 +19,8 @@ the HTTP interface lacks:
 - projections of latent attention are loaded one by one too, and it runs without a GPU (latent_attention.py);
 - a folder of changes is applied to the weights of the push before (changes.py);
 - what running and waiting requests have sampled so far is returned on request (in_flight.py);
-- whether the scheduler works is reported without waiting for a second.
+- whether the scheduler works is reported without waiting for a second;
+- modules that the model does not need are not imported (unused_imports.py).
 """
 
 from __future__ import annotations
@@ -449,6 +450,9 @@ def main() -> None:
     settings = json.load(sys.stdin)
     end_with(settings["parent"])
     argv = command_line(settings["flags"])
+    models = importlib.util.find_spec("sglang.srt.models")
+    assert models is not None and models.submodule_search_locations, "every SGLang has this package"
+    beside("unused_imports.py").skip_other_models(settings["flags"], Path(models.submodule_search_locations[0]))
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -471,6 +475,7 @@ def main() -> None:
 if __name__ in ("__main__", "__mp_main__"):  # the second is how the server's spawned processes see this file
     # The stacks of a server that hangs get into its log, with the signal of core/processes/stacks.py.
     faulthandler.register(signal.SIGRTMIN, all_threads=True)
+    beside("unused_imports.py").hide_trainer()
     install_hooks()
 if __name__ == "__main__":
     main()
