@@ -73,6 +73,7 @@ MEASUREMENTS = {
         "long": "gpu_long:long",
         "long_cp": "gpu_long:long_cp",
         "rollout": "gpu_servers:rollout",
+        "server_start": "gpu_servers:server_start",
         "leaving": "gpu_leaving:leaving",
         "push": "gpu_push:push",
         "mismatch": "gpu_mismatch:mismatch",
