@@ -1,4 +1,4 @@
-"""The measurements of sampling and of server starts of `python -m tools.bench gpu`, and what all that need a SGLang server share.
+"""Sampling and server starts, of `python -m tools.bench gpu`, and what all that need a SGLang server share.
 
 The first GPU is the trainer's. The server is on the second, or beside the trainer where there is only one. Without any
 GPU everything runs on the CPU, to try the measurements out.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,6 +32,7 @@ from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.server import (
     BATCHED_PREFILLS,
     ServerSettings,
+    end_group,
     free_ports,
     server_environment,
     server_flags,
@@ -189,9 +188,7 @@ async def bare_server(settings: ServerSettings, *, defaults: bool = False) -> As
                 await asyncio.sleep(0.2)
         yield url
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end_group(process, grace_seconds=10.0)
 
 
 async def _is_up(session: aiohttp.ClientSession) -> bool:

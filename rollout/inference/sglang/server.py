@@ -282,10 +282,15 @@ class SGLangServer:
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(grace_seconds)
-        with suppress(ProcessLookupError):  # children that outlive the leader keep its group
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end_group(process, grace_seconds=grace_seconds)
+
+
+def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
+    """End the process group that `process` leads: all are asked, and after the grace period killed."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(grace_seconds)
+    with suppress(ProcessLookupError):  # children that outlive the leader keep its group
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
