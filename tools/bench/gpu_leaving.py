@@ -33,9 +33,7 @@ def leaving(scene: Scene) -> Iterator[Figure]:
                 seconds.append((out, seconds_of(device, engine.reload)))
             del engine
             free(device)
-            yield Figure(
-                name=f"memory.{role}_{scene.shape}_away", value=away, unit="GB", baseline=held, target="<= 0.02x"
-            )
+            yield Figure(name=f"memory.{role}_{scene.shape}_away", value=away, unit="GB", baseline=held, target="")
             for label, median in zip(("goes", "comes_back"), 1e3 * np.median(seconds[1:], axis=0), strict=True):
                 name = f"leaving.{role}_{scene.shape}_{label}"
                 yield Figure(name=name, value=float(median), unit="ms", baseline=None, target="")
