@@ -97,7 +97,7 @@ class _ChunkedMLP(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         mlp: RecomputingMLP = ctx.mlp
         first, second = (list(layer.parameters()) for layer in (mlp.linear_fc1, mlp.linear_fc2))
-        sums: list[Tensor | None] = [None] * len(first + second)
+        sums: list[Any] = [None] * len(first + second)
         grad_hidden = torch.empty_like(hidden)
         # In the order of the forward pass: TransformerEngine overwrites the gradient's buffer with that of the first
         # pass ever through a layer, and adds those of later ones.
