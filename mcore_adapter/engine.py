@@ -114,6 +114,7 @@ class MegatronEngine:
                     device=device,
                     itemsize=dtype.itemsize,
                     is_critic=settings.is_critic,
+                    fp8=settings.fp8 is not None,
                     limit_gib=settings.recompute_limit_gib,
                     optimizer=self._optimizer,
                 )

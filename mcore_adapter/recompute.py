@@ -25,12 +25,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mcore_adapter.data.token_chunks import chunks
+from mcore_adapter.data.token_chunks import MLP_TOKENS, chunks
 from mcore_adapter.host_activations import HostActivations, Pages
 from mcore_adapter.settings import Level
 
 logger = logging.getLogger(__name__)
 
+Recomputed = Literal["nothing", "product", "halves", "layer"]
+"""Of a dense MLP. layer: by Megatron, with all of the layer."""
 CHUNK_ROWS = 8192
 """Tokens whose gradient with respect to the MLP's inner activations exists beside these."""
 
@@ -65,6 +67,70 @@ class _SwiGLUInPlace(torch.autograd.Function):
             (grad_part,) = torch.autograd.grad(product, part, grad[rows])
             halves[rows].copy_(grad_part)
         return halves.detach()
+
+
+class _ChunkedMLP(torch.autograd.Function):
+    """A dense MLP, one chunk of tokens after the other in both passes. Keeps its input [t, 1, h] alone.
+
+    Weights are arguments, so that their hooks see one gradient, that of all chunks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mlp: RecomputingMLP, computes: bool, hidden: Tensor, *weights: Tensor) -> Tensor:
+        """Return zeros where the output will not be read: not `computes`."""
+        ctx.mlp, ctx.seconds = mlp, []
+        ctx.save_for_backward(hidden)
+        if not computes:
+            return torch.zeros_like(hidden)
+        output = torch.empty_like(hidden)
+        for rows in chunks(len(hidden), MLP_TOKENS):
+            product, part = mlp._second_of(mlp._product(hidden[rows]))
+            output[rows] = part
+            for tensor in (product, part):  # the graph between them remains: nothing is multiplied a third time
+                tensor.untyped_storage().resize_(0)
+            ctx.seconds.append((product, part))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        mlp: RecomputingMLP = ctx.mlp
+        first, second = (list(layer.parameters()) for layer in (mlp.linear_fc1, mlp.linear_fc2))
+        sums: list[Any] = [None] * len(first + second)
+        grad_hidden = torch.empty_like(hidden)
+        # In the order of the forward pass: TransformerEngine overwrites the gradient's buffer with that of the first
+        # pass ever through a layer, and adds those of later ones.
+        for rows in chunks(len(hidden), MLP_TOKENS):
+            part = hidden[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                again = mlp._product(part)
+            if ctx.seconds:
+                product, output = ctx.seconds.pop(0)
+                _move(again, product)
+            else:
+                product, output = mlp._second_of(again)
+            grad_product, *of_second = torch.autograd.grad(output, (product, *second), grad[rows])
+            del product, output
+            grad_hidden[rows], *of_first = torch.autograd.grad(again, (part, *first), grad_product)
+            del again, grad_product
+            sums = list(map(_add_gradient, sums, of_first + of_second, first + second))
+        return None, None, grad_hidden, *(total.to(w.dtype) for total, w in zip(sums, first + second, strict=True))
+
+
+def _move(source: Tensor, target: Tensor) -> None:
+    """Move the elements to a tensor whose memory was released, unnoticed by the graph that has saved it."""
+    memory = source.untyped_storage()
+    target.untyped_storage().resize_(memory.nbytes())
+    target.untyped_storage().copy_(memory)
+    memory.resize_(0)
+
+
+def _add_gradient(total: Tensor | None, grad: Tensor, weight: nn.Parameter) -> Tensor:
+    """Add in float32. Where the layer has added the gradient to its buffer itself, return what stands for it."""
+    if getattr(weight, "grad_added_to_main_grad", False):
+        return grad
+    return grad.float() if total is None else total.add_(grad)
 
 
 class RecomputingAttention(SelfAttention):
@@ -120,16 +186,21 @@ class RecomputingAttention(SelfAttention):
 
 
 class RecomputingMLP(MLP):
-    """A dense MLP that need not keep the input of its second linear layer, or that and the output of the first."""
+    """A dense MLP that need not keep the input of its second linear layer, or that and the output of the first.
 
-    recompute: Literal["nothing", "product", "halves"] = "nothing"
+    Of a long sequence the latter exists for a chunk of tokens at a time: also where Megatron recomputes the layer.
+    """
+
+    recompute: Recomputed = "nothing"
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         if self.config.fp8:  # otherwise it keeps its input in 8 bits, beside the one that is dropped
             self.linear_fc2.save_original_input = self.recompute == "halves"
-        if self.recompute == "nothing" or not torch.is_grad_enabled():
+        elif self.recompute in ("halves", "layer") and len(hidden_states) > MLP_TOKENS:
+            return self._in_chunks(hidden_states), None
+        if self.recompute in ("nothing", "layer") or not torch.is_grad_enabled():
             return super().forward(hidden_states, per_token_scale, **kwargs)
         if self.recompute == "product":
             return self._without_product(hidden_states)
@@ -137,6 +208,25 @@ class RecomputingMLP(MLP):
         output, bias = self.linear_fc2(checkpoint.checkpoint(self._product, hidden_states))
         checkpoint.discard_output_and_register_recompute(output)
         return output, bias
+
+    def _in_chunks(self, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            # Inside a backward pass the layer is recomputed for its graph: its output is a sum that nothing reads.
+            is_again = self.recompute == "layer" and torch._C._current_graph_task_id() != -1
+            weights = (*self.linear_fc1.parameters(), *self.linear_fc2.parameters())
+            return cast(Tensor, _ChunkedMLP.apply(self, not is_again, hidden, *weights))
+        output = torch.empty_like(hidden)
+        for rows in chunks(len(hidden), MLP_TOKENS):
+            output[rows], _ = self.linear_fc2(self._product(hidden[rows]))
+        return output
+
+    def _second_of(self, product: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a leaf that is the product, and the output of the second linear layer, whose graph begins there."""
+        leaf = product.detach().requires_grad_()
+        with torch.enable_grad():
+            output, bias = self.linear_fc2(leaf)
+        assert bias is None, "no supported family has a bias here"
+        return leaf, output
 
     def _product(self, hidden_states: Tensor) -> Tensor:
         halves, bias = self.linear_fc1(hidden_states)
@@ -219,13 +309,13 @@ def _keep_on_host(chunk: Any, layers: Sequence[int]) -> None:
 
 
 _PAGES = Pages()
-_OF_MLP: dict[Level, Literal["nothing", "product", "halves"]] = {
+_OF_MLP: dict[Level, Recomputed] = {
     "none": "nothing",
     "selective": "product",
     "qkv": "product",
     "linear": "halves",
     "offload": "halves",
-    "full": "nothing",
+    "full": "layer",
 }
 
 
@@ -234,7 +324,8 @@ def _recompute_parts(layer: Any, level: Level) -> None:
     if isinstance(attention, RecomputingAttention):
         attention.recompute_inputs = level in ("qkv", "linear", "offload")
     if isinstance(mlp, RecomputingMLP):
-        mlp.recompute = _OF_MLP[level]
+        reads_output = hasattr(layer, "post_mlp_layernorm")  # the output of the MLP, when it is recomputed
+        mlp.recompute = "nothing" if level == "full" and reads_output else _OF_MLP[level]
     experts: Any = getattr(mlp, "experts", None)
     if hasattr(experts, "keep_halves"):
         experts.keep_halves = level not in ("linear", "offload")

@@ -68,6 +68,7 @@ class AutoRecompute:
         device: Device,
         itemsize: int,
         is_critic: bool,
+        fp8: bool,
         limit_gib: float | None,
         optimizer: TrainOptimizer,
     ) -> None:
@@ -78,7 +79,7 @@ class AutoRecompute:
         own = layers_of_chunks(config.num_layers, layout)[parallel.pp_rank :: layout.pp]
         self._fixed = dict(
             config=config, layout=layout, itemsize=itemsize, layers=max(own, key=len),
-            has_head=parallel.is_last_stage, is_critic=is_critic,
+            has_head=parallel.is_last_stage, is_critic=is_critic, fp8=fp8,
         )  # fmt: skip
         self._shape: UpdateShape | None = None
         self._tokens = 0  # of the largest microbatch under way; the choice may be for more

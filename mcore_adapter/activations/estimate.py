@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from allocation import ParallelLayout
 from mcore_adapter.data.routing_inputs import gathers_tokens
-from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, SEVERAL_LOGITS_BYTES
+from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, MLP_TOKENS, SEVERAL_LOGITS_BYTES
 from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
@@ -38,6 +38,8 @@ class UpdateShape:
     has_head: bool
     """Whether the rank computes logits (or values)."""
     is_critic: bool = False
+    fp8: bool = False
+    """Whether layers compute in 8-bit floating point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +159,17 @@ def _kept_by_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
 
 def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
     """Return the bytes of a token that the backward pass of a layer takes while it runs: what it computes again, and
-    gradients. The MLP comes first; what it alone computed again is gone when attention begins."""
+    gradients. The MLP comes first; what it alone computed again is gone when attention begins, and of a long sequence
+    is there for a chunk of tokens at a time."""
     config, size = shape.config, shape.itemsize
     level = "linear" if level == "offload" else level
     hidden = config.hidden_size / shape.layout.tp
     inputs, output = _attention_widths(shape)
-    moe = _moe(shape, layer)
+    moe, share = _moe(shape, layer), _share_of_chunk(shape, level, layer)
+    in_chunks = share < 1
     if moe is None:
-        mlp = size * (1 if level == "linear" else 3) * config.intermediate_size / shape.layout.tp
+        in_place = level == "linear" or in_chunks
+        mlp = size * (1 if in_place else 3) * config.intermediate_size / shape.layout.tp
     else:
         mlp = size * moe.top_k / shape.layout.tp * (3 * moe.intermediate_size + 2 * config.hidden_size)
         if gathers_tokens(shape.layout.ep, moe.top_k):  # the gradients of all ranks' tokens: of the sums, and of them
@@ -172,10 +177,21 @@ def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
     attention = size * (inputs + 3 * output)  # gradients of queries (summed in float32), keys and values
     if level == "full":
         again = _kept(shape, "none", layer) - _kept(shape, "full", layer)
-        return again + max(mlp, attention) + 3 * size * hidden
+        if in_chunks:
+            again -= _kept_by_mlp(shape, "none", layer)
+            mlp += _kept_by_mlp(shape, "none", layer)
+        return again + max(share * mlp, attention) + 3 * size * hidden
     mlp += _kept_by_mlp(shape, "none", layer) - _kept_by_mlp(shape, level, layer)
     attention += _kept_by_attention(shape, "none") - _kept_by_attention(shape, level)
-    return max(mlp, attention) + 3 * size * hidden
+    return max(share * mlp, attention) + 3 * size * hidden
+
+
+def _share_of_chunk(shape: UpdateShape, level: Level, layer: int) -> float:
+    """Return the share of the tokens that pass through the MLP of a layer at once."""
+    computes_whole = level not in ("linear", "full") or (level == "full" and shape.config.post_norms)
+    if computes_whole or shape.fp8 or _moe(shape, layer) is not None:
+        return 1.0
+    return min(1.0, MLP_TOKENS * shape.layout.cp * shape.layout.tp / shape.tokens)
 
 
 def _attention_widths(shape: UpdateShape) -> tuple[float, float]:

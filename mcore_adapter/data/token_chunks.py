@@ -1,4 +1,4 @@
-"""Chunks of tokens: bounds the memory of a pass over logits."""
+"""Chunks of tokens: bounds the memory of a pass over logits or through an MLP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ SEVERAL_LOGITS_BYTES = 2 << 30
 """Size of the buffer where there are several. A larger one means fewer passes over the gradient of the weight."""
 FP32_ROWS = 512
 """Rows of logits in float32 at a time."""
+MLP_TOKENS = 16384
+"""Most tokens of a rank that pass through a dense MLP at once where its inner activations are recomputed. A chunk adds
+its gradient to that of each weight, 8 bytes of traffic: computed for an H100, 5 % of the time of the product with
+16,384 tokens, 10 % with 8,192. With the widths of Qwen3-4B a chunk takes 1.4 GB."""
 
 
 def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

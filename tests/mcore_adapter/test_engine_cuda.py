@@ -11,10 +11,13 @@ import torch
 
 from helpers.engine_cases import (
     BF16_NATS,
+    MAX_TOKENS,
     ON_A_GPU,
     VOCAB,
     logprobs_of,
     make_engine,
+    policy_loss,
+    random_batch,
     steps_of,
     transformers_logprobs,
     write_bfloat16,
@@ -119,6 +122,61 @@ def test_what_is_recomputed_does_not_change_the_update(folder: Path, gpu: Any, m
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
 
 
+@pytest.mark.parametrize("level", ["linear", "offload", "full"])
+def test_chunks_of_the_mlp_do_not_change_the_update(
+    folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    from mcore_adapter import host_activations, recompute
+
+    monkeypatch.setattr(host_activations, "SMALLEST_BYTES", 0)
+
+    def run() -> tuple[list[torch.Tensor], list[dict[str, float]]]:
+        engine = make_engine(*gpu, str(folder), dtype="bfloat16", recompute=level)
+        first = engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)
+        gradients = [p.main_grad.clone() for chunk in engine._model for p in chunk.parameters()]
+        return gradients, [first, *steps_of(engine)]
+
+    whole, expected = run()
+    monkeypatch.setattr(recompute, "MLP_TOKENS", 48)
+    parts, steps = run()
+    for found, gradient in zip(parts, whole, strict=True):
+        assert (found - gradient).norm() <= 0.05 * gradient.norm()
+    for ours, theirs in zip(steps, expected, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize("level", ["linear", "full"])
+def test_chunks_of_the_mlp_free_what_is_computed_of_them(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    from transformers import Qwen2Config
+
+    from mcore_adapter import recompute
+
+    tokens, chunk, width = 16384, 1024, 8192
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=width, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=tokens, initializer_range=0.05, tie_word_embeddings=True,
+    )  # fmt: skip
+    engine = make_engine(*gpu, str(write_bfloat16(config, tmp_path / "wide")), dtype="bfloat16", recompute=level)
+    batch = random_batch(1, shortest=tokens, longest=tokens)
+    monkeypatch.setattr(recompute, "CHUNK_ROWS", chunk)  # beside the products, otherwise another 400 MB
+
+    def peak(mlp_tokens: int) -> int:
+        monkeypatch.setattr(recompute, "MLP_TOKENS", mlp_tokens)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine.train_step(batch, policy_loss, max_tokens_per_mb=tokens)
+        return torch.cuda.max_memory_allocated() - held
+
+    peak(tokens)  # the optimizer makes its state
+    freed = peak(tokens) - peak(chunk)
+    computed = 2 * (tokens - chunk) * 4 * width  # both products and the gradient of the second's input, 2 bytes each
+    assert freed >= 0.85 * computed
+    if level == "linear":  # a layer that Megatron recomputes has the gradient of the first product beside it
+        assert freed <= 1.25 * computed
+
+
 def test_an_offloaded_engine_trains_on_as_if_nothing_had_happened(folder: Path, gpu: Any) -> None:
     plain = make_engine(*gpu, str(folder), dtype="bfloat16")
     moved = make_engine(*gpu, str(folder), dtype="bfloat16")
@@ -198,6 +256,26 @@ def test_two_gpus_compute_what_one_does(
         assert step["nll"] == pytest.approx(expected["nll"], rel=0.02)
         assert step["entropy"] == pytest.approx(expected["entropy"], rel=0.02)
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.2 if "fp8" in options else 0.05)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("level", ["linear", "full"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_compute_the_mlp_in_chunks_as_one_does_at_once(
+    folder: Path, gpu_ranks: RankPool, one_gpu: Any, layout: str, level: str
+) -> None:
+    ours, *_ = gpu_ranks.run(chunked_run, 2, str(folder), layout, level)
+    for step, expected in zip(ours, one_gpu, strict=True):
+        assert step["nll"] == pytest.approx(expected["nll"], rel=0.02)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+
+
+def chunked_run(rank: Any, folder: str, layout: str, level: str) -> list[dict[str, float]]:
+    from mcore_adapter import recompute
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute, "MLP_TOKENS", 24)
+        return gpu_run(rank, folder, layout, {"recompute": level})
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from allocation import ParallelLayout
+from mcore_adapter.activations import estimate as estimates
 from mcore_adapter.activations.estimate import UpdateShape, activation_bytes, choose, in_flight
+from mcore_adapter.data.token_chunks import MLP_TOKENS
 from mcore_adapter.settings import LEVELS
 from model_specs.hf_config import parse_config
 from tools.bench.gpu import config_of
@@ -55,19 +57,49 @@ def test_the_estimate_is_near_what_was_measured(raw: dict[str, Any], tokens: int
     ],
 )  # fmt: skip
 def test_the_estimate_for_long_sequences_is_near_what_was_measured(
-    tokens: int, levels: list[Any], measured: float
+    tokens: int, levels: list[Any], measured: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(estimates, "MLP_TOKENS", tokens)  # the MLP was not computed in chunks then
     estimate = activation_bytes(shape(LONG, tokens), levels) / 2**30
     assert estimate == pytest.approx(measured, rel=0.12)
     assert estimate > 0.99 * measured, "with less, memory would run out"
 
 
 def test_the_backward_pass_of_a_layer_takes_what_its_mlp_computes_again_and_the_gradients() -> None:
-    tokens, hidden, width, queries = 131072, LONG["hidden_size"], LONG["intermediate_size"], 32 * 128
+    tokens, hidden, width, queries = MLP_TOKENS, LONG["hidden_size"], LONG["intermediate_size"], 32 * 128
     kept = 36 * (2 * hidden + queries)  # residuals, output of attention
     again, gradients = hidden + 3 * width, width + 3 * hidden
     expected = 2 * tokens * (kept + again + gradients)
     assert activation_bytes(shape(LONG, tokens, has_head=False), ["linear"] * 36) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(tp=2)], ids=str)
+def test_of_a_long_sequence_the_mlp_takes_what_a_chunk_of_it_does(layout: ParallelLayout) -> None:
+    tokens, hidden, width, queries = 131072, LONG["hidden_size"], 16 * LONG["intermediate_size"], 32 * 128
+    one = shape({**LONG, "intermediate_size": width}, tokens, has_head=False, layout=layout)
+    share = tokens / (layout.cp * layout.tp)  # the tokens of a rank, or their widths
+    chunk = MLP_TOKENS * (4 * width + hidden)  # input, both products, gradient; with tp=2, twice the tokens
+    linear = 36 * (2 * hidden + queries) + 3 * hidden  # residuals, output of attention; gradients
+    assert activation_bytes(one, ["linear"] * 36) == pytest.approx(2 * (share * linear + chunk))
+    normed, keys = queries + 8 * 128, 8 * 128
+    again = 2 * hidden + normed + 2 * queries + 2 * keys  # the MLP's input and attention: all but its own
+    assert activation_bytes(one, ["full"] * 36) == pytest.approx(2 * (share * (39 * hidden + again) + chunk))
+
+
+@pytest.mark.parametrize("level", ["linear", "full"])
+def test_chunks_take_less_but_not_in_8_bits_nor_where_a_norm_needs_the_output_again(level: Any) -> None:
+    wide = {**LONG, "intermediate_size": 4 * LONG["intermediate_size"]}
+    one = shape(wide, 4 * MLP_TOKENS)
+    plain, fp8, sandwich = (
+        activation_bytes(other, [level] * 36)
+        for other in (one, replace(one, fp8=True), replace(one, config=replace(one.config, post_norms=True)))
+    )
+    width = 2 * 4 * LONG["intermediate_size"]
+    assert fp8 - plain > 3 * MLP_TOKENS * 4 * width * 0.8
+    if level == "full":
+        assert sandwich > fp8
+    else:
+        assert sandwich - plain == pytest.approx(2 * 36 * 2 * 4 * MLP_TOKENS * LONG["hidden_size"])  # sums are kept
 
 
 @pytest.mark.parametrize(

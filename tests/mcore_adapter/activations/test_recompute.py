@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allocation import ParallelLayout
-from helpers.engine_cases import MAX_TOKENS, make_engine, policy_loss, random_batch
+from helpers.engine_cases import MAX_TOKENS, logprobs_of, make_engine, policy_loss, random_batch, write_bfloat16
 from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
+from helpers.tiny_models import SHAPE
 from mcore_adapter import host_activations, recompute
 from mcore_adapter.recompute import recompute_layers
 from mcore_adapter.settings import LEVELS, Level
@@ -57,13 +60,14 @@ def test_what_is_recomputed_changes_no_bit_of_the_gradients(
         assert all(same.values()), same
 
 
-def kept_bytes(rank: Rank, model: str) -> dict[str, int]:
+def kept_bytes(rank: Rank, model: str, chunk: int) -> dict[str, int]:
     """Return for each level the bytes that the layers keep between forward and backward pass."""
     from mcore_adapter.cpu.device import CpuDevice
 
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
         patch.setattr(CpuDevice, "has_grouped_products", True)
         patch.setattr(host_activations, "SMALLEST_BYTES", 0)
+        patch.setattr(recompute, "MLP_TOKENS", chunk)
         engine = make_engine(parallel, device, model)
         weights = {p.untyped_storage().data_ptr() for p in engine._model[0].parameters()}
         kept: dict[str, int] = {}
@@ -88,13 +92,15 @@ def kept_bytes(rank: Rank, model: str) -> dict[str, int]:
         return kept
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_each_level_keeps_less_than_the_one_before(ranks: RankPool, model_folders: Any, name: str) -> None:
-    (kept,) = ranks.run(kept_bytes, 1, str(model_folders[name][0]))
+@pytest.mark.parametrize(("name", "chunk"), [("qwen3", 4096), ("qwen3", 40), ("qwen3_moe", 4096)])
+def test_each_level_keeps_less_than_the_one_before(ranks: RankPool, model_folders: Any, name: str, chunk: int) -> None:
+    (kept,) = ranks.run(kept_bytes, 1, str(model_folders[name][0]), chunk)
     # Input, output of the core attention, input of the MLP and its norm; of experts, also its output. Some sequences
     # share rows.
     width = 32 + 4 * 16 + 32 + (32 if name == "qwen3_moe" else 0)
     assert kept["linear"] - kept.pop("offload") >= 0.9 * 4 * 4 * width * random_batch().num_tokens
+    halves = 4 * 4 * 3 * 48 * random_batch().num_tokens  # also one that is activated, in all layers
+    assert name == "qwen3_moe" or kept["qkv"] - kept["linear"] >= 0.9 * halves
     sizes = list(kept.values())
     if name == "qwen3_moe":  # its layers have no dense MLP whose product could be dropped
         assert sizes[0] == sizes.pop(1)
@@ -114,6 +120,170 @@ def test_the_gradient_of_a_recomputed_product_takes_the_place_of_its_input(monke
         halves.register_hook(lambda g: seen.append(g.data_ptr()))
         (found,) = torch.autograd.grad(recompute._SwiGLUInPlace.apply(halves), leaf, grad)
     assert torch.equal(found, expected) and seen == [address]
+
+
+CHUNK = 21  # tokens: several chunks of a rank's rows, and a last one with fewer
+LONG: list[Level] = ["full", "full", "offload", "linear"]
+
+
+def chunked_step(
+    rank: Rank, layout: ParallelLayout, model: str, chunk: int
+) -> tuple[dict[str, float], list[torch.Tensor], torch.Tensor]:
+    """Return figures and gradients of the second step of LONG, and log-probabilities, with at most so many tokens in a
+    chunk."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
+        patch.setattr(recompute, "MLP_TOKENS", chunk)
+        patch.setattr(host_activations, "SMALLEST_BYTES", 0)
+        engine = make_engine(parallel, device, model)
+        recompute_layers(engine._model, LONG)
+        step_of(engine)
+        return *step_of(engine), logprobs_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("qwen3", layout) for layout in ("one process", "tp2", "cp2", "pp2 vpp2", "dp2")),
+        ("glm4", "one process"), ("deepseek_v2", "one process"),
+    ],
+)  # fmt: skip
+def test_chunks_of_tokens_change_neither_losses_nor_gradients(
+    ranks: RankPool, model_folders: Any, name: str, layout: str
+) -> None:
+    where = (LAYOUTS | {"dp2": ParallelLayout(dp=2)})[layout]
+    whole, parts = (
+        ranks.run(chunked_step, where.world_size, where, str(model_folders[name][0]), chunk) for chunk in (4096, CHUNK)
+    )
+    for (figures, gradients, logprobs), (expected, exact, reference) in zip(parts, whole, strict=True):
+        assert figures == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        torch.testing.assert_close(logprobs, reference, rtol=1e-5, atol=1e-5, equal_nan=True)
+        for found, gradient in zip(gradients, exact, strict=True):
+            torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+class Rows(TorchDispatchMode):
+    """The most rows [..., width] of what an operation returned, by phase."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.widths, self.most = widths, {"forward": 0, "backward": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.size(-1) in self.widths:
+                self.most[phase] = max(self.most[phase], tensor.numel() // tensor.size(-1))
+        return result
+
+
+def rows_of_the_mlp(rank: Rank, model: str, chunk: int) -> dict[str, Any]:
+    """Return for each level the rows of the inner tensors that exist at once, and how often a layer's products are
+    computed in a step."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        patch.setattr(recompute, "MLP_TOKENS", chunk)
+        found: dict[str, Any] = {}
+        for level in ("linear", "offload", "full"):
+            engine = make_engine(parallel, device, model)
+            recompute_layers(engine._model, [level] * 4)
+            mlp = engine._model[0].decoder.layers[1].mlp
+            passed: dict[str, list[int]] = {"": [], "linear_fc1": [], "linear_fc2": []}
+            for name, lens in passed.items():
+                mlp.get_submodule(name).register_forward_pre_hook(lambda _, args, lens=lens: lens.append(len(args[0])))
+            with Rows((44, 88)) as rows:  # of one half and of both, and of no other tensor in `model`
+                engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=4096)
+            tokens, first, second = (sum(lens) for lens in passed.values())
+            tokens //= 2 if level == "full" else 1
+            found[level] = {share: most / tokens for share, most in rows.most.items()}, first / tokens, second / tokens
+            found["tokens"] = tokens
+        return found
+
+
+def test_inner_tensors_of_an_mlp_exist_for_a_chunk_at_a_time_and_are_computed_twice(
+    ranks: RankPool, tmp_path: Any
+) -> None:
+    from transformers import Qwen3Config
+
+    write_bfloat16(Qwen3Config(**{**SHAPE, "intermediate_size": 44, "head_dim": 16}), tmp_path / "model")
+    (whole,), (parts,) = (ranks.run(rows_of_the_mlp, 1, str(tmp_path / "model"), chunk) for chunk in (4096, 40))
+    for level, products in (("linear", 1), ("offload", 1), ("full", 2)):
+        assert whole[level] == ({"forward": 1, "backward": 1}, 2, products)
+        share = 40 / parts["tokens"]
+        assert share < 0.5 and parts[level] == ({"forward": share, "backward": share}, 2, products)
+
+
+class _AddsItself(torch.autograd.Function):
+    """x @ weight.T as TransformerEngine has it: the gradient goes to a buffer, which the first pass overwrites."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, is_first: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.is_first = is_first
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        gradient = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        weight.main_grad.copy_(gradient if ctx.is_first else gradient + weight.main_grad)
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, torch.nan), None
+
+
+class AddsItself(torch.nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight: Any = torch.nn.Parameter(torch.randn(rows, columns, dtype=torch.float64))
+        self.weight.main_grad, self.weight.grad_added_to_main_grad = torch.zeros_like(self.weight), False
+        self.is_first = True
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        output = _AddsItself.apply(x, self.weight, self.is_first)
+        self.is_first = False
+        return output, None
+
+
+@pytest.mark.parametrize("level", ["halves", "layer"])
+def test_a_weight_whose_layer_adds_its_gradient_is_reported_once_with_that_of_all_chunks(
+    monkeypatch: pytest.MonkeyPatch, level: Any
+) -> None:
+    monkeypatch.setattr(recompute, "MLP_TOKENS", 5)
+    monkeypatch.setattr(recompute, "_swiglu", gated)
+    torch.manual_seed(0)
+    mlp: Any = recompute.RecomputingMLP.__new__(recompute.RecomputingMLP)
+    torch.nn.Module.__init__(mlp)
+    mlp.config, mlp.recompute = SimpleNamespace(fp8=None), level
+    mlp.linear_fc1, mlp.linear_fc2 = AddsItself(12, 4), AddsItself(4, 6)
+    reported = []
+    for weight in mlp.parameters():
+        weight.register_post_accumulate_grad_hook(lambda w: reported.append(w.main_grad.clone()))
+    x = torch.randn(13, 1, 4, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(13, 1, 4, dtype=torch.float64)
+    first, second = (weight.detach().clone().requires_grad_() for weight in mlp.parameters())
+    plain = gated(x @ first.t()) @ second.t()
+    expected = torch.autograd.grad(plain, (x, first, second), grad)
+    output, _ = mlp(x)
+    torch.testing.assert_close(output, plain)
+    output.backward(grad)
+    torch.testing.assert_close(x.grad, expected[0])
+    assert len(reported) == 2
+    for found in reported:
+        torch.testing.assert_close(found, expected[1] if found.shape == first.shape else expected[2])
+
+
+def test_products_in_8_bits_are_not_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "MLP_TOKENS", 5)
+    monkeypatch.setattr(recompute.MLP, "forward", lambda *_: "all at once")
+    mlp: Any = recompute.RecomputingMLP.__new__(recompute.RecomputingMLP)
+    torch.nn.Module.__init__(mlp)
+    mlp.config, mlp.recompute, mlp.linear_fc2 = SimpleNamespace(fp8="e4m3"), "halves", SimpleNamespace()
+    with torch.no_grad():
+        assert mlp(torch.randn(13, 1, 4)) == "all at once"
+
+
+def gated(halves: torch.Tensor) -> torch.Tensor:
+    gate, up = halves.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def logged_at_start(rank: Rank, model: str, level: Any, stacks: bool) -> list[str]:
