@@ -83,7 +83,7 @@ def _routing_kernel(
         given = tl.load(forced + row * forced_row + slots * forced_slot, mask=filled, other=0).to(tl.int32)
         chosen = tl.where(tl.min(given, 1)[:, None] >= 0, given, chosen)
     taken = tl.load(logits + row * NUM_EXPERTS + chosen, mask=filled, other=-float("inf"))
-    scores = tl.where(filled, _score(taken, peak, mass, SOFTMAX), 0.0)
+    scores = _score(taken, peak, mass, SOFTMAX)  # of an empty slot: 0
     if NORMALIZE:
         scores = scores / (tl.sum(scores, 1)[:, None] + 1e-20)
     tl.store(weights + row * K + slots, scores * scaling, mask=filled)
