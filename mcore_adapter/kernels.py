@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.optimizer import clip_grads
 from torch import nn
 
+from mcore_adapter.models.router import Router
 from mcore_adapter.optimizer import TrainOptimizer
 
 PARTS = {
@@ -17,6 +18,7 @@ PARTS = {
     "input_layernorm": "norm",
     "linear_fc1": "MLP input",
     "linear_fc2": "MLP output",
+    "router": "routing",
     "experts": "experts",
     "output_layer": "head",
 }
@@ -54,7 +56,7 @@ def _of_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
             part = PARTS.get(name.rpartition(".")[2])
             if part is not None and part not in seen and type(module).__name__ != "IdentityOp":
                 seen.add(part)
-                yield part, _named(type(module))
+                yield part, _named(module.route if isinstance(module, Router) else type(module))
 
 
 def _named(thing: type | Callable[..., Any]) -> str:

@@ -60,8 +60,8 @@ ORDER = {
         "device logprobs optimizer_state host_weights",
         "host_activations",
         "parallel optimizer recompute",
-        "models forward out_of_memory kernels",
-        "hf bare_loop activations",
+        "models forward out_of_memory",
+        "hf bare_loop activations kernels",
         "checkpoint",
         "engine",
         "tools",
@@ -168,6 +168,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.swiglu",
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.experts.products": "mcore_adapter.cuda.experts",
+        "mcore_adapter.models.experts.routing": "mcore_adapter.cuda.routing",
     },
     "sglang: hooks are installed before its modules load": {
         "rollout.inference.sglang.hooks": "sglang",

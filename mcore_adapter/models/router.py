@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mcore_adapter.data.routing_inputs import RoutingInputs
 from mcore_adapter.models.experts.dispatchers import dispatcher_for
+from mcore_adapter.models.experts.routing import all_scores, routing_for
 from mcore_adapter.models.experts.stacked import StackedExperts
 from model_specs.moe import MoEConfig
 
@@ -69,6 +70,7 @@ class Router(TopKRouter):
         self.inputs: RoutingInputs | None = None
         """Of the microbatch under way; None: nothing is known of it."""
         zeros = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
+        self.route = routing_for(zeros)
         del self.expert_bias, self.local_tokens_per_expert
         self.register_buffer("expert_bias", zeros if moe.correction_bias else None)
         self.register_buffer("load", zeros.clone(), persistent=False)
@@ -80,43 +82,29 @@ class Router(TopKRouter):
         """Route input [s, 1, h]: the weight of each expert [s, num_experts], 0 where not chosen, and a mask of those;
         with numbers_experts the weights of the chosen ones [s, k], and their numbers [s, k]."""
         logits = self.gating(input).view(-1, self.moe.num_experts)
-        scores = logits.softmax(-1) if self.moe.score_function == "softmax" else logits.sigmoid()
-        experts = self._chosen(scores.detach())
-        weights = scores.gather(1, experts)
-        if self.moe.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * self.moe.scaling
+        weights, experts = self.route(logits, self.moe, bias=self.expert_bias, forced=self._forced())
         # Where activations are recomputed, the first pass has no gradient: every token is counted once.
         if self.training and torch.is_grad_enabled() and self.inputs is not None:
-            weights = self._balanced(weights, scores, experts, self.inputs)
+            weights = self._balanced(weights, logits, experts, self.inputs)
         if self.numbers_experts:
             return weights, experts
-        return torch.zeros_like(scores).scatter(1, experts, weights), _mask(scores, experts)
+        return torch.zeros_like(logits).scatter(1, experts, weights), _mask(logits, experts)
 
-    def _chosen(self, scores: Tensor) -> Tensor:
-        """Choose the experts of each token: [s, num_experts] -> [s, k] int64."""
-        if self.moe.correction_bias:
-            scores = scores + self.expert_bias
-        if self.moe.top_k_groups < self.moe.num_groups:
-            grouped = scores.unflatten(1, (self.moe.num_groups, -1))
-            best = grouped.amax(-1) if self.moe.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-            kept = torch.zeros_like(best, dtype=torch.bool)
-            kept.scatter_(1, best.topk(self.moe.top_k_groups, dim=-1).indices, True)
-            scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
-        experts = scores.topk(self.moe.top_k, dim=-1).indices
-        if self.inputs is not None and self.inputs.experts is not None:
-            forced = self.inputs.experts[:, self.layer_number - 1]
-            experts = torch.where((forced >= 0).all(-1, keepdim=True), forced, experts)
-        return experts
+    def _forced(self) -> Tensor | None:
+        """Return the experts [s, k] that the microbatch prescribes for this layer, if any."""
+        if self.inputs is None or self.inputs.experts is None:
+            return None
+        return self.inputs.experts[:, self.layer_number - 1]
 
-    def _balanced(self, weights: Tensor, scores: Tensor, experts: Tensor, inputs: RoutingInputs) -> Tensor:
+    def _balanced(self, weights: Tensor, logits: Tensor, experts: Tensor, inputs: RoutingInputs) -> Tensor:
         """Count the load, and attach the auxiliary loss to the weights."""
         if not (self.balance.aux_loss_coeff or self.balance.bias_update_rate):
             return weights
-        own = _mask(scores, experts).index_select(0, inputs.rows).to(torch.float32)
+        own = _mask(logits, experts).index_select(0, inputs.rows).to(torch.float32)
         self.load += own.sum(0)
         if not self.balance.aux_loss_coeff:
             return weights
+        scores = all_scores(logits, self.moe)
         empty = scores.new_zeros(len(inputs.lens), self.moe.num_experts, dtype=torch.float32)
         counts = empty.index_add(0, inputs.sequences, own)
         if self.tp_cp_group.size() > 1:  # other ranks hold other tokens of the same sequences
@@ -129,9 +117,9 @@ class Router(TopKRouter):
         return _AttachLoss.apply(weights, loss * self.balance.aux_loss_coeff)
 
 
-def _mask(scores: Tensor, experts: Tensor) -> Tensor:
+def _mask(logits: Tensor, experts: Tensor) -> Tensor:
     """Return the mask of the experts [s, k]: [s, num_experts] bool."""
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
 
 
 class RoutedLayer(TransformerLayer):

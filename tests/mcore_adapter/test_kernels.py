@@ -30,6 +30,7 @@ def test_every_part_is_named_with_its_library(ranks: RankPool, tmp_path: Path) -
     assert dense["head"] == "Slipstream (LMHead)" and dense["Adam"].startswith("Slipstream (")
     (experts,) = ranks.run(parts, 1, str(tmp_path / "qwen3_moe"), False)
     assert "experts" in experts and "Adam" not in experts
+    assert experts["routing"] == "Slipstream (routing)", "on GPUs: fused_routing"
 
 
 def test_the_longest_name_decides() -> None:
