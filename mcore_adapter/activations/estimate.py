@@ -171,9 +171,12 @@ def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
         in_place = level == "linear" or in_chunks
         mlp = size * (1 if in_place else 3) * config.intermediate_size / shape.layout.tp
     else:
-        mlp = size * moe.top_k / shape.layout.tp * (3 * moe.intermediate_size + 2 * config.hidden_size)
-        if gathers_tokens(shape.layout.ep, moe.top_k):  # the gradients of all ranks' tokens: of the sums, and of them
-            mlp += size * 2 * shape.layout.ep * hidden
+        copies = moe.top_k / shape.layout.tp
+        inner = 3 * copies * moe.intermediate_size
+        if gathers_tokens(shape.layout.ep, moe.top_k):  # before and behind these: a gradient of all ranks' tokens
+            kept = 0 if level == "linear" else 2 * copies * moe.intermediate_size
+            inner = max(inner, kept + shape.layout.ep * hidden)
+        mlp = size * (2 * copies * config.hidden_size + inner)
     attention = size * (inputs + 3 * output)  # gradients of queries (summed in float32), keys and values
     if level == "full":
         again = _kept(shape, "none", layer) - _kept(shape, "full", layer)

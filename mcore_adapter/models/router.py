@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_adapter.data.routing_inputs import RoutingInputs
-from mcore_adapter.models.experts.dispatchers import dispatcher_for
+from mcore_adapter.models.experts.dispatchers import GatheringDispatcher, dispatcher_for
 from mcore_adapter.models.experts.routing import all_scores, routing_for
 from mcore_adapter.models.experts.stacked import StackedExperts
 from model_specs.moe import MoEConfig
@@ -132,6 +132,9 @@ class RoutedLayer(TransformerLayer):
             dispatcher = dispatcher_for(config, self.mlp.ep_group, lambda: router.inputs)
             if dispatcher is not None:
                 self.mlp.token_dispatcher, router.numbers_experts = dispatcher, True
+            if isinstance(dispatcher, GatheringDispatcher):
+                begin = dispatcher.begin
+                self.mlp.register_forward_pre_hook(lambda mlp, args: begin(args[0]))
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         router = self.mlp.router

@@ -11,16 +11,13 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_adapter.data.routing_inputs import RoutingInputs, gathers_tokens
-from mcore_adapter.models.experts.products import Rows, sorted_rows
+from mcore_adapter.models.experts.exchange import Pending, begin_gather
+from mcore_adapter.models.experts.products import Rows, SharedRows, sorted_rows
 
 
 def dispatcher_for(
@@ -67,9 +64,9 @@ class LocalDispatcher:
 
 class GatheringDispatcher:
     """Gather the tokens of all ranks of `group` on each of them; its experts compute their part of every token's sum,
-    and the parts are summed where the token came from.
+    and add up the parts where the token came from.
 
-    Each rank passes the same number of tokens, S / size: those with fewer add rows of zeros without experts.
+    Each rank gives the same number of tokens, S / size: those with fewer add rows of zeros without experts.
     """
 
     def __init__(
@@ -80,46 +77,54 @@ class GatheringDispatcher:
         self._part = range(held * group.rank(), held * (group.rank() + 1))
         self._group, self._inputs = group, inputs
         self._experts: Tensor | None = None
+        self._tokens: Pending | None = None
+        self._weights: Pending | None = None
         self._rows: Rows | None = None
         self._num_rows: _HostNumber | None = None
         self._shape = torch.Size()
+        self._missing = 0
+
+    def begin(self, tokens: Tensor) -> None:
+        """Begin to gather tokens [s, 1, h], before anything is computed of them."""
+        self._shape = tokens.shape
+        tokens = tokens.detach().view(-1, tokens.shape[-1])
+        self._missing = self._most_rows(len(tokens), tokens.device) - len(tokens)
+        self._tokens = begin_gather(_padded(tokens, self._missing), self._group)
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepare tokens [s, 1, h] with the numbers of the chosen experts, routing_map [s, k], and probs [s, k]."""
-        self._shape = tokens.shape
-        tokens = tokens.view(-1, tokens.shape[-1])
-        missing = self._most_rows(len(tokens), tokens.device) - len(tokens)
-        self._experts = _padded(routing_map.to(torch.int32), missing, self._num_experts)
-        return _padded(tokens, missing), _padded(probs, missing)
+        """Prepare the tokens [s, 1, h] of begin() with the numbers of the chosen experts, routing_map [s, k], and
+        probs [s, k]."""
+        self._experts = _padded(routing_map.to(torch.int32), self._missing, self._num_experts)
+        return tokens.view(-1, tokens.shape[-1]), probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather hidden_states [S / size, h] -> [S, h], and probs."""
+        """Gather the experts of all tokens, sort their copies, and begin to gather probs."""
         assert self._experts is not None, "dispatch_preprocess() comes first"
-        experts, self._experts = self._gathered(self._experts), None
+        experts, self._experts = begin_gather(self._experts, self._group).wait(), None
+        self._weights = begin_gather(_padded(probs.detach(), self._missing), self._group)
         self._rows = sorted_rows(experts, self._num_experts, part=self._part)
         self._num_rows = _HostNumber(self._rows.ends[-1])
-        return self._gathered(hidden_states), self._gathered(probs)
+        return hidden_states, probs
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Rows, Tensor]:
-        """Wait for the number of rows: the device gathers meanwhile."""
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, SharedRows, Tensor]:
+        """Wait for the number of rows: the device gathers meanwhile. Returns all tokens [S, h], their rows and their
+        weights [S, k]."""
         assert self._rows is not None and self._num_rows is not None, "token_dispatch() comes first"
-        rows = self._rows.first(self._num_rows.value())
-        self._rows = self._num_rows = None
-        return hidden_states, rows, probs
+        assert self._tokens is not None and self._weights is not None, "begin() comes first"
+        rows = SharedRows(self._rows.first(self._num_rows.value()), hidden_states, probs, self._group)
+        tokens, weights = self._tokens.wait(), self._weights.wait()
+        self._rows = self._num_rows = self._tokens = self._weights = None
+        return tokens, rows, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Sum the parts hidden_states [S, h] of all ranks -> [S / size, h]."""
-        summed = reduce_scatter_to_sequence_parallel_region(hidden_states, group=self._group)  # type: ignore[no-untyped-call]
-        return cast(Tensor, summed)
+        return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Return hidden_states [S / size, h] without padding: [s, 1, h]."""
         return hidden_states[: self._shape[0]].view(self._shape)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        return cast(Tensor, gather_from_sequence_parallel_region(tensor, group=self._group))  # type: ignore[no-untyped-call]
 
     def _most_rows(self, num_rows: int, device: torch.device) -> int:
         """Return the largest number of tokens of a rank, exchanged once per microbatch."""
@@ -131,7 +136,8 @@ class GatheringDispatcher:
         return max(inputs.rows_of_ranks)
 
     def _exchanged(self, num_rows: int, device: torch.device) -> list[int]:
-        return self._gathered(torch.full((1,), num_rows, dtype=torch.int64, device=device)).tolist()
+        number = torch.full((1,), num_rows, dtype=torch.int64, device=device)
+        return begin_gather(number, self._group).wait().tolist()
 
 
 class _HostNumber:

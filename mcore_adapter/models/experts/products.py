@@ -4,7 +4,8 @@ Copies of tokens are laid out sorted by expert. How many each expert has stays o
 the end of each expert's rows as a tensor. Between the products, cuda/experts.py computes on GPUs what the torch
 operators in this file define.
 Invariant: from forward to backward one layer keeps its input and the output of the first linear layer, or its input
-alone; the sorted copies and the activations are made again.
+alone; the sorted copies and the activations are made again. Ranks that share tokens call the same collectives in the
+same order, whatever a layer keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mcore_adapter.models.experts.exchange import begin_gather, begin_sum
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,16 @@ class Rows:
         """Return these rows without what follows the first `num_rows` copies."""
         assert self.copies is not None, "rows that are given are all there"
         return replace(self, copies=self.copies[:num_rows].clone())
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows of copies of the tokens of all ranks of a group, each of which has some of the experts."""
+
+    rows: Rows
+    tokens: Tensor  # [s, h] of this rank; s <= t / size: what was gathered has padding behind them
+    weights: Tensor  # [s, k]
+    group: ProcessGroup
 
 
 def sorted_rows(experts: Tensor, num_experts: int, *, part: range | None = None) -> Rows:
@@ -59,48 +73,72 @@ def experts_output(
     weights: Tensor,  # [t, k] float32, or [r]: of each copy
     gate_up: Tensor,  # [num_experts, 2 * f, h]
     down: Tensor,  # [num_experts, h, f]
-    rows: Rows,
+    rows: Rows | SharedRows,
     *,
     keep_halves: bool = True,
 ) -> Tensor:
     """Compute for each token the sum over its copies of weight * down(silu(gate(x)) * up(x)), in x's shape; for given
-    rows the summands. Without `keep_halves` the backward pass computes gate and up again."""
-    return cast(Tensor, _Experts.apply(x, weights, gate_up, down, rows, keep_halves))
+    rows the summands. Without `keep_halves` the backward pass computes gate and up again.
+
+    With SharedRows, x and weights are those of all ranks, and the result is the sum over the experts of all ranks for
+    the tokens of this one, [t / size, h]; collective, as its backward pass, which leads to rows.tokens and
+    rows.weights.
+    """
+    if isinstance(rows, Rows):
+        return cast(Tensor, _Experts.apply(x, weights, gate_up, down, rows, keep_halves, None, None))
+    own = (rows.tokens, rows.weights)
+    return cast(Tensor, _Experts.apply(*own, gate_up, down, rows.rows, keep_halves, rows.group, (x, weights)))
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, rows: Rows, keep_halves: bool
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        rows: Rows,
+        keep_halves: bool,
+        group: ProcessGroup | None,
+        gathered: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
+        ctx.rows, ctx.group, ctx.num_own = rows, group, len(x)
+        if gathered is not None:
+            x, weights = gathered
         halves = _product(spread(x, rows), gate_up.transpose(1, 2), rows)
         ctx.save_for_backward(x, weights, gate_up, down, *([halves] if keep_halves else []))
-        ctx.rows = rows
         product = weighted_swiglu(halves, weights, rows)
         del halves
-        return collect(_product(product, down.transpose(1, 2), rows), rows)
+        return begin_sum(collect(_product(product, down.transpose(1, 2), rows), rows), group).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, gate_up, down, *kept = ctx.saved_tensors
         rows: Rows = ctx.rows
+        group: ProcessGroup | None = ctx.group
+        gathering = begin_gather(grad, group)
         inputs = None
         if not kept:
             inputs = spread(x, rows)
             kept = [_product(inputs, gate_up.transpose(1, 2), rows)]
-        grad_rows = spread(grad.contiguous(), rows)
+        elif group is not None:
+            inputs = spread(x, rows)
+        grad_rows = spread(gathering.wait(), rows)
+        del gathering
         grad_product = _product(grad_rows, down, rows)
         product, grad_halves, grad_weights = weighted_swiglu_backward(kept.pop(), weights, grad_product, rows)
         del grad_product
+        summing_weights = begin_sum(grad_weights, group)
         grad_down = _product(grad_rows.t(), product, rows)
         del grad_rows, product
+        summing = begin_sum(collect(_product(grad_halves, gate_up, rows), rows), group)
         if inputs is None:
             inputs = spread(x, rows)
         grad_gate_up = _product(grad_halves.t(), inputs, rows)
-        del inputs
-        grad_x = collect(_product(grad_halves, gate_up, rows), rows)
-        return grad_x, grad_weights, grad_gate_up, grad_down, None, None
+        own = (pending.wait()[: ctx.num_own] for pending in (summing, summing_weights))
+        return *own, grad_gate_up, grad_down, None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor, rows: Rows) -> Tensor:

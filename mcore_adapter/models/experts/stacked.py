@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mcore_adapter.models.experts.products import Rows, experts_output
+from mcore_adapter.models.experts.products import Rows, SharedRows, experts_output
 
 
 def stack_experts(spec: TransformerBlockSubmodules, config: TransformerConfig, device: torch.device) -> None:
@@ -56,10 +56,10 @@ class StackedExperts(MegatronModule):
         self.down = _parameter(num_local_experts, hidden, width, config.params_dtype, device)
         self._ep_group, self._replicas = pg_collection.ep, pg_collection.expt_dp
 
-    def forward(self, hidden: Tensor, rows: Rows | Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Compute the experts' output, of hidden's shape, and no bias; from hidden [t, h] with the rows of its copies
-        and probs [t, k], or from hidden [r, h] sorted by expert with the number of rows of each expert and probs
-        [r]."""
+    def forward(self, hidden: Tensor, rows: Rows | SharedRows | Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Compute the experts' output, see experts_output(), and no bias; from hidden [t, h] with the rows of its
+        copies and probs [t, k], or from hidden [r, h] sorted by expert with the number of rows of each expert and
+        probs [r]."""
         if isinstance(rows, Tensor):
             rows = Rows(rows.to(hidden.device, torch.int64).cumsum(0).to(torch.int32))
         return experts_output(hidden, probs, self.gate_up, self.down, rows, keep_halves=self.keep_halves), None

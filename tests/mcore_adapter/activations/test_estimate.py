@@ -115,15 +115,24 @@ def test_tokens_of_other_ranks_take_memory_of_the_host_too(ranks: int, others: i
     assert "full" in choose(one, four, host_limit_bytes=3.9 * layer).levels
 
 
-def test_a_rank_that_gathers_tokens_keeps_them_once_and_takes_their_gradients_and_those_of_their_sums() -> None:
+@pytest.mark.parametrize(
+    ("tp", "ep", "level", "beside"),
+    # Gradients of all ranks' tokens, those of a layer, where they take more than what is freed before them: of a copy,
+    # the width of the experts three times, or once where the halves are kept.
+    [(2, 4, "linear", 0), (1, 8, "linear", 0), (1, 2, "none", 0), (2, 4, "none", 4 * 2048 - 8 * 768)],
+)
+def test_a_rank_that_gathers_tokens_keeps_them_once_and_takes_their_gradients_when_others_are_gone(
+    tp: int, ep: int, level: Any, beside: int
+) -> None:
     one = shape(SLICE, 32768, has_head=False)
-    gathers = replace(one, layout=ParallelLayout(tp=2, dp=2, ep=4))
-    halved = replace(one, layout=ParallelLayout(tp=2, dp=2))
-    others = 32768 // 2 * 4 * 2048 * 2  # bytes of the tokens of four ranks
-    fewer = 2 * 3 * 128 * 768 * 2048 * 3 // 4  # of the gradients of experts
-    linear = [activation_bytes(ranks, ["linear"] * 6) for ranks in (gathers, halved)]
-    copies = 6 * 32768 // 2 * 4 * 8 * 8  # a weight and a row of each copy, of four ranks, kept by six layers
-    assert linear[0] - linear[1] == pytest.approx((6 + 2) * others + copies - fewer)
+    gathers = replace(one, layout=ParallelLayout(tp=tp, dp=ep // tp, ep=ep))
+    alone = replace(one, layout=ParallelLayout(tp=tp, dp=ep // tp))
+    others = 32768 // tp * ep * 2048 * 2  # bytes of the tokens of all ranks
+    fewer = 2 * 3 * 128 * 768 * 2048 * (ep - 1) // ep  # of the gradients of experts
+    bytes_of = [activation_bytes(ranks, [level] * 6) for ranks in (gathers, alone)]
+    copies = 6 * 32768 // tp * ep * 8 * 8  # a weight and a row of each copy, of all ranks, kept by six layers
+    more = 6 * others + copies + 2 * 32768 // tp * beside
+    assert bytes_of[0] - bytes_of[1] == pytest.approx(more - fewer)
 
 
 @pytest.mark.parametrize(

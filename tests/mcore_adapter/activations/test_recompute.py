@@ -60,11 +60,11 @@ def test_what_is_recomputed_changes_no_bit_of_the_gradients(
         assert all(same.values()), same
 
 
-def kept_bytes(rank: Rank, model: str, chunk: int) -> dict[str, int]:
+def kept_bytes(rank: Rank, layout: ParallelLayout, model: str, chunk: int = 4096) -> dict[str, int]:
     """Return for each level the bytes that the layers keep between forward and backward pass."""
     from mcore_adapter.cpu.device import CpuDevice
 
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+    with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
         patch.setattr(CpuDevice, "has_grouped_products", True)
         patch.setattr(host_activations, "SMALLEST_BYTES", 0)
         patch.setattr(recompute, "MLP_TOKENS", chunk)
@@ -94,7 +94,7 @@ def kept_bytes(rank: Rank, model: str, chunk: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(("name", "chunk"), [("qwen3", 4096), ("qwen3", 40), ("qwen3_moe", 4096)])
 def test_each_level_keeps_less_than_the_one_before(ranks: RankPool, model_folders: Any, name: str, chunk: int) -> None:
-    (kept,) = ranks.run(kept_bytes, 1, str(model_folders[name][0]), chunk)
+    (kept,) = ranks.run(kept_bytes, 1, ParallelLayout(), str(model_folders[name][0]), chunk)
     # Input, output of the core attention, input of the MLP and its norm; of experts, also its output. Some sequences
     # share rows.
     width = 32 + 4 * 16 + 32 + (32 if name == "qwen3_moe" else 0)
@@ -105,6 +105,13 @@ def test_each_level_keeps_less_than_the_one_before(ranks: RankPool, model_folder
     if name == "qwen3_moe":  # its layers have no dense MLP whose product could be dropped
         assert sizes[0] == sizes.pop(1)
     assert all(more > less for more, less in zip(sizes, sizes[1:], strict=False)), kept
+
+
+def test_tokens_of_other_ranks_are_on_the_host_too(ranks: RankPool, model_folders: Any) -> None:
+    kept = ranks.run(kept_bytes, 2, EXPERT_LAYOUTS["dp2 ep2"], str(model_folders["qwen3_moe"][0]))
+    on_host = sum(of_rank["linear"] - of_rank["offload"] for of_rank in kept)
+    width = 32 + 4 * 16 + 32 + 32  # as above
+    assert on_host >= 0.9 * 4 * 4 * (width + 2 * 32) * random_batch().num_tokens
 
 
 def test_the_gradient_of_a_recomputed_product_takes_the_place_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""The gathering dispatcher of stacked experts: what it computes, when ranks use it, and how often they exchange
-sizes."""
+"""The gathering dispatcher of stacked experts: what it computes, when ranks use it, how often they exchange sizes, and
+what they compute meanwhile."""
 
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, actor_run, assert_same_steps, make_engine, policy_loss, random_batch, whole
+from helpers.expert_layers import dispatched, make_dispatcher, plain_output, shared_output
 from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
 from mcore_adapter.data.routing_inputs import gathers_tokens
 from mcore_adapter.models.experts.products import experts_output, sorted_rows
@@ -47,34 +47,40 @@ def chosen(num_tokens: int, num_experts: int) -> Tensor:
     return scores.topk(K).indices
 
 
-def gathered_layer(rank: Rank, sizes: tuple[int, int], num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
+def own_part(rank: Rank, sizes: tuple[int, int], num_experts: int, dtype: torch.dtype) -> tuple[list[Tensor], ...]:
+    """(tokens, weights, gate_up, down) of this rank, and (its tokens' experts, the gradient of its output)."""
+    tokens, weights, gate_up, down, grad = layer_tensors(sum(sizes), dtype)
+    own = torch.arange(sum(sizes)).split(sizes)[rank.rank]
+    held = torch.arange(NUM_EXPERTS).chunk(2)[rank.rank]
+    leaves = [tokens[own], weights[own], gate_up[held], down[held]]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return leaves, [chosen(sum(sizes), num_experts)[own], grad[own]]
+
+
+def gathered_layer(
+    rank: Rank, sizes: tuple[int, int], num_experts: int, dtype: torch.dtype, keep_halves: bool
+) -> dict[str, Any]:
     """Compute this rank's tokens with its experts through the dispatcher: output and gradients."""
     from megatron.core import parallel_state
 
-    from mcore_adapter.models.experts.dispatchers import GatheringDispatcher, dispatcher_for
-
     with rank.joined(EXPERT_LAYOUTS["dp2 ep2"]):
         group = parallel_state.get_expert_model_parallel_group()
-        config: Any = SimpleNamespace(num_moe_experts=NUM_EXPERTS, moe_router_topk=K)
-        dispatcher = dispatcher_for(config, group, lambda: None)
-        assert isinstance(dispatcher, GatheringDispatcher)
-        tokens, weights, gate_up, down, grad = layer_tensors(sum(sizes), dtype)
-        own = torch.arange(sum(sizes)).split(sizes)[rank.rank]
-        held = torch.arange(NUM_EXPERTS).chunk(2)[rank.rank]
-        leaves = [tokens[own], weights[own], gate_up[held], down[held]]
-        for leaf in leaves:
-            leaf.requires_grad_()
-        experts = chosen(sum(sizes), num_experts)[own]
-        given = dispatcher.dispatch_preprocess(leaves[0].unsqueeze(1), experts, leaves[1])
-        hidden, rows, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*given))
+        leaves, (experts, grad) = own_part(rank, sizes, num_experts, dtype)
+        dispatcher = make_dispatcher(group, NUM_EXPERTS, K)
+        _, rows, probs = dispatched(dispatcher, leaves, experts)
         assert probs.dtype == torch.float32, "weights are not rounded to the format of the tokens"
-        kept = (dispatcher._experts, dispatcher._rows, dispatcher._num_rows)
-        assert kept == (None,) * 3, "numbers of all gathered copies are held no longer than needed"
-        summed = experts_output(hidden, probs, *leaves[2:], rows)
-        output = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(summed)))
-        assert output.shape == (len(own), 1, HIDDEN)
-        grads = torch.autograd.grad(output, leaves, grad[own].unsqueeze(1))
-        return {"output": output.detach().squeeze(1), "grads": grads, "num_rows": len(rows.copies)}
+        kept = (dispatcher._experts, dispatcher._tokens, dispatcher._weights, dispatcher._rows, dispatcher._num_rows)
+        assert kept == (None,) * 5, "what was gathered is held no longer than needed"
+        output = shared_output(dispatcher, leaves, experts, keep_halves=keep_halves)
+        assert output.shape == grad.shape
+        grads = torch.autograd.grad(output, leaves, grad)
+        settings: dict[str, Any] = dict(num_experts=NUM_EXPERTS, most=max(sizes), keep_halves=keep_halves)
+        expected = plain_output(group, leaves, experts, **settings)
+        assert torch.equal(output, expected), "beside the computation as before and behind it"
+        for one, other in zip(grads, torch.autograd.grad(expected, leaves, grad), strict=True):
+            assert torch.equal(one, other)
+        return {"output": output.detach(), "grads": grads, "num_rows": len(rows.rows.copies)}
 
 
 def one_rank(sizes: tuple[int, int], num_experts: int, dtype: torch.dtype) -> list[Tensor]:
@@ -85,15 +91,16 @@ def one_rank(sizes: tuple[int, int], num_experts: int, dtype: torch.dtype) -> li
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
+@pytest.mark.parametrize("keep_halves", [True, False], ids=["kept", "computed again"])
 @pytest.mark.parametrize("num_experts", [NUM_EXPERTS, K], ids=["all experts", "those of the first rank"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_together_what_one_computes(
-    ranks: RankPool, case: str, dtype: torch.dtype, num_experts: int
+    ranks: RankPool, case: str, dtype: torch.dtype, num_experts: int, keep_halves: bool
 ) -> None:
     """Output, and gradients of tokens, weights and experts, whatever the ranks' numbers of tokens."""
     sizes = CASES[case]
-    results = ranks.run(gathered_layer, 2, sizes, num_experts, dtype)
+    results = ranks.run(gathered_layer, 2, sizes, num_experts, dtype, keep_halves)
     parts = [
         torch.cat([r["output"] for r in results]),
         *map(torch.cat, zip(*(r["grads"] for r in results), strict=True)),
@@ -164,3 +171,129 @@ def test_more_ranks_than_a_token_has_experts_use_the_dispatcher_of_megatron(
     results, expected = (ranks.run(stacked_run, n, layout, folder) for n, layout in ((4, four), (1, ParallelLayout())))
     assert_same_steps(results, expected)
     torch.testing.assert_close(whole(results), whole(expected), rtol=1e-5, atol=1e-5)
+
+
+class Recorded:
+    """A collective under way."""
+
+    def __init__(self, work: Any, name: str, events: list[str]) -> None:
+        self._work, self._name, self._events = work, name, events
+
+    def wait(self) -> None:
+        self._events.append(f"has {self._name}")
+        self._work.wait()
+
+
+def record_events(patch: pytest.MonkeyPatch, group: Any, top_k: int) -> list[str]:
+    """Record the collectives of `group`, real ones, and what is computed of experts."""
+    import torch.distributed as dist
+
+    from mcore_adapter.models.experts import products
+    from mcore_adapter.models.router import Router
+
+    events: list[str] = []
+
+    def collective(function: Any, what: str) -> Any:
+        def begin(output: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            work = function(output, tensor, *args, **kwargs)
+            if kwargs.get("group") is not group:
+                return work
+            width = {torch.int64: "sizes", torch.int32: "experts"}.get(tensor.dtype)
+            name = width or ("weights" if tensor.shape[1] == top_k else "tokens")
+            events.append(f"{what} {name}")
+            return Recorded(work, name, events)
+
+        return begin
+
+    def noted(function: Any, name: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(name(*args))
+            return function(*args, **kwargs)
+
+        return call
+
+    patch.setattr(dist, "all_gather_into_tensor", collective(dist.all_gather_into_tensor, "gather"))
+    patch.setattr(dist, "reduce_scatter_tensor", collective(dist.reduce_scatter_tensor, "sum"))
+    patch.setattr(Router, "forward", noted(Router.forward, lambda *_: "router"))
+    patch.setattr(products, "spread", noted(products.spread, lambda *_: "copies"))
+    of_weights = {2: "gradient of weights", 3: "product"}
+    patch.setattr(products, "_product", noted(products._product, lambda a, b, rows: of_weights[b.dim()]))
+    return events
+
+
+def recorded(rank: Rank, model: str, recompute: Any) -> list[str]:
+    """Record an update of one microbatch."""
+    from megatron.core import parallel_state
+
+    from mcore_adapter.cpu.device import CpuDevice
+
+    with pytest.MonkeyPatch.context() as patch, rank.joined(EXPERT_LAYOUTS["dp2 ep2"]) as (parallel, device):
+        patch.setattr(CpuDevice, "has_grouped_products", True)
+        engine = make_engine(parallel, device, model, recompute=recompute)
+        group = parallel_state.get_expert_model_parallel_group()
+        events = record_events(patch, group, engine.model_config.moe.top_k)
+        step = engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=4096)
+        assert step["num_microbatches"] == 1
+        return events
+
+
+FORWARD = [
+    "gather tokens", "router", "gather experts", "has experts", "gather weights", "has tokens", "has weights",
+    "copies", "product", "product", "sum tokens", "has tokens",
+]  # fmt: skip
+GRADIENTS = [
+    "has tokens", "copies", "product", "sum weights", "gradient of weights", "product", "sum tokens",
+    "gradient of weights", "has tokens", "has weights",
+]  # fmt: skip
+KEPT = ["gather tokens", "copies", *GRADIENTS]
+UPDATES = {
+    "none": 4 * FORWARD + 4 * KEPT,
+    "linear": 4 * FORWARD + 4 * ["gather tokens", "copies", "product", *GRADIENTS],
+    "full": 4 * FORWARD + 4 * [*FORWARD, *KEPT],
+}
+"""What the four layers of the model do."""
+
+
+@pytest.mark.parametrize("recompute", UPDATES)
+def test_what_needs_no_exchange_is_computed_beside_it(ranks: RankPool, model_folders: Any, recompute: str) -> None:
+    """Tokens are gathered beside the router, the gradients of sums beside copies and what is computed again, and the
+    gradients of tokens are summed beside those of the first weights."""
+    for events in ranks.run(recorded, 2, str(model_folders["qwen3_moe"][0]), recompute):
+        assert events == ["gather sizes", "has sizes", *UPDATES[recompute]]
+
+
+def held_gradients(rank: Rank, keep_halves: bool) -> list[bool]:
+    """Return for each product of the backward pass whether the gathered gradient is still in memory."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from mcore_adapter.models.experts import products
+
+    gathered: list[StorageWeakRef] = []
+    held: list[bool] = []
+    gather, product = dist.all_gather_into_tensor, products._product
+
+    def watched_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered.append(StorageWeakRef(output.untyped_storage()))
+        return gather(output, *args, **kwargs)
+
+    def watched_product(*args: Any) -> Tensor:
+        held.append(not gathered[0].expired())
+        return product(*args)
+
+    with pytest.MonkeyPatch.context() as patch, rank.joined(EXPERT_LAYOUTS["dp2 ep2"]):
+        leaves, (experts, grad) = own_part(rank, (7, 3), NUM_EXPERTS, torch.float32)
+        dispatcher = make_dispatcher(parallel_state.get_expert_model_parallel_group(), NUM_EXPERTS, K)
+        output = shared_output(dispatcher, leaves, experts, keep_halves=keep_halves)
+        patch.setattr(dist, "all_gather_into_tensor", watched_gather)
+        patch.setattr(products, "_product", watched_product)
+        torch.autograd.grad(output, leaves, grad)
+    return held
+
+
+@pytest.mark.parametrize(("keep_halves", "held"), [(True, [False] * 4), (False, [True] + [False] * 4)])
+def test_the_gradients_of_all_ranks_are_dropped_when_they_are_copied(
+    ranks: RankPool, keep_halves: bool, held: list[bool]
+) -> None:
+    assert ranks.run(held_gradients, 2, keep_halves) == [held, held]

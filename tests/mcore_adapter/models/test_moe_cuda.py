@@ -19,6 +19,7 @@ from helpers.engine_cases import (
     transformers_logprobs,
     write_bfloat16,
 )
+from helpers.expert_layers import make_dispatcher, plain_output, shared_output
 from helpers.mcore_ranks import RankPool
 from mcore_adapter.models.experts.products import experts_output, sorted_rows
 
@@ -110,3 +111,63 @@ def parts_of_a_layer(device: str, parts: list[range]) -> list[torch.Tensor]:
 def test_parts_of_the_experts_sum_on_a_gpu_to_what_the_cpu_computes(parts: list[range]) -> None:
     for on_gpu, expected in zip(parts_of_a_layer("cuda", parts), parts_of_a_layer("cpu", [range(16)]), strict=True):
         assert float((on_gpu - expected).norm() / expected.norm()) < 0.02
+
+
+def shared_layers(rank: Any, keep_halves: bool) -> list[float]:
+    """Return the largest difference, by the largest value, of the output and each gradient of four layers that two
+    ranks share, with their exchanges beside the computation, from what plain operators compute."""
+    from megatron.core import parallel_state
+
+    from allocation import ParallelLayout
+
+    num_experts, top_k, hidden, width, sizes = 16, 4, 1024, 512, (6007, 9001)
+    own = sizes[rank.rank]
+    with rank.joined(ParallelLayout(dp=2, ep=2), kind="cuda"):
+        group = parallel_state.get_expert_model_parallel_group()
+        generator = torch.Generator("cuda").manual_seed(rank.rank)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device="cuda")
+
+        def leaf(value: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return value.to(dtype).requires_grad_()
+
+        tokens = leaf(random(own, hidden))
+        layers = [
+            [
+                leaf(random(own, top_k).softmax(-1), torch.float32),
+                leaf(random(num_experts // 2, 2 * width, hidden) * hidden**-0.5),
+                leaf(random(num_experts // 2, hidden, width) * width**-0.5),
+            ]
+            for _ in range(4)
+        ]
+        experts = [random(own, num_experts).topk(top_k).indices for _ in layers]
+        dispatchers = [make_dispatcher(group, num_experts, top_k) for _ in layers]
+        grad = random(own, hidden).to(torch.bfloat16)
+        leaves = [tokens, *(weight for layer in layers for weight in layer)]
+        settings: dict[str, Any] = dict(num_experts=num_experts, most=max(sizes), keep_halves=keep_halves)
+
+        def results(*, beside: bool) -> list[torch.Tensor]:
+            x = tokens
+            for dispatcher, layer, chosen in zip(dispatchers, layers, experts, strict=True):
+                if beside:
+                    x = x + shared_output(dispatcher, [x, *layer], chosen, keep_halves=keep_halves)
+                else:
+                    x = x + plain_output(group, [x, *layer], chosen, **settings)
+            return [x.detach(), *torch.autograd.grad(x, leaves, grad)]
+
+        expected = results(beside=False)
+        worst = [0.0] * len(expected)
+        for _ in range(8):  # memory that was freed too early is used again
+            for i, (one, other) in enumerate(zip(results(beside=True), expected, strict=True)):
+                difference = (one.float() - other.float()).abs().max() / other.float().abs().max()
+                worst[i] = max(worst[i], float(difference))
+        return worst
+
+
+@pytest.mark.parametrize("keep_halves", [True, False], ids=["kept", "computed again"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_exchanges_beside_the_computation_change_nothing_on_two_gpus(gpu_ranks: RankPool, keep_halves: bool) -> None:
+    """The same operations on the same values: what differs is when they run."""
+    for differences in gpu_ranks.run(shared_layers, 2, keep_halves):
+        assert max(differences) < 0.02, differences
