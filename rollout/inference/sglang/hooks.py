@@ -20,7 +20,8 @@ the HTTP interface lacks:
 - a folder of changes is applied to the weights of the push before (changes.py);
 - what running and waiting requests have sampled so far is returned on request (in_flight.py);
 - whether the scheduler works is reported without waiting for a second;
-- modules that the model does not need are not imported (unused_imports.py).
+- modules that the model does not need are not imported (start/unused_imports.py), and kernels are compiled meanwhile
+  (start/compile_ahead.py).
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -434,6 +437,15 @@ def _key(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
+def compile_ahead(flags: dict[str, Any]) -> None:
+    """Start to compile kernels in a process of the server's group, which logs with it."""
+    command = [sys.executable, "-P", str(Path(__file__).parent / "start/compile_ahead.py")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None, "stdin is a pipe"
+    with suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(json.dumps(flags))
+
+
 def end_with(parent: int) -> None:
     """Kill the server's process group when `parent` is gone. (The kernel's own parent-death signal follows the thread
     that started the process, not the process.)"""
@@ -449,10 +461,12 @@ def end_with(parent: int) -> None:
 def main() -> None:
     settings = json.load(sys.stdin)
     end_with(settings["parent"])
+    if settings["flags"].get("device") != "cpu":
+        compile_ahead(settings["flags"])
     argv = command_line(settings["flags"])
     models = importlib.util.find_spec("sglang.srt.models")
     assert models is not None and models.submodule_search_locations, "every SGLang has this package"
-    beside("unused_imports.py").skip_other_models(settings["flags"], Path(models.submodule_search_locations[0]))
+    beside("start/unused_imports.py").skip_other_models(settings["flags"], Path(models.submodule_search_locations[0]))
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -475,7 +489,7 @@ def main() -> None:
 if __name__ in ("__main__", "__mp_main__"):  # the second is how the server's spawned processes see this file
     # The stacks of a server that hangs get into its log, with the signal of core/processes/stacks.py.
     faulthandler.register(signal.SIGRTMIN, all_threads=True)
-    beside("unused_imports.py").hide_trainer()
+    beside("start/unused_imports.py").hide_trainer()
     install_hooks()
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, Models, environment, running_server, settings_for
-from rollout.inference.sglang.unused_imports import SKIPPED_MODELS, hide_trainer, skip_other_models
+from rollout.inference.sglang.start.unused_imports import SKIPPED_MODELS, hide_trainer, skip_other_models
 
 live = pytest.mark.skipif(PYTHON is None, reason=WHY_NOT)
 SERVED = (
@@ -126,7 +126,8 @@ def test_a_server_imports_one_model_and_not_the_trainer(tmp_path: Path) -> None:
     Models(tmp_path / "model")
     settings = settings_for(tmp_path / "model", tmp_path / "log", env=environment() | {"PYTHONPROFILEIMPORTTIME": "1"})
     with running_server(settings):
-        imported = re.findall(r"^import time:.*\| +(\S+)$", (tmp_path / "log").read_text(), re.MULTILINE)
+        log = (tmp_path / "log").read_text()
+    imported = re.findall(r"^import time:.*\| +(\S+)$", log, re.MULTILINE)
     assert "sglang.srt.models.registry" in imported
     assert "sglang.srt.models.qwen2" in imported
     assert not {"sglang.srt.models.llama4", "sglang.srt.models.gemma3_causal"} & set(imported)
