@@ -18,17 +18,16 @@ SENDER = "the sender"
 
 
 class Deadline:
-    """One time limit for all steps of a push."""
+    """One time limit for all steps of a push. What wait() waits for is due `spare` seconds earlier."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._end = seconds, time.monotonic() + seconds
+    def __init__(self, seconds: float, *, spare: float = 0.0) -> None:
+        self.seconds, self._spare, self._end = seconds, spare, time.monotonic() + seconds
 
     def left(self) -> float:
         return max(0.001, self._end - time.monotonic())
 
-    def is_over(self, *, grace_seconds: float) -> bool:
-        """Return whether the time has been over for this long."""
-        return time.monotonic() > self._end + grace_seconds
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
 
     def wait(self, pending: Mapping[str, Future[Any]], what: str, *, also: Callable[[], bool] = lambda: True) -> None:
         """Return when all futures are done and `also()` holds. Raises PushError: for the first failure at once, and
@@ -37,9 +36,10 @@ class Deadline:
             left = [name for name, future in pending.items() if not _is_done(name, future)]
             if not left and also():
                 return
-            if time.monotonic() > self._end:
+            if time.monotonic() > self._end - self._spare:
+                spare = f", less {self._spare:g}," if self._spare else ""
                 raise PushError(
-                    f"{what}: no answer within push.timeout_seconds={self.seconds:g} from "
+                    f"{what}: no answer within push.timeout_seconds={self.seconds:g}{spare} from "
                     f"{', '.join(left) or 'the sender, although every server responded'}",
                     servers=[name for name in left if name != SENDER],
                 )

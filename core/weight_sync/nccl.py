@@ -69,7 +69,7 @@ class NcclSender(BucketSender):
         self._servers = servers
         if self._settings.rank not in self._settings.senders:
             return
-        deadline = Deadline(self._settings.timeout_seconds)
+        deadline = self._turns.deadline(self._settings.timeout_seconds)
         try:
             self._turns.wait(deadline)
             self._join(deadline)
@@ -105,7 +105,7 @@ class NcclSender(BucketSender):
         if self._settings.rank not in self._settings.senders:
             deque(buckets, maxlen=0)  # takes part in the gathering
             return None
-        start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
+        start, deadline = time.perf_counter(), self._turns.deadline(self._settings.timeout_seconds)
         try:
             sent = self._send_all(buckets, deadline)
             if not self._turns.reduce(sent, deadline):

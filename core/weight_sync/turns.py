@@ -23,8 +23,9 @@ from core.weight_sync.errors import PushError
 
 _POLL_SECONDS = 0.0002
 _LOOK_FOR_FAILURES_SECONDS = 0.02
-_PATIENCE_SECONDS = 2.0
-"""Beyond the deadline: a sender that waits for a server reports which one, before those that wait for it give up."""
+_SPARE_SECONDS, _SPARE_SHARE = 2.0, 0.1
+"""Of the time for a push, the lesser: servers are due so much earlier. A sender that waits for one reports it before
+those that wait for this sender give up."""
 
 
 class Turns:
@@ -41,12 +42,17 @@ class Turns:
         self._next = self._index
         self._num_reductions = 0
 
+    def deadline(self, seconds: float) -> Deadline:
+        """Return the time limit of a push, which begins now."""
+        several = len(self._senders) > 1
+        return Deadline(seconds, spare=min(_SPARE_SECONDS, _SPARE_SHARE * seconds) if several else 0.0)
+
     def wait(self, deadline: Deadline) -> None:
         """Return when it is this sender's turn. Raises PushError where another one has failed or is late."""
         if self._store is not None:
             store = self._store
             self._wait(lambda: store.add("ended", 0) >= self._next, deadline, self._whose_turn)
-            if deadline.is_over(grace_seconds=0.0):  # not the servers that it would send to
+            if deadline.is_over():  # not the servers that it would send to
                 raise self._too_late(self._rank, deadline)
 
     def end(self) -> None:
@@ -97,7 +103,7 @@ class Turns:
                 if time.monotonic() >= look_at:
                     self._raise_failure_of_another()
                     look_at = time.monotonic() + _LOOK_FOR_FAILURES_SECONDS
-                if deadline.is_over(grace_seconds=_PATIENCE_SECONDS):
+                if deadline.is_over():
                     raise self._too_late(late(), deadline)
                 time.sleep(_POLL_SECONDS)
         except dist.DistError as error:

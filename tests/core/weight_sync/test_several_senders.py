@@ -25,6 +25,7 @@ from core.weight_sync.buckets import SenderSettings, SendReport
 from core.weight_sync.comparing import Sent
 from core.weight_sync.errors import PushError
 from core.weight_sync.nccl import NcclSender
+from core.weight_sync.turns import Turns
 from helpers import mcore_ranks
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.push_doubles import UPDATE_OF, holds, paused
@@ -125,6 +126,30 @@ def store() -> Iterator[int]:
     del served
 
 
+def waits_for_its_turn(rank: Rank, port: int) -> tuple[str, float]:
+    """The message of a sender that waits for another one, and how long it waited beyond the time for a push."""
+    with world(rank, port):
+        turns = Turns(SENDERS, rank.rank, "late")
+        dist.barrier()
+        if rank.rank not in SENDERS[1:]:
+            dist.barrier()
+            return "", 0.0
+        begin = time.monotonic()
+        with pytest.raises(PushError) as raised:
+            turns.wait(turns.deadline(0.5))
+        late = time.monotonic() - begin - 0.5
+        dist.barrier()
+        return str(raised.value), late
+
+
+def test_a_late_sender_is_named_when_the_time_is_over(ranks: RankPool) -> None:
+    with store() as port:
+        results = ranks.run(waits_for_its_turn, WORLD, port)
+    for message, late in (results[number] for number in SENDERS[1:]):
+        assert message.startswith(f"trainer rank {SENDERS[0]}, one of 3 senders of the weight push, did not send")
+        assert 0 <= late < 1
+
+
 def test_every_sender_sends_its_part_once_through_a_group_of_its_own(ranks: RankPool) -> None:
     with paused(2, 1) as (doubles, servers), store() as port:
         results = ranks.run(pushes, WORLD, port, servers, 0, "")
@@ -172,7 +197,7 @@ def test_a_sender_at_fault_is_named_and_the_next_push_repairs_it(
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("slow", r"bucket 1 of the weight push: no answer within push.timeout_seconds=3 from generator-1$"),
+        ("slow", r"bucket 1 of the weight push: no answer within push.timeout_seconds=3, less 0.3, from generator-1$"),
         ("dead", rf"generator-1 \(http://127.*\) is unreachable \({UPDATE}: "),
         ("refusing", rf"generator-1: {UPDATE} failed \(HTTP 400\): out of memory$"),
         ("corrupting", rf"^generator-1: 1 parameters differ .*: {EMBEDDING} \(rank 0\) from trainer rank 0$"),
