@@ -1,7 +1,8 @@
 """What a layer computes again in the backward pass instead of keeping it, chosen for each layer while the model runs.
 
-Invariant: the choice changes no loss and no gradient, and every tensor-, context- and expert-parallel rank of a
-pipeline stage has the same one, as the second computation communicates like the first.
+Invariant: the choice changes no loss and no gradient, but for rounding where an MLP is computed in chunks. Every
+tensor-, context- and expert-parallel rank of a pipeline stage has the same one, as the second computation communicates
+like the first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mcore_adapter.settings import Level
 logger = logging.getLogger(__name__)
 
 Recomputed = Literal["nothing", "product", "halves", "layer"]
-"""Of a dense MLP. layer: by Megatron, with all of the layer."""
+"""What a dense MLP recomputes; layer: Megatron recomputes the whole layer."""
 CHUNK_ROWS = 8192
 """Tokens whose gradient with respect to the MLP's inner activations exists beside these."""
 
@@ -119,7 +120,7 @@ class _ChunkedMLP(torch.autograd.Function):
 
 
 def _move(source: Tensor, target: Tensor) -> None:
-    """Move the elements to a tensor whose memory was released, unnoticed by the graph that has saved it."""
+    """Move the elements to a tensor whose memory was released, without changing the version that autograd checks."""
     memory = source.untyped_storage()
     target.untyped_storage().resize_(memory.nbytes())
     target.untyped_storage().copy_(memory)
@@ -127,7 +128,7 @@ def _move(source: Tensor, target: Tensor) -> None:
 
 
 def _add_gradient(total: Tensor | None, grad: Tensor, weight: nn.Parameter) -> Tensor:
-    """Add in float32. Where the layer has added the gradient to its buffer itself, return what stands for it."""
+    """Add in float32. Where the layer has added the gradient to its buffer itself, return its placeholder gradient."""
     if getattr(weight, "grad_added_to_main_grad", False):
         return grad
     return grad.float() if total is None else total.add_(grad)
@@ -188,7 +189,8 @@ class RecomputingAttention(SelfAttention):
 class RecomputingMLP(MLP):
     """A dense MLP that need not keep the input of its second linear layer, or that and the output of the first.
 
-    Of a long sequence the latter exists for a chunk of tokens at a time: also where Megatron recomputes the layer.
+    With a long sequence the inner activations exist for one chunk of tokens at a time, also where Megatron recomputes
+    the whole layer.
     """
 
     recompute: Recomputed = "nothing"

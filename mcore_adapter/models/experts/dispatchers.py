@@ -63,8 +63,8 @@ class LocalDispatcher:
 
 
 class GatheringDispatcher:
-    """Gather the tokens of all ranks of `group` on each of them; its experts compute their part of every token's sum,
-    and add up the parts where the token came from.
+    """Gather the tokens of all ranks of `group` on each of them. Each rank's experts compute their part of every
+    token's sum; the parts are added up on the rank of the token.
 
     Each rank gives the same number of tokens, S / size: those with fewer add rows of zeros without experts.
     """

@@ -21,7 +21,7 @@ class Pending:
     _work: dist.Work | None = None
 
     def wait(self) -> Tensor:
-        """Return it. A GPU waits for the collective before what is computed next, the host goes on."""
+        """Return it. On a GPU the current stream waits for the collective; the host does not."""
         if self._work is not None:
             self._work.wait()
         return self._tensor

@@ -20,8 +20,8 @@ the HTTP interface lacks:
 - a folder of changes is applied to the weights of the push before (changes.py);
 - what running and waiting requests have sampled so far is returned on request (in_flight.py);
 - whether the scheduler works is reported without waiting for a second;
-- modules that the model does not need are not imported (start/unused_imports.py), and kernels are compiled meanwhile
-  (start/compile_ahead.py).
+- modules that the model does not need are not imported (start/unused_imports.py), and kernels are compiled in parallel
+  with the imports (start/compile_ahead.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ VERSION_KEY = "slipstream_version"
 SOURCE = ("slipstream", None)
 """Of this file's hooks, by which SGLang distinguishes several plug-ins."""
 EXIT_USAGE = 64
-"""Exit code of a server that was given wrong arguments; the last line of its log names them."""
+"""Exit code of a server that was given wrong arguments; a line of its log names them."""
+USAGE_ERRORS = ("actor.sglang.", "SGLang ")
+"""What that line begins with, the last such line: others may follow it."""
 
 PREFILL_SHARE = 0.1
 """Of a server's places: so many are free before prompts are admitted (BATCHED_PREFILLS in server.py)."""

@@ -29,7 +29,7 @@ from rollout.inference.errors import GeneratorStartError
 from rollout.inference.gpus import check_gpus, device_names
 from rollout.inference.sglang.arguments import decided_elsewhere
 from rollout.inference.sglang.endpoint import SGLangEndpoint
-from rollout.inference.sglang.hooks import EXIT_USAGE
+from rollout.inference.sglang.hooks import EXIT_USAGE, USAGE_ERRORS
 from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.weights import is_healthy
 
@@ -257,7 +257,8 @@ class SGLangServer:
         assert self._process is not None, "start() launches it"
         code = self._process.poll()
         if code == EXIT_USAGE:
-            raise ValueError(self.settings.log_file.read_text(errors="replace").strip().rpartition("\n")[2])
+            lines = self.settings.log_file.read_text(errors="replace").strip().split("\n")
+            raise ValueError(next((line for line in reversed(lines) if line.startswith(USAGE_ERRORS)), lines[-1]))
         if code is not None:
             raise GeneratorStartError(
                 f"{self.settings.name}: the SGLang server exited at start (exit code {code}); {self.last_lines()}"
@@ -286,7 +287,8 @@ class SGLangServer:
 
 
 def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
-    """End the process group that `process` leads: all are asked, and after the grace period killed."""
+    """Send SIGTERM to the process group that `process` leads, wait for the leader for at most `grace_seconds`, then
+    send SIGKILL to what is left."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

@@ -288,6 +288,23 @@ def test_products_in_8_bits_are_not_computed_in_chunks(monkeypatch: pytest.Monke
         assert mlp(torch.randn(13, 1, 4)) == "all at once"
 
 
+def test_gradients_of_chunks_are_summed_in_float32() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    total: torch.Tensor | None = None
+    for value in (256.0, 0.5, 0.5):  # bfloat16 has no number between 256 and 258
+        total = recompute._add_gradient(total, torch.tensor([value], dtype=torch.bfloat16), weight)
+    assert total is not None
+    assert total.item() == 257
+
+
+def test_a_tensor_that_was_moved_holds_no_memory() -> None:
+    source, target = torch.arange(4.0), torch.empty(4)
+    target.untyped_storage().resize_(0)
+    recompute._move(source, target)
+    assert target.tolist() == [0, 1, 2, 3]
+    assert source.untyped_storage().nbytes() == 0
+
+
 def gated(halves: torch.Tensor) -> torch.Tensor:
     gate, up = halves.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up

@@ -1,9 +1,10 @@
 """Compiles kernels of a server while it imports its modules, at the first start on a host.
 
 SGLang and FlashInfer compile kernels where they are first used, one after the other. This program, which hooks.py
-starts by its path, compiles all at once those that a model with plain attention uses.
+starts by its path, compiles in parallel those of a model with plain attention.
 Invariant: it writes nothing but caches of compiled kernels. What fails here, or is not listed, is compiled by the
-server itself; both libraries lock a kernel while they compile it.
+server itself. FlashInfer locks a kernel while it compiles and loads it; SGLang locks the compilation, and compiles
+again what it cannot load.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import hashlib
 import importlib
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 _OPS = "sglang.kernels.ops."
-_NORM = "flashinfer.jit.norm"  # of the FlashInfer that SGLang requires
+_ARCH = "sglang.kernels.jit.utils.arch"
+_NORM, _COMPILER = "flashinfer.jit.norm", "tvm_ffi.cpp"  # of packages that SGLang requires
 _QK_NORMED = ("qwen3", "qwen3_moe")
 Kernel = tuple[str, str, list[Any]]
 """Module, its function that compiles and loads, and the arguments of that; formats are named as in torch."""
@@ -39,15 +43,17 @@ def kernels(flags: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Ker
     own_kv_heads = max(1, (config.get("num_key_value_heads") or heads) // int(flags.get("tp_size", 1)))
     row = own_kv_heads * head_dim * (4 if dtype == "float32" else 2)  # bytes
     yield f"{_OPS}kvcache.kvcache", "_jit_kvcache_module", [row, row]
-    rotated = int(head_dim * config.get("partial_rotary_factor", 1))
-    yield f"{_OPS}attention.rope", "_jit_fused_rope_module", [config["model_type"] != "glm4", rotated, dtype, dtype]
+    is_glm4 = config["model_type"] == "glm4"
+    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rotated = int(head_dim * (rope.get("partial_rotary_factor") or (0.5 if is_glm4 else 1)))
+    yield f"{_OPS}attention.rope", "_jit_fused_rope_module", [not is_glm4, rotated, dtype, dtype]
     if config["model_type"] in _QK_NORMED:
         yield f"{_OPS}layernorm.norm", "_jit_qknorm_module", [head_dim, dtype]
 
 
 def compile_norm() -> None:
     """Compile FlashInfer's norms, which takes longest, unless a package brought them."""
-    spec = importlib.import_module(_NORM).gen_norm_module()
+    spec = sys.modules[_NORM].gen_norm_module()
     if not spec.is_aot:
         spec.build(verbose=False)
 
@@ -60,27 +66,39 @@ def compile_kernel(kernel: Kernel) -> None:
     getattr(sys.modules[module], function)(*formats)
 
 
-def compile_all(listed: list[Kernel]) -> None:
-    """Compile norms and the listed kernels, each in a thread that waits for compilers; log what failed."""
+def compile_all(listed: list[Kernel]) -> bool:
+    """Compile norms and the listed kernels, each in a thread that waits for compilers; log what failed. Returns whether
+    nothing did."""
     begin = time.monotonic()
-    with ThreadPoolExecutor(len(listed) + 1) as pool:
-        # Modules are imported by this thread alone: two that import at once may each see the other's unfinished ones.
-        running = {"norm": (_importing(_NORM), pool.submit(compile_norm))}
-        for kernel in listed:
-            running[kernel[1]] = _importing(kernel[0]), pool.submit(compile_kernel, kernel)
-    for name, (error, done) in running.items():
-        if failure := error or done.exception():
-            _log(f"{name} is left to the server: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
-    _log(f"compiled or found {', '.join(running)} in {time.monotonic() - begin:.1f} s")
+    jobs: dict[str, tuple[str, Callable[[], None]]] = {"norm": (_NORM, compile_norm)}
+    jobs |= {kernel[1]: (kernel[0], partial(compile_kernel, kernel)) for kernel in listed}
+    failed: dict[str, BaseException] = {}
+    running = {}
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for name, (module, job) in jobs.items():
+            try:
+                # By this thread alone: two that import at the same time may see each other's unfinished modules.
+                importlib.import_module(module)
+                if module != _NORM:
+                    prepare()
+            except Exception as error:  # noqa: BLE001 (an import runs any code)
+                failed[name] = error
+            else:
+                running[name] = pool.submit(job)
+    failed |= {name: failure for name, done in running.items() if (failure := done.exception())}
+    for name, failure in failed.items():
+        _log(f"{name} is left to the server: {type(failure).__name__}: {' '.join(str(failure).split())[-300:]}")
+    if found := jobs.keys() - failed.keys():
+        _log(f"compiled or found {', '.join(sorted(found))} in {time.monotonic() - begin:.1f} s")
+    return not failed
 
 
-def _importing(module: str) -> Exception | None:
-    """Import a module; return its error."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 (an import runs any code)
-        return error
-    return None
+def prepare() -> None:
+    """Import what SGLang imports when it compiles, and set the variable that it sets for each compilation and then
+    takes away, which another thread may be about to read."""
+    importlib.import_module(_COMPILER)
+    arch = importlib.import_module(_ARCH).get_jit_cuda_arch()
+    os.environ.setdefault("TVM_FFI_CUDA_ARCH_LIST", arch.target_name)
 
 
 def _log(message: str) -> None:
@@ -88,8 +106,8 @@ def _log(message: str) -> None:
 
 
 def mark(listed: list[Kernel]) -> Path:
-    """Return the file that shows that these kernels were compiled on this host."""
-    key = json.dumps([listed, version("sglang"), version("torch")])
+    """Return the file that shows that these kernels were compiled on this host. SGLang pins FlashInfer's version."""
+    key = json.dumps([listed, version("sglang"), version("torch"), socket.gethostname()])
     folder = Path(os.environ.get("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")).expanduser()
     return folder / f"slipstream-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
@@ -99,14 +117,14 @@ def main() -> None:
     try:
         config = json.loads(Path(flags["model_path"], "config.json").read_text())
         listed = list(kernels(flags, config))
-    except (KeyError, OSError, ValueError):  # the server reports it
+    except (KeyError, OSError, TypeError, ValueError):  # the server reports it
         return
     done = mark(listed)
     if done.exists():
         return
-    compile_all(listed)
-    done.parent.mkdir(parents=True, exist_ok=True)
-    done.touch()
+    if compile_all(listed):
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _OTHER_MODELS = ("speculative_", "model_impl")
 
 def hide_trainer() -> None:
     """Let `import megatron` fail in this process: SGLang's dumper of tensors imports the trainer's library, where it is
-    installed, to name ranks in files that nobody writes here."""
+    installed, to name ranks in dump files, which are not used here."""
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 
@@ -51,8 +51,8 @@ def _architectures(flags: Mapping[str, Any]) -> list[str]:
 
 def _defining(architecture: str, files: Mapping[str, Path]) -> set[str]:
     """Return the modules that define a class of this name."""
-    pattern = re.compile(rf"^class {re.escape(architecture)}\b", re.MULTILINE)
-    return {module for module, path in files.items() if pattern.search(path.read_text())}
+    pattern = re.compile(rf"^class {re.escape(architecture)}\b".encode(), re.MULTILINE)
+    return {module for module, path in files.items() if pattern.search(path.read_bytes())}
 
 
 def _name(flag: str) -> str:

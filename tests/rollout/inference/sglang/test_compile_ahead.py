@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -26,11 +27,18 @@ from pathlib import Path
 def {function}(*arguments):
     began = time.monotonic()
     folder = Path({folder!r})
+    import os
     (folder / "{function}").write_text(" ".join(map(str, arguments)))
+    assert "{function}" == "build" or os.environ["TVM_FFI_CUDA_ARCH_LIST"] == "9.0a"
     while len(list(folder.iterdir())) < {together}:  # all the others must run at once
         time.sleep(0.01)
         assert time.monotonic() - began < 20
     {then}
+"""
+ARCH = """
+from types import SimpleNamespace
+def get_jit_cuda_arch():
+    return SimpleNamespace(target_name="9.0a")
 """
 NORM = """
 class Spec:
@@ -47,6 +55,9 @@ for module, function, arguments in json.loads(sys.argv[1]):
 from flashinfer.jit.norm import gen_norm_module
 from flashinfer.jit.core import JitSpec
 assert isinstance(JitSpec.is_aot, property) and inspect.signature(JitSpec.build).bind(None, verbose=False)
+from sglang.kernels.jit.utils.arch import ArchInfo, get_jit_cuda_arch
+assert isinstance(ArchInfo.target_name, property) and not inspect.signature(get_jit_cuda_arch).parameters
+import tvm_ffi.cpp
 print("bound")
 """
 
@@ -68,12 +79,28 @@ def test_a_rank_stores_rows_of_its_own_heads(tp: int, row: int) -> None:
     assert named({"tp_size": tp}, QWEN2)["_jit_kvcache_module"] == [row, row]
 
 
-def test_families_differ() -> None:
-    qwen3 = QWEN2 | {"model_type": "qwen3_moe", "head_dim": 64}
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_qwen3_normalizes_queries_and_keys(model_type: str) -> None:
+    qwen3 = QWEN2 | {"model_type": model_type, "head_dim": 64}
     assert named({}, qwen3)["_jit_qknorm_module"] == [64, "bfloat16"]
     assert named({"dtype": "float32"}, qwen3)["_jit_kvcache_module"] == [512, 512]
-    glm4 = QWEN2 | {"model_type": "glm4", "partial_rotary_factor": 0.5}
-    assert named({}, glm4)["_jit_fused_rope_module"] == [False, 64, "bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rotated"),
+    [
+        ({}, 64),
+        ({"partial_rotary_factor": 0.25}, 32),
+        ({"partial_rotary_factor": None, "rope_parameters": {"partial_rotary_factor": 1.0}}, 128),
+        ({"rope_scaling": {"partial_rotary_factor": 0.25}, "rope_parameters": None}, 32),
+    ],
+)
+def test_glm4_rotates_a_part_of_each_head(keys: dict[str, Any], rotated: int) -> None:
+    glm4 = QWEN2 | {"model_type": "glm4", **keys}
+    assert named({}, glm4)["_jit_fused_rope_module"] == [False, rotated, "bfloat16", "bfloat16"]
+
+
+def test_latent_attention_has_kernels_of_its_own() -> None:
     assert named({}, {"model_type": "deepseek_v2", "kv_lora_rank": 512}).keys() == {
         "activation_module", "_jit_clamp_position_module",
     }  # fmt: skip
@@ -89,13 +116,18 @@ class Host:
         (folder / "config.json").write_text(json.dumps(QWEN2))
         self.listed = list(kernels(self.flags, QWEN2))
         for name in ("sglang", "torch"):
-            info = self.packages / f"{name}-1.0.dist-info"
-            info.mkdir(parents=True)
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            self.install(name, "1.0")
+        self.module("tvm_ffi.cpp", "")
+        self.module("sglang.kernels.jit.utils.arch", ARCH)
         self.module("torch", "bfloat16 = 'torch.bfloat16'\nint64 = 'torch.int64'\n")
         self.module("flashinfer.jit.norm", self._recording("build") + NORM)
         for module, function, _ in self.listed:
             self.module(module, self._recording(function))
+
+    def install(self, name: str, version: str) -> None:
+        info = self.packages / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
     def _recording(self, function: str, then: str = "") -> str:
         together = len(self.listed) + 1
@@ -114,6 +146,7 @@ class Host:
 
     def run(self) -> str:
         env = os.environ | {"PYTHONPATH": str(self.packages), "TVM_FFI_CACHE_DIR": str(self.cache)}
+        env.pop("TVM_FFI_CUDA_ARCH_LIST", None)
         done = subprocess.run(
             [sys.executable, "-P", compile_ahead.__file__], input=json.dumps(self.flags), env=env,
             capture_output=True, text=True, check=True, timeout=60,
@@ -129,13 +162,16 @@ class Host:
 
 def test_all_kernels_are_compiled_at_once_and_once_on_a_host(tmp_path: Path) -> None:
     host = Host(tmp_path)
-    assert "compiled or found norm, activation_module, " in host.run()
+    assert ", activation_module, norm in " in host.run()
     assert host.compiled() == {
         "build": "", "activation_module": "torch.bfloat16", "_jit_clamp_position_module": "torch.int64",
         "_jit_kvcache_module": "512 512", "_jit_fused_rope_module": "True 128 torch.bfloat16 torch.bfloat16",
     }  # fmt: skip
     assert host.run() == ""
     assert host.compiled() == {}
+    host.install("sglang", "1.1")
+    host.run()
+    assert host.compiled()["_jit_kvcache_module"] == "512 512"
     host.flags["tp_size"] = "2"  # other kernels
     host.run()
     assert host.compiled()["_jit_kvcache_module"] == "256 256"
@@ -147,7 +183,9 @@ def test_a_kernel_that_fails_is_named_and_the_others_are_compiled(tmp_path: Path
     log = host.run()
     assert "_jit_clamp_position_module is left to the server: OSError: no compiler here\n" in log
     assert log.count("left to the server") == 1
+    assert log.count("_jit_clamp_position_module") == 1, "it is not among those that were compiled"
     assert len(host.compiled()) == len(host.listed) + 1
+    assert "left to the server" in host.run(), "what failed is tried again"
 
 
 def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
@@ -192,3 +230,22 @@ def test_sglang_has_the_functions_that_compile() -> None:
         [str(PYTHON), "-c", SIGNATURES, listed], env=os.environ | environment(), capture_output=True, text=True
     )
     assert done.stdout.endswith("bound\n"), done.stderr
+
+
+@pytest.mark.parametrize(("device", "compiles"), [({}, True), ({"device": "cuda"}, True), ({"device": "cpu"}, False)])
+def test_a_server_on_gpus_compiles_before_it_reads_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, device: dict[str, str], compiles: bool
+) -> None:
+    seen: list[str] = []
+
+    def stop(flags: dict[str, Any]) -> list[str]:
+        seen.append("arguments")
+        raise SystemExit
+
+    monkeypatch.setattr(hooks, "compile_ahead", lambda flags: seen.append("compile"))
+    monkeypatch.setattr(hooks, "command_line", stop)
+    monkeypatch.setattr(hooks, "end_with", lambda parent: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": 1, "flags": {"model_path": "/m", **device}})))
+    with pytest.raises(SystemExit):
+        hooks.main()
+    assert seen == (["compile"] if compiles else []) + ["arguments"]

@@ -37,7 +37,7 @@ from rollout.inference.errors import GeneratorCallError, GeneratorGone, Generato
 from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.hooks import many_at_once, no_cache_scales, position_checksum, reason_for
+from rollout.inference.sglang.hooks import EXIT_USAGE, many_at_once, no_cache_scales, position_checksum, reason_for
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
 from rollout.inference.sglang.weights import ServerAddress, payload_of, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -228,6 +228,17 @@ def test_a_server_that_dies_at_start_shows_the_end_of_its_log(tmp_path: Path) ->
     dying.log_file.write_text("".join(f"line {i}\n" for i in range(30)))
     _, *last = SGLangServer(dying).last_lines().splitlines()
     assert last == [f"line {i}" for i in range(10, 30)]
+
+
+def test_a_usage_error_is_reported_whatever_follows_it_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    python = tmp_path / "python"
+    lines = "a warning\nactor.sglang.max_runing: SGLang 0 has no such server argument\nkernels compiled ahead: norm\n"
+    python.write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{lines}'\nexit {EXIT_USAGE}\n")
+    python.chmod(0o755)
+    ending = settings(model_path=str(tmp_path), log_file=tmp_path / "log", gpus=(), python=str(python))
+    with pytest.raises(ValueError, match="^actor.sglang.max_runing: SGLang 0 has no such server argument$"):
+        asyncio.run(SGLangServer(ending).start())
 
 
 def test_a_server_receives_at_its_start_the_process_that_it_ends_with(tmp_path: Path) -> None:

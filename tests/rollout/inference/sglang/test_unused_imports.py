@@ -21,9 +21,15 @@ SERVED = (
     "Glm4ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
 )  # fmt: skip
 CLASSES = """
-import json
-from sglang.srt.models.registry import ModelRegistry
-print(json.dumps({name: cls.__module__ for name, cls in ModelRegistry.models.items()}))
+import json, pkgutil, sys
+import sglang.srt.models as package
+import sglang.srt.models.registry  # imports them all
+entries = {}
+for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    entry = getattr(sys.modules.get(info.name), "EntryClass", [])
+    for cls in entry if isinstance(entry, list) else [entry]:
+        entries[cls.__name__] = info.name
+print(json.dumps(entries))
 """
 
 
