@@ -37,7 +37,7 @@ class Deadline:
             if not left and also():
                 return
             if time.monotonic() > self._end - self._spare:
-                spare = f", less {self._spare:g}," if self._spare else ""
+                spare = f" minus {self._spare:g} s" if self._spare else ""
                 raise PushError(
                     f"{what}: no answer within push.timeout_seconds={self.seconds:g}{spare} from "
                     f"{', '.join(left) or 'the sender, although every server responded'}",

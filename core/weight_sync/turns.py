@@ -24,8 +24,8 @@ from core.weight_sync.errors import PushError
 _POLL_SECONDS = 0.0002
 _LOOK_FOR_FAILURES_SECONDS = 0.02
 _SPARE_SECONDS, _SPARE_SHARE = 2.0, 0.1
-"""Of the time for a push, the lesser: servers are due so much earlier. A sender that waits for one reports it before
-those that wait for this sender give up."""
+"""With several senders, servers must answer this long before the end of a push, or this share of its time, whichever is
+less: a sender names a late server before the other senders name it."""
 
 
 class Turns:

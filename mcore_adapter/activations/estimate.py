@@ -18,7 +18,8 @@ from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
 
 _ON_THE_WAY = 2  # layers whose tensors are on their way to or from the host
-_ROUTER_BYTES = 12  # for each expert: logits and scores in float32, and their gradient
+# For each expert: logits and scores in float32, and their gradient. On GPUs the scores are not kept.
+_ROUTER_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
     else:
         copies = moe.top_k / shape.layout.tp
         inner = 3 * copies * moe.intermediate_size
-        if gathers_tokens(shape.layout.ep, moe.top_k):  # before and behind these: a gradient of all ranks' tokens
+        if gathers_tokens(shape.layout.ep, moe.top_k):  # a gradient of all ranks' tokens, before these and after
             kept = 0 if level == "linear" else 2 * copies * moe.intermediate_size
             inner = max(inner, kept + shape.layout.ep * hidden)
         mlp = size * (2 * copies * config.hidden_size + inner)

@@ -1,4 +1,4 @@
-"""Sampling and server starts, of `python -m tools.bench gpu`, and what all that need a SGLang server share.
+"""Measurements of sampling and server starts on GPUs, and what all measurements with a SGLang server share.
 
 The first GPU is the trainer's. The server is on the second, or beside the trainer where there is only one. Without any
 GPU everything runs on the CPU, to try the measurements out.

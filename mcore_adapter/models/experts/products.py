@@ -120,11 +120,10 @@ class _Experts(torch.autograd.Function):
         group: ProcessGroup | None = ctx.group
         gathering = begin_gather(grad, group)
         inputs = None
-        if not kept:
+        if group is not None or not kept:
             inputs = spread(x, rows)
-            kept = [_product(inputs, gate_up.transpose(1, 2), rows)]
-        elif group is not None:
-            inputs = spread(x, rows)
+            if not kept:
+                kept = [_product(inputs, gate_up.transpose(1, 2), rows)]
         grad_rows = spread(gathering.wait(), rows)
         del gathering
         grad_product = _product(grad_rows, down, rows)

@@ -197,7 +197,7 @@ def test_a_sender_at_fault_is_named_and_the_next_push_repairs_it(
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("slow", r"bucket 1 of the weight push: no answer within push.timeout_seconds=3, less 0.3, from generator-1$"),
+        ("slow", r"bucket 1 of the weight push: no answer within push.timeout_seconds=3 minus 0.3 s from generator-1$"),
         ("dead", rf"generator-1 \(http://127.*\) is unreachable \({UPDATE}: "),
         ("refusing", rf"generator-1: {UPDATE} failed \(HTTP 400\): out of memory$"),
         ("corrupting", rf"^generator-1: 1 parameters differ .*: {EMBEDDING} \(rank 0\) from trainer rank 0$"),
