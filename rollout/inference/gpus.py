@@ -11,8 +11,11 @@ import itertools
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +23,9 @@ ALLOWED = "SLIPSTREAM_GPUS"
 """Environment variable of a run's processes: the CUDA_VISIBLE_DEVICES that the run was started with, or "all"."""
 BUSY_MIB = 2048
 """More memory than this in the hands of others, and a server would come up with a fraction of its cache or fail."""
+
+_PATIENCE_SECONDS = 10.0
+"""For the memory of processes that have ended; the 3 GB of a trainer rank took 0.3 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +120,9 @@ def _query(nvidia_smi: str, query: str) -> list[list[str]]:
 def check_gpus(
     indices: Sequence[int], *, own_pids: Collection[int] = (), gpus: list[Gpu] | None = None, busy_mib: int = BUSY_MIB
 ) -> None:
-    """Raise ValueError when a GPU is missing, or other processes hold memory of it, with their names and sizes.
-    `own_pids` are processes of this run."""
-    gpus = query_gpus() if gpus is None else gpus
+    """Raise ValueError when a GPU is missing, or other processes hold memory of it, with their names and sizes. Waits
+    for the memory of processes that have just ended. `own_pids` are processes of this run."""
+    gpus = _settled_gpus() if gpus is None else gpus
     if not gpus:
         raise ValueError(
             "allocation_mode requires GPUs, and nvidia-smi shows none on this machine; to sample on the CPU write "
@@ -143,3 +149,22 @@ def check_gpus(
                 f"{who or 'processes outside this container'}; end them, or choose other GPUs with "
                 "device_mapping"
             )
+
+
+def _settled_gpus() -> list[Gpu]:
+    """Return query_gpus() once no process that has ended holds memory, or _PATIENCE_SECONDS are over."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        gpus = query_gpus()
+        held = any(_has_ended(user.pid) for gpu in gpus for user in gpu.users)
+        if not held or time.monotonic() > deadline:
+            return gpus
+        time.sleep(0.1)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether there is no such process, or a zombie, whose last threads may still be freeing its memory."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -60,6 +60,12 @@ def process_of(command, name: str) -> psutil.Process:
     return psutil.Process(said["pid"])
 
 
+def server_of(command, name: str) -> psutil.Process:
+    """The SGLang server of this generator: the first of its processes that run hooks.py."""
+    children = [p for p in process_of(command, name).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return min((p for p in children if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+
+
 def came_back(command, index: int, start: int = 0, timeout: float = PATIENCE_SECONDS) -> int:
     """Return when generator `index` has its weights and the run has made another step; how far the output is then."""
     wait_for_match(command, rf"generator-{index} has restarted", start, timeout)

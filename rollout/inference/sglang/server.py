@@ -216,7 +216,7 @@ class SGLangServer:
         are missing or in use, GeneratorStartError when the server exits or is not ready in time."""
         settings = self.settings
         if settings.gpus and not settings.colocated:  # else the trainer may be there already
-            check_gpus(settings.gpus)
+            await asyncio.to_thread(check_gpus, settings.gpus)
         model = read_model_config(settings.model_path)
         port, nccl_port = free_ports(2)
         self._url = f"http://{settings.host}:{port}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import came_back, metrics_of, ppo, process_of
+from helpers.runs import came_back, metrics_of, ppo, server_of
 from helpers.sglang_environment import PREFIX, TWO_RANKS
 from rollout.inference.gpus import query_gpus
 
@@ -152,9 +152,7 @@ def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
         ),
     )
     command.wait_for("global step 3)", timeout=240)
-    children = process_of(command, "generator-1").children(recursive=True)
-    server = min((p for p in children if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
-    server.kill()
+    server_of(command, "generator-1").kill()
     came_back(command, 1, timeout=240)
     command.remember_family()
     command.process.send_signal(signal.SIGTERM)

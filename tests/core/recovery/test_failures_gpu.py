@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from helpers.runs import came_back, lost, metrics_of, ppo, process_of, wait_for_match
+from helpers.runs import came_back, lost, metrics_of, ppo, process_of, server_of, wait_for_match
 from rollout.inference.gpus import device_names, query_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -112,8 +112,7 @@ def test_a_killed_server_comes_back_alone_within_a_minute(assets, models, run_co
         changes = {"push": {"type": "disk"}, "sglang": {"mem_fraction_static": 0.3}}
     command = run_command("ppo-math", asynchronous(assets, models, "sglang.d2m1p1+d1m1p1", 3, **changes))
     command.wait_for("global step 10)", timeout=400)
-    children = process_of(command, "generator-1").children(recursive=True)
-    server = min((p for p in children if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+    server = server_of(command, "generator-1")
     begin = time.monotonic()
     server.kill()
     came_back(command, 1, timeout=240)

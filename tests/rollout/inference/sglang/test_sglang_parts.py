@@ -151,6 +151,29 @@ def test_memory_in_the_hands_of_others_is_an_error_with_names() -> None:
     check_gpus([0], gpus=[CARD], own_pids=[77])
 
 
+@pytest.mark.parametrize("reaped", [True, False])
+def test_memory_of_a_process_that_has_ended_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaped: bool
+) -> None:
+    """A GPU whose memory is held by a zombie, or by a process that is gone; free at the third look."""
+    ended = subprocess.Popen(["true"])
+    while psutil.Process(ended.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    if reaped:
+        ended.wait()
+    looks = tmp_path / "looks"
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        f'#!/bin/sh\ncase "$1" in *query-gpu*) echo >> {looks}; held=4; [ $(wc -l < {looks}) -ge 3 ] || held=3000\n'
+        f'echo "0, GPU-aa, NVIDIA H, $held, 141000";;\n'
+        f'*) [ $(wc -l < {looks}) -ge 3 ] || echo "GPU-aa, {ended.pid}, [No data], 2996";; esac\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    check_gpus([0])
+    ended.wait()
+
+
 def test_missing_gpus_are_an_error_with_a_way_out() -> None:
     with pytest.raises(ValueError, match=r"write embedded\. instead of sglang\."):
         check_gpus([0], gpus=[])
