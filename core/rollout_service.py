@@ -26,6 +26,7 @@ from rollout.data.tokenizer import load_tokenizer
 from rollout.errors import ErrorPolicy
 from rollout.evaluation import Episode, EvaluationGenerator, RecordedRewards, run_episodes
 from rollout.experience import make_experience
+from rollout.experience.base import Group
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import NoGeneratorError, Router
 from rollout.producer import RolloutProducer
@@ -77,6 +78,7 @@ class RolloutService:
         self._producer = self._make_producer(settings, workflow)
         self._version = 0
         self._samples = SampleWriter(settings.samples, lambda tokens: str(self._tokenizer.decode(tokens)))
+        self._unwritten: tuple[list[Group], np.ndarray, int] | None = None  # groups, positions and step
 
     def _load_data(self, settings: RolloutSettings) -> None:
         load = partial(
@@ -169,15 +171,21 @@ class RolloutService:
         batch = await asyncio.to_thread(pack_trajectories, groups, self._producer.taken)
         if self._demonstrations is not None:
             batch = replace(batch, demonstrations=self._demonstrations.of_step(version))
-        await self._samples.write(groups, batch.positions, step=version + 1)
+        self._unwritten = groups, batch.positions, version + 1
         return batch, self._producer.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
+
+    async def write_samples(self) -> None:
+        """Start writing the samples of the batch that was taken last. Call once for each."""
+        assert self._unwritten is not None, "take() comes first"
+        (groups, positions, step), self._unwritten = self._unwritten, None
+        await self._samples.write(groups, positions, step=step)
 
     def set_version(self, version: int) -> None:
         self._version = version
         self._producer.set_version(version)
 
     async def samples(self) -> list[Sample]:
-        """Return the best, worst and longest answer of the last batch."""
+        """Return the best, worst and longest answer of the last batch that was written."""
         return await self._samples.notable()
 
     async def state_dict(self) -> Any:

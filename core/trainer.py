@@ -160,9 +160,10 @@ class PPOTrainer:
         """Train from `start` to the end of the schedule; periodic saves and evaluates when due."""
         if "algorithm" in start.extra:
             self._algorithm.load_state_dict(start.extra["algorithm"])  # type: ignore[arg-type]
+        self._take(start.step)
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
-                batch, facts, figures = self._rollout.take(self._request(step), meanwhile=self._weights.sync_rejoined)
+                batch, facts, figures = self._rollout.wait_taken(meanwhile=self._weights.sync_rejoined)
             with periodic.whole_step():
                 with self._timer("offload generators"):
                     self._weights.offload_generators()
@@ -175,6 +176,7 @@ class PPOTrainer:
                 for group in self._groups:
                     group.close_batch()
                 with self._timer("push"):
+                    self._take(step + 1)
                     pushed = self._weights.push(step + 1)
                     self._rollout.set_version(step + 1)
                 periodic.after_step(step + 1, self._timer)
@@ -187,13 +189,16 @@ class PPOTrainer:
         """State of this object for a recover checkpoint."""
         return {"algorithm": self._algorithm.state_dict(), "memory": self._memory.state_dict()}
 
-    def _request(self, step: int) -> BatchRequest:
-        """Return how the next batch will be used."""
+    def _take(self, step: int) -> None:
+        """Let the rollout side choose and cut the batch of `step`, if there is one; say how it will be used."""
+        if step >= self._schedule.total_steps:
+            return
         uses = [needed.engine.use(self._memory, trains=False) for needed in self._needed]
         uses += [update.engine.use(self._memory, trains=True) for update in self._updates]
-        return BatchRequest(
+        request = BatchRequest(
             unit=self._algorithm.unit, num_minibatches=self._num_minibatches, seed=step, version=step, uses=uses
         )
+        self._rollout.take(request)
 
     @property
     def _needed(self) -> list[_Pass]:

@@ -60,8 +60,9 @@ class RolloutActor:
 
     async def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[StoredFields, Scored]:
         """Compute the advantages of the batch; return what the updates train on, and what the driver reports: as
-        take()."""
+        take(). Its samples are written: take() may come before the evaluation of the step before."""
         assert self._batch is not None, "take() comes first"
+        await self._service.write_samples()
         return await asyncio.to_thread(_score, self._batch, scoring, results)
 
     async def set_version(self, version: int) -> None:

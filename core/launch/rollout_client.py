@@ -40,6 +40,7 @@ class RolloutClient:
         self._actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators.actors, settings)
         self._starting = self._send(RolloutActor.start)
         self._announced: list[Any] = []
+        self._taking: Sequence[Any] = ()
 
     def _send(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Start a call and return its handle."""
@@ -81,12 +82,15 @@ class RolloutClient:
         """Return facts about the prompts when the rollout side is up."""
         return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
 
-    def take(
-        self, request: BatchRequest, meanwhile: Callable[[], None]
-    ) -> tuple[ObjectRef[StoredBatch], BatchFacts, dict[str, float]]:
-        """Return a reference to the next batch, oldest first, with what the driver reports of it and the
-        producer's figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
-        batch, rest = self._send_pair(RolloutActor.take, request)
+    def take(self, request: BatchRequest) -> None:
+        """Let the rollout side choose and cut the next batch, oldest prompts first, and return at once. The batches
+        before it count as consumed."""
+        self._taking = self._send_pair(RolloutActor.take, request)
+
+    def wait_taken(self, meanwhile: Callable[[], None]) -> tuple[ObjectRef[StoredBatch], BatchFacts, dict[str, float]]:
+        """Return a reference to the batch of the last take(), with what the driver reports of it and the producer's
+        figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
+        batch, rest = self._taking
         facts, figures = self._wait_sampling(rest, "take", meanwhile)
         return batch, facts, figures
 
@@ -113,7 +117,7 @@ class RolloutClient:
         return self._call(RolloutActor.samples)
 
     def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
-        """Return accuracy and completion length over the evaluation set. `meanwhile`: see take()."""
+        """Return accuracy and completion length over the evaluation set. `meanwhile`: see wait_taken()."""
         return self._sampling(RolloutActor.evaluate, meanwhile)
 
     def lost_generators(self) -> dict[int, str]:

@@ -37,13 +37,14 @@ def service(
     workflow: str = "math",
     reward: str = "math",
     samples: SampleSettings = NO_SAMPLES,
+    max_staleness: int = 0,
 ) -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
     settings = RolloutSettings(
         tokenizer_path=str(assets.model), dataset=DataSource(path=str(assets.prompts)),
         eval_sets=[DataSource(path=path) for path in eval_paths],
-        num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2, max_staleness=0, over_age="wait",
-        in_order=False, num_epochs=1, num_steps=None,
+        num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2,
+        max_staleness=max_staleness, over_age="wait", in_order=False, num_epochs=1, num_steps=None,
         sampling=sampling, eval_sampling=replace(sampling, temperature=0.0), max_in_flight=4, workflow=workflow,
         prompt_format=PromptFormat(),
         samples=samples, reward=reward, reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
@@ -226,18 +227,21 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
 
     async def main() -> tuple[RolloutBatch, list[str]]:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        made = service(assets, generator, [str(assets.prompts)], samples=settings)
+        made = service(assets, generator, [str(assets.prompts)], samples=settings, max_staleness=1)
         decode = made._samples._decode
         made._samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]  # no row before the others wait
         try:
             await made.start()
             await made.begin(0, None, ignore_changes=False)
             batch, _ = await made.take(0)
+            await made.write_samples()
             await made.state_dict()
             assert len(read_rows(tmp_path / "samples.jsonl")) == 8, "and none of an earlier run"
+            await made.take(1)  # before the evaluation after step 1, whose samples come first
             notable = await made.samples()
             made.set_version(1)
             await made.evaluate()
+            await made.write_samples()
             return batch, [name for sample in notable for name in sample.notable]
         finally:
             await made.close()
@@ -245,8 +249,8 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
     batch, notable = asyncio.run(main())
     assert sorted(notable) == ["best", "longest", "worst"]
     samples = list(read_samples(tmp_path))
-    assert {s.step for s in samples} == {1}
-    evaluated, samples = samples[8:], samples[:8]
+    assert [s.step for s in samples] == [1] * (8 + 6) + [2] * 8
+    evaluated, samples = samples[8:14], samples[:8]
     assert [(s.evaluation, s.position) for s in evaluated] == [("prompts", i) for i in range(6)]
     assert all(s.prompt and s.answer_tokens and s.newest_version == 1 for s in evaluated)
     assert not any(s.evaluation for s in samples)

@@ -550,15 +550,16 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
     scores = {"logprobs actor": "score", "logprobs ref": "score", "values critic": "score"}
     events = [scores.get(event, event) for event in run.events]
 
-    def one_step(number: int) -> list[str]:
+    def one_step(number: int, *taken: str) -> list[str]:
         return [
-            f"take {number}", "sync_rejoined", "offload_generators", "score", "score", "score",
-            "train critic", "train critic", "train actor", "train actor", f"push {number + 1}",
+            f"batch {number}", "sync_rejoined", "offload_generators", "score", "score", "score",
+            "train critic", "train critic", "train actor", "train actor", *taken, f"push {number + 1}",
             f"set_version {number + 1}", f"after_step {number + 1}", f"report {number + 1}",
             f"after_report {number + 1}",
         ]  # fmt: skip
 
-    assert events == one_step(0) + one_step(1)
+    # A batch is chosen and cut while the weights of the step before are pushed.
+    assert events == ["take 0", *one_step(0, "take 1"), *one_step(1)]
     timed = {name for name in run.metrics[1] if name.startswith("time/")}
     assert timed == {
         "time/wait_for_rollout", "time/offload_generators", "time/old_log-probs", "time/ref_log-probs", "time/values",

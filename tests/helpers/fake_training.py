@@ -341,7 +341,7 @@ class _Ranks:
     @property
     def _index(self) -> int:
         """The current step, as an index of `steps`."""
-        return sum(event.startswith("take") for event in self._run.events) - 1
+        return sum(event.startswith("batch") for event in self._run.events) - 1
 
     name = "trainer"
     memory: ClassVar = {"memory/trainer_gib": 1.5}
@@ -457,10 +457,13 @@ class _Rollout:
         self._run, self._steps, self._first = run, steps, first
         self._taken = 0
 
-    def take(
-        self, request: BatchRequest, meanwhile: Callable[[], None]
-    ) -> tuple[StoredBatch, BatchFacts, dict[str, float]]:
+    def take(self, request: BatchRequest) -> None:
         self._run.events.append(f"take {request.version}")
+        self._request = request
+
+    def wait_taken(self, meanwhile: Callable[[], None]) -> tuple[StoredBatch, BatchFacts, dict[str, float]]:
+        request = self._request
+        self._run.events.append(f"batch {request.version}")
         meanwhile()
         index = self._taken
         self._taken += 1

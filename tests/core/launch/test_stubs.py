@@ -22,12 +22,15 @@ PAIRS: dict[type, type] = {TrainerStub: TrainerRank, GeneratorStub: GENERATOR, R
 OTHER_METHODS = {(RolloutClient, "wait_started"): "start"}
 OTHER_NAMES = {(GeneratorStub, "receive", "buckets"): "handles"}
 """Names that differ on the actor's side; Ray passes the values by position."""
+OF_AN_EARLIER_CALL = {"wait_taken"}
+"""Methods of a client that wait for what another one has sent."""
 OF_THE_CLIENT = {"meanwhile", "timeout_seconds"}
 """Parameters that are not sent."""
 
 
 def methods(kind: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+    found = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+    return {name: value for name, value in found.items() if name not in OF_AN_EARLIER_CALL}
 
 
 CALLS = [(client, name) for client in PAIRS for name in methods(client)]

@@ -93,6 +93,8 @@ class MockService:
         groups = [[self._trajectory(version) for _ in range(self._size.answers)] for _ in range(self._size.prompts)]
         return pack_trajectories(groups, range(len(groups))), {}
 
+    async def write_samples(self) -> None: ...
+
     def set_version(self, version: int) -> None: ...
 
     def _trajectory(self, version: int) -> Trajectory:
