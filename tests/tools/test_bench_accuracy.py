@@ -1,5 +1,6 @@
 """The search of `python -m tools.bench cpu --only time_to_accuracy`."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,26 +13,41 @@ from tools.bench.against_trl import accuracy
 from tools.bench.reward import exact_reward
 
 
-def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() -> None:
-    calls: list[list[tuple[float, str, int]]] = [[], []]
+def setting(precision: str, lr: float, temperature: float = 1.0, algorithm: str = "grpo") -> accuracy.Setting:
+    return accuracy.Setting(precision=precision, lr=lr, temperature=temperature, algorithm=algorithm)
 
-    def side(number: int, best: tuple[float, str]) -> accuracy.Measure:
-        def measure(lr: float, precision: str, seed: int) -> float:
-            calls[number].append((lr, precision, seed))
-            if precision != best[1]:
+
+def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() -> None:
+    calls: list[list[tuple[accuracy.Setting, int]]] = [[], []]
+
+    def side(number: int, best: accuracy.Setting) -> accuracy.Measure:
+        def measure(tried: accuracy.Setting, seed: int) -> float:
+            calls[number].append((tried, seed))
+            if tried.precision != best.precision:
                 return math.inf
-            return 10.0 * (number + 1) + seed + (0 if lr == best[0] else 5)
+            wrong = [getattr(tried, name) != getattr(best, name) for name in ("lr", "temperature", "algorithm")]
+            return 10.0 * (number + 1) + seed + 5 * sum(wrong)
 
         return measure
 
-    plan = accuracy.ON_CPU
-    found = accuracy.compare([(side(0, (1e-4, "float32")), plan), (side(1, (2e-4, "bfloat16")), plan)])
+    first, second = setting("float32", 1e-4, 1.0, "maxrl"), setting("bfloat16", 2e-4, 0.8, "grpo")
+    found = accuracy.compare([(side(0, first), accuracy.ON_CPU), (side(1, second), accuracy.PEER_ON_CPU)])
     assert found == [12.0, 22.0]
-    for number, best in ((0, (1e-4, "float32")), (1, (2e-4, "bfloat16"))):
+    for number, best in ((0, first), (1, second)):
         searched, measured = calls[number][:-3], calls[number][-3:]
-        assert searched[:2] == [(1e-4, "float32", 1), (1e-4, "bfloat16", 1)]
-        assert searched[2:] == [(5e-5, best[1], 1), (2e-4, best[1], 1)]
-        assert measured == [(*best, seed) for seed in (1, 2, 3)]
+        precision, lr, temperature = best.precision, best.lr, best.temperature
+        assert searched == [
+            (tried, 1)
+            for tried in (
+                setting("float32", 1e-4),
+                setting("bfloat16", 1e-4),
+                setting(precision, 5e-5),
+                setting(precision, 2e-4),
+                setting(precision, lr, 0.8),
+                setting(precision, lr, temperature, ("maxrl", "dr_grpo")[number]),
+            )
+        ]
+        assert measured == [(best, seed) for seed in (1, 2, 3)]
 
 
 def test_the_baseline_reports_the_seconds_of_its_first_evaluation_at_the_target(
@@ -45,10 +61,12 @@ def test_the_baseline_reports_the_seconds_of_its_first_evaluation_at_the_target(
         return f"noise\n{json.dumps({**curve, 'eval_seconds': [0, 3, 6]})}\n"
 
     monkeypatch.setattr(accuracy, "output_of", output_of)
-    arguments = (Path("python"), Path("warm"), Path("model"), 2e-4, "float32")
+    arguments = (Path("python"), Path("warm"), Path("model"), setting("float32", 2e-4, 0.8, "dr_grpo"))
     assert accuracy.theirs(*arguments, 1) == 6
     assert accuracy.theirs(*arguments, 2) == math.inf
-    assert commands[0][commands[0].index("--target") + 1] == "0.8" and "--precision" in commands[0]
+    given = dict(itertools.pairwise(commands[0]))
+    assert (given["--target"], given["--precision"], given["--lr"]) == ("0.8", "float32", "0.0002")
+    assert (given["--temperature"], given["--algorithm"]) == ("0.8", "dr_grpo")
 
 
 def test_the_reward_is_one_for_the_exact_sum_alone() -> None:
@@ -58,12 +76,16 @@ def test_the_reward_is_one_for_the_exact_sum_alone() -> None:
     assert [exact_reward(prompt, text) for text in ("105", " 105", "1050", "x105", "")] == [1.0, 1.0, -1.0, -1.0, -1.0]
 
 
-@pytest.mark.parametrize("searches", [(accuracy.ON_CPU, accuracy.ON_CPU), (accuracy.ON_GPU, accuracy.PEER_ON_GPU)])
+@pytest.mark.parametrize("searches", [(accuracy.ON_CPU, accuracy.PEER_ON_CPU), (accuracy.ON_GPU, accuracy.PEER_ON_GPU)])
 def test_both_sides_try_equally_many_settings_and_the_same_seeds(searches: tuple[accuracy.Search, ...]) -> None:
-    tried: list[list[tuple[float, str, int]]] = [[], []]
+    tried: list[list[int]] = [[], []]
 
     def side(number: int) -> accuracy.Measure:
-        return lambda lr, precision, seed: tried[number].append((lr, precision, seed)) or 1.0  # type: ignore[func-returns-value]
+        def measure(_: accuracy.Setting, seed: int) -> float:
+            tried[number].append(seed)
+            return 1.0
+
+        return measure
 
     accuracy.compare(list(zip((side(0), side(1)), searches, strict=True)))
-    assert len(tried[0]) == len(tried[1]) and [s for *_, s in tried[0]] == [s for *_, s in tried[1]]
+    assert tried[0] == tried[1] and tried[0][-3:] == [1, 2, 3]

@@ -110,8 +110,8 @@ def test_a_row_has_the_seconds_at_each_evaluation_and_means_over_steps(
     [
         *(learning.make_run(name, 1, Path("model")) for name in learning.NAMES),
         *(atlas.make_run(m, s, 1) for m in atlas.METHODS for s in (0, 8) if (m, s) not in atlas.UNNEEDED),
-        accuracy.make_run(5e-4, "bfloat16", 1),
-        accuracy.make_run(5e-4, "bfloat16", 2, changes=accuracy.OURS_ON_GPU),
+        accuracy.make_run(accuracy.Setting(lr=5e-4, precision="bfloat16", temperature=0.8, algorithm="maxrl"), 1),
+        accuracy.make_run(accuracy.Setting(lr=5e-4, precision="bfloat16"), 2, changes=accuracy.OURS_ON_GPU),
     ],
     ids=lambda run: run.name,
 )
@@ -132,7 +132,7 @@ def test_every_run_of_a_sweep_is_a_configuration(run: runs.Run, tmp_path: Path) 
 def test_only_the_trainer_computes_on_the_gpu_of_a_time_to_accuracy(
     changes: dict[str, Any], trainer: str, tmp_path: Path
 ) -> None:
-    run = accuracy.make_run(1e-4, "bfloat16", 1, changes=changes)
+    run = accuracy.make_run(accuracy.Setting(lr=1e-4, precision="bfloat16"), 1, changes=changes)
     overrides = runs.overrides(run, tmp_path, warm=tmp_path, model=tmp_path, steps=40)
     (tmp_path / "empty.yaml").write_text("{}\n")
     words = [f"{key}={value}" for key, value in overrides.items()]

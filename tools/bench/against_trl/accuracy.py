@@ -1,8 +1,8 @@
 """Seconds of training until 80 % of held-out additions are right, against TRL's GRPOTrainer.
 
 Both sides start from the same warm-up and see the same prompts, group size, reward and evaluations; each takes the best
-of its own settings, which are found by a search of the same size: the faster precision first, then the learning rate.
-On the CPU and, with fewer settings, on one GPU.
+of its own settings, which are found by a search of the same size: the faster precision first, then the best learning
+rate with it, and so on. On the CPU and, with fewer settings, on one GPU.
 Start-up and evaluations are not timed.
 """
 
@@ -12,7 +12,8 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,12 +33,12 @@ STEPS, EVAL_STEPS = 200, 10
 LIMIT_SECONDS = 900.0
 """Of a run of TRL, evaluations included."""
 OURS: Mapping[str, Any] = {
-    "algorithm.name": "grpo", "ppo.ppo_n_minibatches": 1, "exp_ctrl.eval_freq_steps": EVAL_STEPS,
+    "ppo.ppo_n_minibatches": 1, "exp_ctrl.eval_freq_steps": EVAL_STEPS,
     "reward.function": "tools.bench.reward:exact_reward", "generator.interrupt": "in_place",
-    "recover_mode": "disabled",
+    "recover_mode": "disabled", "staleness.max_staleness": 1, "generator.max_running": 512,
 }  # fmt: skip
 """One update per generation, and no checkpoint, as in TRL. One trainer rank and one generator, a thread each, on two
-cores: with two ranks a step took 12 % longer."""
+cores: with two ranks a step took 12 % longer. All completions of a step run at once, as in TRL."""
 OURS_ON_GPU: Mapping[str, Any] = {
     **OURS, "allocation_mode": "embedded.d1m1p1", "n_gpus_per_node": 1, "launch.trainer_device": GPU,
     "launch.threads_per_process": 4,
@@ -46,29 +47,69 @@ OURS_ON_GPU: Mapping[str, Any] = {
 the GPU takes longer for its HTTP requests than for its tokens. Steps with four threads a process took less time than
 with one."""
 
-Measure = Callable[[float, str, int], float]
-"""(learning rate, precision, seed) -> seconds, inf where the target was not reached."""
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a search chooses."""
+
+    precision: str
+    lr: float
+    temperature: float = 1.0
+    algorithm: str = "grpo"
+    """Of this project, `algorithm.name`. Of TRL, `grpo` is GRPOTrainer as it is by default, `dr_grpo` the one without
+    the standard deviation and with a constant length."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision}, lr {self.lr:g}, temperature {self.temperature:g}, {self.algorithm}"
+
+
+Measure = Callable[[Setting, int], float]
+"""(setting, seed) -> seconds, inf where the target was not reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What a side tries with the first seed: all precisions with the first learning rate, then the other learning rates
-    with the faster one. The best runs with all seeds."""
+    """What a side tries with the first seed: all precisions with the first value of everything else, then the other
+    learning rates with the fastest, then the other temperatures, then the other algorithms. The best runs with all
+    seeds."""
 
-    lrs: tuple[float, ...]
     precisions: tuple[str, ...]
+    lrs: tuple[float, ...]
     seeds: tuple[int, ...]
+    temperatures: tuple[float, ...] = (1.0,)
+    algorithms: tuple[str, ...] = ("grpo",)
+
+    def best(self, measure: Callable[[Setting], float]) -> Setting:
+        """Return the setting with the lowest measure."""
+        axes: Mapping[str, tuple[Any, ...]] = {
+            "precision": self.precisions, "lr": self.lrs,
+            "temperature": self.temperatures, "algorithm": self.algorithms,
+        }  # fmt: skip
+        best = Setting(**{axis: values[0] for axis, values in axes.items()})
+        least = measure(best)
+        for axis, values in axes.items():
+            others = [replace(best, **{axis: value}) for value in values[1:]]
+            for setting in others:
+                if (measured := measure(setting)) < least:
+                    best, least = setting, measured
+        return best
 
 
-ON_CPU = Search(lrs=(1e-4, 5e-5, 2e-4), precisions=("float32", "bfloat16"), seeds=(1, 2, 3))
-ON_GPU = Search(lrs=(1e-4, 2e-4), precisions=("bfloat16",), seeds=(1, 2, 3))
-PEER_ON_GPU = Search(lrs=(1e-4,), precisions=("bfloat16", "float32"), seeds=(1, 2, 3))
+ON_CPU = Search(
+    precisions=("float32", "bfloat16"), lrs=(1e-4, 5e-5, 2e-4), temperatures=(1.0, 0.8), algorithms=("grpo", "maxrl"),
+    seeds=(1, 2, 3),
+)  # fmt: skip
+PEER_ON_CPU = replace(ON_CPU, algorithms=("grpo", "dr_grpo"))
+"""TRL has no maxrl."""
+ON_GPU = Search(precisions=("bfloat16",), lrs=(1e-4, 2e-4), seeds=(1, 2, 3))
+PEER_ON_GPU = Search(precisions=("bfloat16", "float32"), lrs=(1e-4,), seeds=(1, 2, 3))
 """As many attempts as ON_GPU. In TRL both precisions have float32 weights there."""
 
 
 def time_to_accuracy(scene: Scene) -> Iterator[Figure]:
     """Yield the mean over seeds of the best settings of both sides, measured in turn, on the CPU."""
-    yield _figure("accuracy.seconds_to_80_percent", compare(_sides(scene, OURS, (ON_CPU, ON_CPU))))
+    yield _figure("accuracy.seconds_to_80_percent", compare(_sides(scene, OURS, (ON_CPU, PEER_ON_CPU))))
 
 
 def time_to_accuracy_on_gpu(scene: GpuScene) -> Iterator[Figure]:
@@ -88,42 +129,39 @@ def _sides(
     """Return this project, and TRL where there is an environment with it."""
     warm = scene.folder / "warm"
     model = warm_up(warm, target=WARM)
-    sides: list[Measure] = [lambda *setting: ours(scene.folder, warm, model, make_run(*setting, changes=changes))]
+    sides: list[Measure] = [
+        lambda setting, seed: ours(scene.folder, warm, model, make_run(setting, seed, changes=changes))
+    ]
     if (python := scene.trl_python) is not None:
-        sides.append(lambda *setting: theirs(python, warm, model, *setting))
+        sides.append(lambda setting, seed: theirs(python, warm, model, setting, seed))
     return list(zip(sides, searches, strict=False))
 
 
 def compare(sides: Sequence[tuple[Measure, Search]]) -> list[float]:
     """Search the best settings of each side, then return their means over all seeds, run in turn."""
-    best = [search(number, measure, plan) for number, (measure, plan) in enumerate(sides)]
+    best = [
+        plan.best(partial(_attempt, number, measure, plan.seeds[0])) for number, (measure, plan) in enumerate(sides)
+    ]
     times: list[list[float]] = [[] for _ in sides]
     for seed, (number, (measure, _)) in itertools.product(sides[0][1].seeds, enumerate(sides)):
-        times[number].append(measure(*best[number], seed))
-        print(f"side {number}: {best[number]}, seed {seed}: {times[number][-1]:.1f} s", flush=True)
+        times[number].append(measure(best[number], seed))
+        print(f"side {number}: {best[number].name}, seed {seed}: {times[number][-1]:.1f} s", flush=True)
     return [fmean(values) for values in times]
 
 
-def search(number: int, measure: Measure, plan: Search) -> tuple[float, str]:
-    """Return the (learning rate, precision) with which a side reached the target first."""
-    seconds: dict[tuple[float, str], float] = {}
-
-    def attempt(lr: float, precision: str) -> float:
-        seconds[lr, precision] = measure(lr, precision, plan.seeds[0])
-        print(f"search, side {number}: lr {lr:g}, {precision}: {seconds[lr, precision]:.1f} s", flush=True)
-        return seconds[lr, precision]
-
-    first, *others = plan.lrs
-    precision = min(plan.precisions, key=lambda p: attempt(first, p))
-    for lr in others:
-        attempt(lr, precision)
-    return min(seconds, key=lambda setting: seconds[setting])
+def _attempt(number: int, measure: Measure, seed: int, setting: Setting) -> float:
+    seconds = measure(setting, seed)
+    print(f"search, side {number}: {setting.name}: {seconds:.1f} s", flush=True)
+    return seconds
 
 
-def make_run(lr: float, precision: str, seed: int, *, changes: Mapping[str, Any] = OURS) -> Run:
+def make_run(setting: Setting, seed: int, *, changes: Mapping[str, Any] = OURS) -> Run:
     """Make the run of a setting."""
-    changes = {**changes, "actor.optimizer.lr": lr, "actor.bf16": precision == "bfloat16"}
-    return Run(labels={"side": "ours", "lr": lr, "precision": precision, "seed": seed}, changes=changes)
+    changes = {
+        **changes, "actor.optimizer.lr": setting.lr, "actor.bf16": setting.precision == "bfloat16",
+        "ppo.gen.temperature": setting.temperature, "algorithm.name": setting.algorithm,
+    }  # fmt: skip
+    return Run(labels={"side": "ours", **asdict(setting), "seed": seed}, changes=changes)
 
 
 def ours(folder: Path, warm: Path, model: Path, run: Run) -> float:
@@ -132,11 +170,12 @@ def ours(folder: Path, warm: Path, model: Path, run: Run) -> float:
     return math.inf if (seconds := seconds_to(row, TARGET)) is None else seconds
 
 
-def theirs(python: Path, warm: Path, model: Path, lr: float, precision: str, seed: int) -> float:
+def theirs(python: Path, warm: Path, model: Path, setting: Setting, seed: int) -> float:
     """Run TRL's loop, in its own environment."""
     command = [
         str(python), "tools/bench/trl/accuracy.py", "--model", str(model), "--train", str(warm / "data/train.jsonl"),
-        "--held-out", str(warm / "data/held_out.jsonl"), "--lr", str(lr), "--precision", precision,
+        "--held-out", str(warm / "data/held_out.jsonl"), "--lr", str(setting.lr), "--precision", setting.precision,
+        "--temperature", str(setting.temperature), "--algorithm", setting.algorithm,
         "--steps", str(STEPS), "--eval-steps", str(EVAL_STEPS), "--target", str(TARGET), "--seed", str(seed),
     ]  # fmt: skip
     output = output_of(command, LIMIT_SECONDS)

@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--algorithm", choices=("grpo", "dr_grpo"), default="grpo")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--eval-steps", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--target", type=float, default=0.8, help="training ends at this share")
@@ -66,8 +68,9 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
                 per_device_train_batch_size=given.num_prompts * given.group_size,
                 num_generations=given.group_size,
                 max_completion_length=MAX_NEW_TOKENS,
-                temperature=1.0,
+                temperature=given.temperature,
                 beta=0.0,
+                **({"loss_type": "dr_grpo", "scale_rewards": "none"} if given.algorithm == "dr_grpo" else {}),
                 learning_rate=given.lr,
                 lr_scheduler_type="linear",
                 warmup_steps=given.steps // 10,
