@@ -35,7 +35,7 @@ def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() 
     assert found == [12.0, 22.0]
     for number, best in ((0, first), (1, second)):
         searched, measured = calls[number][:-3], calls[number][-3:]
-        precision, lr, temperature = best.precision, best.lr, best.temperature
+        precision, lr = best.precision, best.lr
         assert searched == [
             (tried, 1)
             for tried in (
@@ -43,8 +43,9 @@ def test_each_side_is_measured_on_all_seeds_with_the_best_of_its_own_settings() 
                 setting("bfloat16", 1e-4),
                 setting(precision, 5e-5),
                 setting(precision, 2e-4),
+                setting(precision, lr, 1.0, ("maxrl", "dr_grpo")[number]),
                 setting(precision, lr, 0.8),
-                setting(precision, lr, temperature, ("maxrl", "dr_grpo")[number]),
+                setting(precision, lr, 0.8, ("maxrl", "dr_grpo")[number]),
             )
         ]
         assert measured == [(best, seed) for seed in (1, 2, 3)]

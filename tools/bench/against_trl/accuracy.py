@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,8 +71,8 @@ Measure = Callable[[Setting, int], float]
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """What a side tries with the first seed: all precisions with the first value of everything else, then the other
-    learning rates with the fastest, then the other temperatures, then the other algorithms. The best runs with all
-    seeds."""
+    learning rates with the fastest, then, with the best of those, every pair of temperature and algorithm. The best
+    runs with all seeds."""
 
     precisions: tuple[str, ...]
     lrs: tuple[float, ...]
@@ -82,18 +82,21 @@ class Search:
 
     def best(self, measure: Callable[[Setting], float]) -> Setting:
         """Return the setting with the lowest measure."""
-        axes: Mapping[str, tuple[Any, ...]] = {
-            "precision": self.precisions, "lr": self.lrs,
-            "temperature": self.temperatures, "algorithm": self.algorithms,
-        }  # fmt: skip
-        best = Setting(**{axis: values[0] for axis, values in axes.items()})
-        least = measure(best)
-        for axis, values in axes.items():
-            others = [replace(best, **{axis: value}) for value in values[1:]]
-            for setting in others:
-                if (measured := measure(setting)) < least:
-                    best, least = setting, measured
-        return best
+        seconds: dict[Setting, float] = {}
+
+        def best_of(settings: Iterable[Setting]) -> Setting:
+            for setting in settings:
+                if setting not in seconds:
+                    seconds[setting] = measure(setting)
+            return min(seconds, key=lambda setting: seconds[setting])
+
+        first = Setting(
+            precision=self.precisions[0], lr=self.lrs[0], temperature=self.temperatures[0], algorithm=self.algorithms[0]
+        )
+        best = best_of(replace(first, precision=precision) for precision in self.precisions)
+        best = best_of(replace(best, lr=lr) for lr in self.lrs)
+        pairs = itertools.product(self.temperatures, self.algorithms)
+        return best_of(replace(best, temperature=temperature, algorithm=algorithm) for temperature, algorithm in pairs)
 
 
 ON_CPU = Search(
