@@ -175,7 +175,7 @@ class RolloutService:
         return batch, self._producer.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
 
     async def write_samples(self) -> None:
-        """Start writing the samples of the batch that was taken last. Call once for each."""
+        """Start writing the samples of the batch that was taken last. Call once after each take()."""
         assert self._unwritten is not None, "take() comes first"
         (groups, positions, step), self._unwritten = self._unwritten, None
         await self._samples.write(groups, positions, step=step)
@@ -190,7 +190,7 @@ class RolloutService:
 
     async def state_dict(self) -> Any:
         """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
-        cursor. The samples of the last batch are in their file then."""
+        cursor. The samples of the last batch that was scored are in their file then."""
         await self._samples.written()
         demonstrations = self._demonstrations.state_dict() if self._demonstrations is not None else None
         producer = await self._producer.state_dict()

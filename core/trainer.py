@@ -175,6 +175,7 @@ class PPOTrainer:
                     self._skipped_updates.check(step + 1, metrics)
                 for group in self._groups:
                     group.close_batch()
+                del batch  # frees its memory: the next one is made during the push
                 with self._timer("push"):
                     self._take(step + 1)
                     pushed = self._weights.push(step + 1)
@@ -190,7 +191,7 @@ class PPOTrainer:
         return {"algorithm": self._algorithm.state_dict(), "memory": self._memory.state_dict()}
 
     def _take(self, step: int) -> None:
-        """Let the rollout side choose and cut the batch of `step`, if there is one; say how it will be used."""
+        """Request the batch of `step`, if there is one, and send how it will be used."""
         if step >= self._schedule.total_steps:
             return
         uses = [needed.engine.use(self._memory, trains=False) for needed in self._needed]

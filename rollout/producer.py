@@ -35,6 +35,7 @@ class RolloutProducer:
     """Prompts in, batches of finished groups out. `async with` starts the first prompts and cancels the last.
 
     The trainer's part, for step i = 0, 1, ...: groups = await take(i), train, push the weights, set_version(i + 1).
+    take(i + 1) may begin when step i is trained, before the push.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class RolloutProducer:
         return self._store.taken
 
     async def state_dict(self) -> dict[str, Any]:
-        """Return plain types and numpy arrays. A batch that set_version() has not acknowledged is part of it."""
+        """Return plain types and numpy arrays, with the batch that was taken last unless set_version() has acknowledged
+        it. Not to be called between take(i + 1) and set_version(i + 1)."""
         partial = await self._generator.partial()
         # From here on nothing is awaited: store, cursor and ledgers are of one moment.
         entries = self._known | {position: ledger.entries(partial) for position, ledger in self._ledgers.items()}

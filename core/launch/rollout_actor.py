@@ -60,7 +60,7 @@ class RolloutActor:
 
     async def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[StoredFields, Scored]:
         """Compute the advantages of the batch; return what the updates train on, and what the driver reports: as
-        take(). Its samples are written: take() may come before the evaluation of the step before."""
+        take(). Start writing its samples; not in take(), which runs before the evaluation of the previous step."""
         assert self._batch is not None, "take() comes first"
         await self._service.write_samples()
         return await asyncio.to_thread(_score, self._batch, scoring, results)

@@ -1,7 +1,7 @@
 """Prompt slots in memory, from their start until the trainer has consumed them.
 
 Invariant: a slot is outstanding, selected, or consumed. The batch of a step is selected when the trainer gets it and
-consumed when a later step begins, so a state taken in between still holds it.
+consumed when that of a later step is requested, so a state taken in between still holds it.
 """
 
 from __future__ import annotations

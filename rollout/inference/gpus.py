@@ -122,7 +122,24 @@ def check_gpus(
 ) -> None:
     """Raise ValueError when a GPU is missing, or other processes hold memory of it, with their names and sizes. Waits
     for the memory of processes that have just ended. `own_pids` are processes of this run."""
-    gpus = _settled_gpus() if gpus is None else gpus
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while busy := _busy(indices, query_gpus() if gpus is None else gpus, {os.getpid(), *own_pids}, busy_mib):
+        gpu, held, others = busy
+        if gpus is not None or time.monotonic() > deadline or not any(_has_ended(user.pid) for user in others):
+            who = ", ".join(f"process {u.pid} ({u.name}) holds {u.mib} MiB" for u in others)
+            raise ValueError(
+                f"GPU {gpu.index}: {held} of its {gpu.total_mib} MiB are in use by other processes: "
+                f"{who or 'processes outside this container'}; end them, or choose other GPUs with "
+                "device_mapping"
+            )
+        time.sleep(0.1)
+
+
+def _busy(
+    indices: Sequence[int], gpus: Sequence[Gpu], own: Collection[int], busy_mib: int
+) -> tuple[Gpu, int, list[GpuUser]] | None:
+    """Return the first GPU of which others hold more than `busy_mib`, how much, and which of them are known. Raises
+    ValueError when a GPU is missing."""
     if not gpus:
         raise ValueError(
             "allocation_mode requires GPUs, and nvidia-smi shows none on this machine; to sample on the CPU write "
@@ -137,34 +154,19 @@ def check_gpus(
             f"{'' if allowed_gpus() == 'all' else f', given CUDA_VISIBLE_DEVICES={allowed_gpus()}'}); "
             "reduce n_gpus_per_node and the layout"
         )
-    own = {os.getpid(), *own_pids}
     for gpu in (by_index[index] for index in indices):
-        others = [user for user in gpu.users if user.pid not in own]
         # In a container the processes of others are not listed, their memory is.
         held = gpu.used_mib - sum(user.mib for user in gpu.users if user.pid in own)
         if held > busy_mib:
-            who = ", ".join(f"process {u.pid} ({u.name}) holds {u.mib} MiB" for u in others)
-            raise ValueError(
-                f"GPU {gpu.index}: {held} of its {gpu.total_mib} MiB are in use by other processes: "
-                f"{who or 'processes outside this container'}; end them, or choose other GPUs with "
-                "device_mapping"
-            )
-
-
-def _settled_gpus() -> list[Gpu]:
-    """Return query_gpus() once no process that has ended holds memory, or _PATIENCE_SECONDS are over."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        gpus = query_gpus()
-        held = any(_has_ended(user.pid) for gpu in gpus for user in gpu.users)
-        if not held or time.monotonic() > deadline:
-            return gpus
-        time.sleep(0.1)
+            return gpu, held, [user for user in gpu.users if user.pid not in own]
+    return None
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether there is no such process, or a zombie, whose last threads may still be freeing its memory."""
+    """Return whether there is no such process, or a zombie, whose last threads may still be freeing its memory."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+    except psutil.AccessDenied:
+        return False

@@ -124,6 +124,8 @@ def test_every_run_of_a_sweep_is_a_configuration(run: runs.Run, tmp_path: Path) 
     assert config.exp_ctrl.total_train_steps == 40
     assert config.exp_ctrl.eval_freq_steps == run.changes.get("exp_ctrl.eval_freq_steps", 2)
     assert config.algorithm_name == run.changes["algorithm.name"]
+    assert config.ppo.gen.temperature == run.labels.get("temperature", 1.0)
+    assert config.algorithm_name == run.labels.get("algorithm", config.algorithm_name)
 
 
 @pytest.mark.parametrize(

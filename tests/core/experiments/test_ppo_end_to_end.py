@@ -1,6 +1,7 @@
 """The real command line, real Ray, real megatron ranks and generators, on a model of a few thousand parameters."""
 
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from core.monitoring.sample_file import read_samples
 from helpers.runs import WITHOUT_GOODBYE, metrics_of, ppo
 from tools.timeline import read_spans
 
@@ -57,6 +59,8 @@ def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_comman
     assert max(m["staleness/max"] for m in rows) <= 2
     # The first batch is on policy: generator and trainer must agree on the log-probability of every token.
     assert abs(rows[0]["behave_approx_kl"]) < 1e-4 and rows[0]["behave_imp_weight"] == pytest.approx(1.0, abs=1e-4)
+    kinds = [(sample.step, bool(sample.evaluation)) for sample in read_samples(command.logs)]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == [*((step, False) for step in range(1, 6)), (5, True)]
     evaluated = [m for m in metrics_of(command) if "eval/accuracy" in m]
     assert [m["step"] for m in evaluated] == [0, 5] and all(0 <= m["eval/accuracy"] <= 1 for m in evaluated)
     assert [m["step"] for m in rows if "time/evaluate" in m] == [1, 5], "step 1 contains the evaluation before it"

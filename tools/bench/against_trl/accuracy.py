@@ -2,7 +2,7 @@
 
 Both sides start from the same warm-up and see the same prompts, group size, reward and evaluations; each takes the best
 of its own settings, which are found by a search of the same size: the faster precision first, then the best learning
-rate with it, and so on. On the CPU and, with fewer settings, on one GPU.
+rate with it, then the best pair of temperature and algorithm. On the CPU and, with fewer settings, on one GPU.
 Start-up and evaluations are not timed.
 """
 

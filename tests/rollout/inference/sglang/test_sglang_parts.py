@@ -19,6 +19,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,30 @@ def test_memory_in_the_hands_of_others_is_an_error_with_names() -> None:
     with pytest.raises(ValueError, match="processes outside this container"):
         check_gpus([0], gpus=[Gpu(index=0, name="H", used_mib=9000, total_mib=141_000, users=())])
     check_gpus([0], gpus=[CARD], own_pids=[77])
+
+
+def test_memory_that_stays_in_use_is_an_error_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a living process at once; of one that has ended when the patience is over. Other GPUs do not matter."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        f'#!/bin/sh\necho >> {tmp_path}/looks\ncase "$1" in *query-gpu*)\n'
+        'echo "0, GPU-aa, H, 4, 141000"; echo "1, GPU-bb, H, 3000, 141000"; echo "2, GPU-cc, H, 3000, 141000";;\n'
+        f'*) echo "GPU-bb, {ended.pid}, [Not Found], 2996"; echo "GPU-cc, {os.getppid()}, sh, 2996";; esac\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def looks(*indices: int) -> int:
+        (tmp_path / "looks").write_text("")
+        with pytest.raises(ValueError, match="are in use by other processes") if any(indices) else nullcontext():
+            check_gpus(indices)
+        return len((tmp_path / "looks").read_text()) // 2  # two questions each
+
+    assert (looks(0), looks(2)) == (1, 1)
+    monkeypatch.setattr("rollout.inference.gpus._PATIENCE_SECONDS", 0.3)
+    assert looks(1) > 1
 
 
 @pytest.mark.parametrize("reaped", [True, False])
