@@ -117,15 +117,13 @@ def _query(nvidia_smi: str, query: str) -> list[list[str]]:
     return [line.split(", ") for line in answer.stdout.splitlines() if line] if answer.returncode == 0 else []
 
 
-def check_gpus(
-    indices: Sequence[int], *, own_pids: Collection[int] = (), gpus: list[Gpu] | None = None, busy_mib: int = BUSY_MIB
-) -> None:
+def check_gpus(indices: Sequence[int], *, own_pids: Collection[int] = ()) -> None:
     """Raise ValueError when a GPU is missing, or other processes hold memory of it, with their names and sizes. Waits
     for the memory of processes that have just ended. `own_pids` are processes of this run."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while busy := _busy(indices, query_gpus() if gpus is None else gpus, {os.getpid(), *own_pids}, busy_mib):
+    while busy := _busy(indices, query_gpus(), {os.getpid(), *own_pids}):
         gpu, held, others = busy
-        if gpus is not None or time.monotonic() > deadline or not any(_has_ended(user.pid) for user in others):
+        if time.monotonic() > deadline or not any(_has_ended(user.pid) for user in others):
             who = ", ".join(f"process {u.pid} ({u.name}) holds {u.mib} MiB" for u in others)
             raise ValueError(
                 f"GPU {gpu.index}: {held} of its {gpu.total_mib} MiB are in use by other processes: "
@@ -135,11 +133,9 @@ def check_gpus(
         time.sleep(0.1)
 
 
-def _busy(
-    indices: Sequence[int], gpus: Sequence[Gpu], own: Collection[int], busy_mib: int
-) -> tuple[Gpu, int, list[GpuUser]] | None:
-    """Return the first GPU of which others hold more than `busy_mib`, how much, and which of them are known. Raises
-    ValueError when a GPU is missing."""
+def _busy(indices: Sequence[int], gpus: Sequence[Gpu], own: Collection[int]) -> tuple[Gpu, int, list[GpuUser]] | None:
+    """Return the first GPU of which processes not in `own` hold more than BUSY_MIB, how much, and those of them that
+    nvidia-smi lists. Raises ValueError when a GPU is missing."""
     if not gpus:
         raise ValueError(
             "allocation_mode requires GPUs, and nvidia-smi shows none on this machine; to sample on the CPU write "
@@ -157,7 +153,7 @@ def _busy(
     for gpu in (by_index[index] for index in indices):
         # In a container the processes of others are not listed, their memory is.
         held = gpu.used_mib - sum(user.mib for user in gpu.users if user.pid in own)
-        if held > busy_mib:
+        if held > BUSY_MIB:
             return gpu, held, [user for user in gpu.users if user.pid not in own]
     return None
 

@@ -3,7 +3,11 @@
 import itertools
 import json
 import math
+import runpy
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +72,41 @@ def test_the_baseline_reports_the_seconds_of_its_first_evaluation_at_the_target(
     given = dict(itertools.pairwise(commands[0]))
     assert (given["--target"], given["--precision"], given["--lr"]) == ("0.8", "float32", "0.0002")
     assert (given["--temperature"], given["--algorithm"]) == ("0.8", "dr_grpo")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss"), [("grpo", {}), ("dr_grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"})]
+)
+def test_the_baseline_trains_with_the_setting_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, loss: dict[str, str]
+) -> None:
+    """With stand-ins for TRL and datasets, which this environment does not have, and without a model."""
+    configured: list[dict[str, Any]] = []
+
+    class Trainer:
+        def __init__(self, *, args: dict[str, Any], **_: Any) -> None:
+            configured.append(args)
+
+        def train(self) -> None: ...
+
+    modules = {
+        "trl": {"GRPOConfig": lambda **given: given, "GRPOTrainer": Trainer},
+        "datasets": {"Dataset": SimpleNamespace(from_list=list)},
+    }
+    for name, members in modules.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: None)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "solutions": ["\\boxed{2}"]}) + "\n")
+    command = ["accuracy.py", "--model", "model", "--train", str(rows), "--held-out", str(rows)]
+    command += ["--temperature", "0.8", "--algorithm", algorithm, "--lr", "5e-05", "--precision", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path("tools/bench/trl/accuracy.py", run_name="__main__")
+    (config,) = configured
+    assert (config["temperature"], config["learning_rate"], config["bf16"]) == (0.8, 5e-5, True)
+    assert {name: config[name] for name in ("loss_type", "scale_rewards") if name in config} == loss
 
 
 def test_the_reward_is_one_for_the_exact_sum_alone() -> None:

@@ -56,8 +56,8 @@ class Setting:
     lr: float
     temperature: float = 1.0
     algorithm: str = "grpo"
-    """Of this project, `algorithm.name`. Of TRL, `grpo` is GRPOTrainer as it is by default, `dr_grpo` the one without
-    the standard deviation and with a constant length."""
+    """`algorithm.name` here. In TRL, "grpo" leaves the loss at GRPOTrainer's default; "dr_grpo" is the loss of that
+    name, without scaled rewards."""
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -144,32 +144,49 @@ def test_a_head_dimension_without_kernels_falls_back_with_a_warning(caplog: pyte
 CARD = Gpu(index=0, name="H", used_mib=30_000, total_mib=141_000, users=(GpuUser(pid=77, name="python3", mib=29_000),))
 
 
-def test_memory_in_the_hands_of_others_is_an_error_with_names() -> None:
-    with pytest.raises(ValueError, match=r"GPU 0: 30000 of its 141000 MiB .* process 77 \(python3\) holds 29000 MiB"):
-        check_gpus([0], gpus=[CARD])
+@pytest.fixture
+def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Put an nvidia-smi first on the path: one shell command prints the GPUs, one the processes that use them."""
+
+    def show(cards: str, users: str) -> None:
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f'#!/bin/sh\ncase "$1" in *query-gpu*) {cards};; *) {users};; esac\n')
+        script.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return show
+
+
+def test_memory_in_the_hands_of_others_is_an_error_with_names(show: Callable[[str, str], None]) -> None:
+    living = os.getppid()
+    show('echo "0, GPU-aa, H, 30000, 141000"', f'echo "GPU-aa, {living}, python3, 29000"')
+    with pytest.raises(
+        ValueError, match=rf"GPU 0: 30000 of its 141000 MiB .* process {living} \(python3\) holds 29000 MiB"
+    ):
+        check_gpus([0])
+    check_gpus([0], own_pids=[living])
+    show('echo "0, GPU-aa, H, 9000, 141000"', ":")
     with pytest.raises(ValueError, match="processes outside this container"):
-        check_gpus([0], gpus=[Gpu(index=0, name="H", used_mib=9000, total_mib=141_000, users=())])
-    check_gpus([0], gpus=[CARD], own_pids=[77])
+        check_gpus([0])
 
 
-def test_memory_that_stays_in_use_is_an_error_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_stays_in_use_is_an_error_in_the_end(
+    show: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a living process at once; of one that has ended when the patience is over. Other GPUs do not matter."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    script = tmp_path / "nvidia-smi"
-    script.write_text(
-        f'#!/bin/sh\necho >> {tmp_path}/looks\ncase "$1" in *query-gpu*)\n'
-        'echo "0, GPU-aa, H, 4, 141000"; echo "1, GPU-bb, H, 3000, 141000"; echo "2, GPU-cc, H, 3000, 141000";;\n'
-        f'*) echo "GPU-bb, {ended.pid}, [Not Found], 2996"; echo "GPU-cc, {os.getppid()}, sh, 2996";; esac\n'
+    cards = (f"{i}, GPU-{i}{i}, H, {mib}, 141000" for i, mib in enumerate((4, 3000, 3000)))
+    show(
+        "; ".join((f"echo >> {tmp_path}/looks", *(f'echo "{card}"' for card in cards))),
+        f'echo "GPU-11, {ended.pid}, [Not Found], 2996"; echo "GPU-22, {os.getppid()}, sh, 2996"',
     )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
     def looks(*indices: int) -> int:
         (tmp_path / "looks").write_text("")
         with pytest.raises(ValueError, match="are in use by other processes") if any(indices) else nullcontext():
             check_gpus(indices)
-        return len((tmp_path / "looks").read_text()) // 2  # two questions each
+        return len((tmp_path / "looks").read_text())
 
     assert (looks(0), looks(2)) == (1, 1)
     monkeypatch.setattr("rollout.inference.gpus._PATIENCE_SECONDS", 0.3)
@@ -178,7 +195,7 @@ def test_memory_that_stays_in_use_is_an_error_in_the_end(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("reaped", [True, False])
 def test_memory_of_a_process_that_has_ended_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaped: bool
+    show: Callable[[str, str], None], tmp_path: Path, reaped: bool
 ) -> None:
     """A GPU whose memory is held by a zombie, or by a process that is gone; free at the third look."""
     ended = subprocess.Popen(["true"])
@@ -187,23 +204,22 @@ def test_memory_of_a_process_that_has_ended_is_waited_for(
     if reaped:
         ended.wait()
     looks = tmp_path / "looks"
-    script = tmp_path / "nvidia-smi"
-    script.write_text(
-        f'#!/bin/sh\ncase "$1" in *query-gpu*) echo >> {looks}; held=4; [ $(wc -l < {looks}) -ge 3 ] || held=3000\n'
-        f'echo "0, GPU-aa, NVIDIA H, $held, 141000";;\n'
-        f'*) [ $(wc -l < {looks}) -ge 3 ] || echo "GPU-aa, {ended.pid}, [No data], 2996";; esac\n'
+    free = f"[ $(wc -l < {looks}) -ge 3 ]"
+    show(
+        f'echo >> {looks}; held=4; {free} || held=3000; echo "0, GPU-aa, NVIDIA H, $held, 141000"',
+        f'{free} || echo "GPU-aa, {ended.pid}, [No data], 2996"',
     )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     check_gpus([0])
     ended.wait()
 
 
-def test_missing_gpus_are_an_error_with_a_way_out() -> None:
+def test_missing_gpus_are_an_error_with_a_way_out(show: Callable[[str, str], None]) -> None:
+    show(":", ":")
     with pytest.raises(ValueError, match=r"write embedded\. instead of sglang\."):
-        check_gpus([0], gpus=[])
+        check_gpus([0])
+    show('echo "0, GPU-aa, H, 4, 141000"', ":")
     with pytest.raises(ValueError, match="requires GPU 3, this machine has 1"):
-        check_gpus([0, 3], gpus=[CARD], own_pids=[77])
+        check_gpus([0, 3])
 
 
 def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
