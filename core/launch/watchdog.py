@@ -147,14 +147,16 @@ def unused_shared_memory() -> set[Path]:
 
 
 def shared_inodes(process: Path) -> Iterator[int]:
-    """Yield the inodes in /dev/shm that a process, given as its folder in /proc, has mapped or open. Raises OSError."""
+    """Yield the inodes in /dev/shm that a process, given as its folder in /proc, has mapped or open. Raises OSError
+    for a process that is gone or another user's."""
     here = f"{_SHARED_MEMORY}/"
     for line in (process / "maps").read_text(errors="replace").splitlines():
         if here in line:
             yield int(line.split(maxsplit=5)[4])
     for link in (process / "fd").iterdir():
-        if os.readlink(link).startswith(here):
-            yield link.stat().st_ino
+        with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
+            if os.readlink(link).startswith(here):
+                yield link.stat().st_ino
 
 
 def state_of(process: psutil.Process) -> str:
