@@ -30,6 +30,7 @@ from mcore_adapter.cpu.adam import FusedAdam
 from mcore_adapter.cpu.attention import rotary_thd
 from mcore_adapter.cpu.elementwise import swiglu
 from mcore_adapter.cpu.layers import CpuDuplicatedLinear, cpu_block_spec
+from mcore_adapter.cpu.products import use_onednn
 from mcore_adapter.settings import Fp8Recipe
 
 _CPU = torch.device("cpu")
@@ -150,6 +151,7 @@ class CpuDevice:
         dispatcher: Any = MoEAlltoAllTokenDispatcher
         dispatcher.cuda_dtoh_stream = ()  # not None: no stream is made
         dispatcher._maybe_dtoh_and_synchronize = _splits_on_host
+        use_onednn()
         _is_set_up = True
 
     @contextlib.contextmanager

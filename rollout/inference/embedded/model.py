@@ -1,7 +1,7 @@
 """The inference transformer: prompts in one padded pass, then one token per slot and step against the cache.
 
-Invariant: a row's result does not depend on the other rows. Products with fewer than MIN_ROWS rows take another kernel
-with another summation order, so smaller batches are padded up to it.
+Invariant: a row's result does not depend on the other rows. Products of a single row take another kernel with another
+summation order; rows are padded to multiples of ROWS, also because a kernel is made for each number of rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 from model_specs.rope import Llama3RopeScaling
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.kv_cache import KVCache
+from rollout.inference.embedded.products import add_linear, linear
 from rollout.inference.embedded.sampler import padded_size
 from rollout.inference.embedded.weights import LayerWeights, ModelWeights
 
-MIN_ROWS = 4
+ROWS = 8
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, qkv [t, (H + 2 G) D], rotated) -> [t, H D]. H, G: query and key/value heads, D: head_dim."""
@@ -84,10 +85,7 @@ class Transformer:
             shape = max(hidden.shape[0], 2 * self._logits.shape[0]), padded_size(vocab_size)
             self._logits = torch.full(shape, -torch.inf, dtype=torch.float32, device=self._device)
         out = self._logits[: hidden.shape[0], :vocab_size]
-        if hidden.dtype == torch.float32:
-            torch.mm(hidden, head.t(), out=out)
-        else:
-            out.copy_(F.linear(hidden, head))
+        out.copy_(linear(hidden, head))
         return self._logits[:n]
 
     def _layers(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
@@ -96,20 +94,19 @@ class Transformer:
         rotation = self._rotation_table(longest)[positions][:, None]  # [t, 1, R / 2]
         width, eps = self.config.intermediate_size, self.config.rms_norm_eps
         for i, layer in enumerate(self._weights.layers):
-            qkv = F.linear(F.rms_norm(x, x.shape[1:], layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = linear(F.rms_norm(x, x.shape[1:], layer.input_norm, eps), layer.qkv, layer.qkv_bias)
             self._rotate(qkv, layer, rotation)
-            self._add_product(x, attend(i, qkv), layer.out, layer.out_norm)
-            gate_up = F.linear(F.rms_norm(x, x.shape[1:], layer.post_norm, eps), layer.gate_up)
+            x = self._add_product(x, attend(i, qkv), layer.out, layer.out_norm)
+            gate_up = linear(F.rms_norm(x, x.shape[1:], layer.post_norm, eps), layer.gate_up)
             gated = F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
-            self._add_product(x, gated, layer.down, layer.down_norm)
+            x = self._add_product(x, gated, layer.down, layer.down_norm)
         return x
 
-    def _add_product(self, x: Tensor, y: Tensor, weight: Tensor, norm: Tensor | None) -> None:
-        """Add y weight^T [t, E] to the residual x in place, normed first where the family has a norm there."""
+    def _add_product(self, x: Tensor, y: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
+        """Return the residual x plus y weight^T [t, E], normed first where the family has a norm there."""
         if norm is None:
-            x.addmm_(y, weight.t())
-        else:
-            x.add_(F.rms_norm(F.linear(y, weight), x.shape[1:], norm, self.config.rms_norm_eps))
+            return add_linear(x, y, weight)
+        return x.add_(F.rms_norm(linear(y, weight), x.shape[1:], norm, self.config.rms_norm_eps))
 
     def _rotate(self, qkv: Tensor, layer: LayerWeights, rotation: Tensor) -> None:
         """Normalize (Qwen3) and rotate queries and keys [t, (H + G) D] in place."""
@@ -136,9 +133,9 @@ class Transformer:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Return `rows` with zero rows appended up to MIN_ROWS."""
-    short = MIN_ROWS - rows.shape[0]
-    return rows if short <= 0 else torch.cat((rows, rows.new_zeros(short, *rows.shape[1:])))
+    """Return `rows` with zero rows appended up to a multiple of ROWS."""
+    short = -rows.shape[0] % ROWS
+    return rows if short == 0 else torch.cat((rows, rows.new_zeros(short, *rows.shape[1:])))
 
 
 def inverse_frequencies(config: InferenceConfig) -> Tensor:
