@@ -17,8 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_adapter.data.shared_prompts import SharedPromptParams
+
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
 _SHORT_TOKENS = 48  # up to here matrix products over the whole batch beat the flash kernel (2x at 20 tokens, 1x at 56)
+_LONGEST_TREE = 256  # tokens of a prompt with all its completions, the scores of which are kept for the backward pass
+_TRUNK = -1  # in place of a sequence: all completions of the prompt
 _ALONE_ELEMENTS = 1 << 14  # with more query elements (tokens x heads x head_dim) sequences keep a core busy
 
 
@@ -34,6 +38,9 @@ class _Block:
     """[batch * length] rows to gather; padding repeats the last token of its sequence."""
     valid: Tensor | None = None
     """[sum of lengths] positions in `index` that are not padding; None: all."""
+    unseen: Tensor | None = None
+    """[batch, length, length] float32: -inf where a key (first) is none that a query (second) attends to, else 0. None:
+    a query attends to all keys up to its own."""
 
     def take(self, x: Tensor) -> Tensor:
         """Select the block's sequences: [t, h, d] -> [batch, h, length, d]."""
@@ -116,8 +123,11 @@ class _PackedCausalAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], scale: float) -> Tensor:
         out, kept = torch.empty_like(q), []
         for block in blocks:
-            attend = _short_forward if _is_short(block) else _flash_forward
-            o, for_backward = attend(block.take(q), block.take(k), block.take(v), scale)
+            inputs = (block.take(q), block.take(k), block.take(v))
+            if _is_short(block):
+                o, for_backward = _short_forward(*inputs, scale, block.unseen)
+            else:
+                o, for_backward = _flash_forward(*inputs, scale)
             block.put(out, o)
             kept.append(for_backward)
         ctx.save_for_backward(q, k, v, out, *kept)
@@ -140,7 +150,7 @@ class _PackedCausalAttention(torch.autograd.Function):
 
 
 def _is_short(block: _Block) -> bool:
-    return block.length <= _SHORT_TOKENS
+    return block.unseen is not None or block.length <= _SHORT_TOKENS
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -162,12 +172,21 @@ def _flash_backward(
     return dq, _reduce(dk, ratio), _reduce(dv, ratio)
 
 
-def _short_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute as _flash_forward(), and keep the probabilities [b * g, l, h / g * l], those of a query in a column:
-    torch normalizes columns many at a time, and rows element by element where they are shorter than a vector."""
-    length, ratio = q.size(2), q.size(1) // k.size(1)
-    behind = torch.full((length, length), -torch.inf).tril_(-1).repeat(1, ratio)
-    probs = torch.baddbmm(behind, _rows(k), _rows(q, ratio).transpose(1, 2), alpha=scale).softmax(1)
+def _short_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, unseen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute as _flash_forward(), or with what _Block.unseen says, and keep the probabilities [b * g, l, h / g * l],
+    those of a query in a column: torch normalizes columns many at a time, and rows element by element where they are
+    shorter than a vector."""
+    (batch, heads, length, _), groups = q.shape, k.size(1)
+    ratio = heads // groups
+    keys, queries = _rows(k), _rows(q, ratio).transpose(1, 2)
+    if unseen is None:
+        behind = torch.full((length, length), -torch.inf).tril_(-1).repeat(1, ratio)
+        scores = torch.baddbmm(behind, keys, queries, alpha=scale)
+    else:
+        scores = torch.bmm(keys, queries)
+        by_head = scores.view(batch, groups, length, ratio, length)
+        torch.add(unseen[:, None, :, None], by_head, alpha=scale, out=by_head)
+    probs = scores.softmax(1)
     return torch.bmm(probs.transpose(1, 2), _rows(v)).view(q.shape), probs
 
 
@@ -203,6 +222,50 @@ def packed_causal_attention(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int]
     """Attend causally within packed sequences: q [t, h, d], k and v [t, g, d] with g dividing h, `lens` tokens per
     sequence -> [t, h, d]."""
     return _PackedCausalAttention.apply(q, k, v, _plan(tuple(lens), q.size(1) * q.size(2)), scale)
+
+
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: tuple[_Block, ...], *, scale: float) -> Tensor:
+    """Attend where completions share their prompt's rows: q [s, h, d], k and v [s, g, d], one row of each packed row ->
+    [s, h, d]. `trees`: plan_trees()."""
+    return _PackedCausalAttention.apply(q, k, v, trees, scale)
+
+
+def plan_trees(shared: SharedPromptParams) -> tuple[_Block, ...] | None:
+    """Cut a packing into trees, each a prompt with all its completions: one matrix of scores, in which a completion
+    sees the prompt and itself. None where matrices of whole sequences take less time."""
+    assert shared.cu_seqlens_q is not None and shared.source is not None and shared.first is not None
+    starts, lens = shared.cu_seqlens_q[:-1].long(), shared.cu_seqlens_q.diff().long()
+    root = shared.source[starts.repeat_interleave(lens)][shared.first]  # of each packed row: the first one of its tree
+    sizes = root.bincount()
+    if (longest := int(sizes.max())) > _LONGEST_TREE:
+        return None
+    if longest > _SHORT_TOKENS and int(sizes.square().sum()) > int(lens.square().sum()):
+        return None
+    sequence = torch.arange(len(lens)).repeat_interleave(lens)
+    position = (torch.arange(len(sequence)) - starts.repeat_interleave(lens))[shared.first]
+    branch = sequence[shared.first].index_fill_(0, shared.source[shared.copies], _TRUNK)
+    sizes = sizes[sizes > 0]
+    rows = root.argsort(stable=True).split(sizes.tolist())
+    blocks: list[_Block] = []
+    by_size = sizes.argsort(descending=True).tolist()
+    while by_size:
+        length = len(rows[by_size[0]])
+        count = sum(_MAX_PADDING * len(rows[tree]) >= length for tree in by_size)
+        blocks.append(_tree_block([rows[tree] for tree in by_size[:count]], branch, position))
+        by_size = by_size[count:]
+    return tuple(blocks)
+
+
+def _tree_block(trees: Sequence[Tensor], branch: Tensor, position: Tensor) -> _Block:
+    """Return a block of trees, the largest first, each given by its packed rows."""
+    lens = torch.tensor([len(rows) for rows in trees])
+    real = torch.arange(len(trees[0])) < lens[:, None]
+    index = torch.stack([F.pad(rows[None], (0, len(trees[0]) - len(rows)), "replicate")[0] for rows in trees])
+    of, at = branch[index], position[index]
+    seen = ((of[:, :, None] == of[:, None]) | (of[:, :, None] == _TRUNK)) & (at[:, :, None] <= at[:, None])
+    unseen = torch.zeros(seen.shape).masked_fill_(~(seen & real[:, :, None]), -torch.inf)
+    valid = None if bool(real.all()) else real.flatten().nonzero().flatten()
+    return _Block(len(trees), len(trees[0]), -1, index.flatten(), valid, unseen)
 
 
 def zigzag_attention(

@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mcore_adapter.cpu.attention import packed_causal_attention, zigzag_attention
+from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention, zigzag_attention
 from mcore_adapter.cpu.elementwise import rms_norm
 from mcore_adapter.data.shared_prompts import SharedPromptParams
 from mcore_adapter.layer_specs import stage_layers
@@ -99,6 +99,9 @@ class CpuCoreAttention(MegatronModule):
         assert packed_seq_params.cu_seqlens_q is not None, "a packing has its sequences' lengths"
         lens = packed_seq_params.cu_seqlens_q.diff().tolist()
         if isinstance(packed_seq_params, SharedPromptParams):
+            trees = packed_seq_params.planned_once(plan_trees)
+            if trees is not None:
+                return tree_attention(query, key, value, trees, scale=self.scale)
             query, key, value = (packed_seq_params.to_sequences(x) for x in (query, key, value))
             out = packed_causal_attention(query, key, value, lens, scale=self.scale)
             return packed_seq_params.to_packed(out)

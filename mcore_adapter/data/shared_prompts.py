@@ -7,8 +7,9 @@ and is left out. Invariant: every trained token is predicted from exactly the to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.shape import leading_prompt_lens, prompts_of
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -29,6 +32,14 @@ class SharedPromptParams(PackedSeqParams):
     source: Tensor | None = None  # [e] int64: the packed row of each row of the whole sequences
     first: Tensor | None = None  # [s] int64: the first row of the whole sequences that stands for each packed row
     copies: Tensor | None = None  # [e - s] int64: the other ones
+    plan: list[Any] = field(default_factory=list)  # what planned_once() has made
+
+    def planned_once(self, make: Callable[[SharedPromptParams], T]) -> T:
+        """Return make(self), which the layers of a model share."""
+        if not self.plan:
+            self.plan.append(make(self))
+        plan: T = self.plan[0]
+        return plan
 
     def to_sequences(self, x: Tensor) -> Tensor:
         """Expand packed rows to the rows of whole sequences: [s, ...] -> [e, ...]."""

@@ -15,6 +15,7 @@ from allocation import ParallelLayout
 from helpers.engine_cases import VOCAB, make_engine, per_token, policy_loss, value_loss
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
+from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.packing import PackingLayout, pack_microbatch
 from mcore_adapter.data.shape import BatchShape, prompt_units, shape_of
@@ -92,6 +93,56 @@ def test_gradients_of_shared_rows_are_the_sum_over_what_they_stand_for() -> None
     assert torch.autograd.gradcheck(params.to_sequences, x)
     y = torch.randn(len(params.source), 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(params.to_packed, y)
+
+
+def attended(inputs: list[torch.Tensor], attend: Any) -> list[torch.Tensor]:
+    """Output and gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    (out * torch.arange(out.numel()).view(out.shape).cos()).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches, st.integers(1, 3))
+def test_a_prompt_attends_with_all_its_completions_as_each_sequence_does(batch: PackedBatch, sp: int) -> None:
+    layout = PackingLayout(sequence_parallel_size=sp, share_prompts=True)
+    packed = pack_microbatch(batch, range(batch.num_sequences), layout, device=CPU)
+    params, rows = packed.packed_seq_params, packed.token_ids.shape[1]
+    if not isinstance(params, SharedPromptParams):
+        return
+    trees = plan_trees(params)
+    assert trees is not None, "they are short"
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(rows, heads, 8, generator=generator) for heads in (4, 2, 2)]
+
+    def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        lens = params.cu_seqlens_q.diff().tolist()
+        return params.to_packed(packed_causal_attention(*map(params.to_sequences, (q, k, v)), lens, scale=0.3))
+
+    found = attended(inputs, lambda q, k, v: tree_attention(q, k, v, trees, scale=0.3))
+    for value, expected in zip(found, attended(inputs, whole), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "completions", "is_planned"),
+    [(6, 4, 8, True), (3, 8, 5, True), (6, 8, 8, False), (100, 9, 8, True), (120, 17, 8, True), (136, 17, 8, False)],
+)
+def test_prompts_are_attended_with_their_completions_where_that_takes_less_time(
+    prompt: int, completion: int, completions: int, is_planned: bool
+) -> None:
+    """A completion's last token has no row: 6 + 8 * 3 rows are short; 6 + 8 * 7 are not, and eight sequences of 13 have
+    half as many scores; 120 + 8 * 16 are 248 rows, 136 + 8 * 16 are more than 256."""
+    texts = [[i % 3 + 1] * completion for i in range(completions)]
+    batch = grouped_batch([list(range(prompt))], [(0, text) for text in texts])
+    batch = replace(batch, loss_mask=torch.arange(batch.num_tokens) % (prompt + completion) >= prompt)
+    layout = PackingLayout(share_prompts=True)
+    params = pack_microbatch(batch, range(completions), layout, device=CPU).packed_seq_params
+    assert isinstance(params, SharedPromptParams)
+    trees = plan_trees(params)
+    assert (trees is not None) == is_planned
+    assert params.planned_once(plan_trees) is params.planned_once(lambda _: None)
 
 
 def test_a_prompt_of_very_many_completions_gets_all_of_their_gradients_in_bfloat16() -> None:
