@@ -28,7 +28,7 @@ from core.step_batch import BatchFacts, BatchRequest, Scoring
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
-    from core.launch.rollout_client import RolloutClient
+    from core.launch.rollout_client import RolloutClient, ScoredBatch
     from core.launch.trainer_group import TrainerGroup
     from core.periodic import PeriodicActions
     from core.weight_sync.base import RunPush
@@ -163,19 +163,20 @@ class PPOTrainer:
         self._take(start.step)
         for step in range(start.step, self._schedule.total_steps):
             with self._timer("wait for rollout"):
-                batch, facts, figures = self._rollout.wait_taken(meanwhile=self._weights.sync_rejoined)
+                taken = self._rollout.wait_taken(meanwhile=self._weights.sync_rejoined)
             with periodic.whole_step():
                 with self._timer("offload generators"):
                     self._weights.offload_generators()
                 for group in self._groups:
-                    group.open_batch(batch)
-                metrics = self._score() | facts.metrics
+                    group.open_batch(taken.batch)
+                facts, figures = taken.facts, taken.figures
+                metrics = self._score(taken.scored) | facts.metrics
                 metrics |= self._update(facts.num_minibatches)
                 if self._skipped_updates is not None:
                     self._skipped_updates.check(step + 1, metrics)
                 for group in self._groups:
                     group.close_batch()
-                del batch  # frees its memory: the next one is made during the push
+                del taken  # frees its memory: the next batch is made during the push
                 with self._timer("push"):
                     self._take(step + 1)
                     pushed = self._weights.push(step + 1)
@@ -191,7 +192,8 @@ class PPOTrainer:
         return {"algorithm": self._algorithm.state_dict(), "memory": self._memory.state_dict()}
 
     def _take(self, step: int) -> None:
-        """Request the batch of `step`, if there is one, and send how it will be used."""
+        """Request the batch of `step`, if there is one, and send how it will be used. Its advantages are computed with
+        it where they need no pass: the algorithm has its state of the next step already."""
         if step >= self._schedule.total_steps:
             return
         uses = [needed.engine.use(self._memory, trains=False) for needed in self._needed]
@@ -199,21 +201,30 @@ class PPOTrainer:
         request = BatchRequest(
             unit=self._algorithm.unit, num_minibatches=self._num_minibatches, seed=step, version=step, uses=uses
         )
-        self._rollout.take(request)
+        self._rollout.take(request, None if self._needed else self._scoring)
 
     @property
     def _needed(self) -> list[_Pass]:
         return [p for p in self._passes if p.name in self._algorithm.passes]
 
-    def _score(self) -> dict[str, float]:
-        """Run the passes of the algorithm over the batch, and add what it trains on as fields."""
+    @property
+    def _scoring(self) -> Scoring:
+        objectives = {update.engine.name: update.objective for update in self._updates}
+        return Scoring(algorithm=self._algorithm, objectives=objectives)
+
+    def _score(self, scored_before: ScoredBatch | None) -> dict[str, float]:
+        """Run the passes of the algorithm over the batch, and add what it trains on as fields. `scored_before`: what
+        came with the batch."""
         results = {}
         for needed in self._needed:
             with self._timer(needed.phase):
                 results[FIELDS[needed.name]] = needed.run(self._memory)
         with self._timer("advantages"):
-            objectives = {update.engine.name: update.objective for update in self._updates}
-            fields, scored = self._rollout.score(Scoring(algorithm=self._algorithm, objectives=objectives), results)
+            if scored_before is None:
+                fields, scored = self._rollout.score(self._scoring, results)
+            else:
+                fields, scored = scored_before
+                self._rollout.write_samples()
             self._algorithm.load_state_dict(scored.algorithm_state)
             for group in self._groups:
                 group.add_fields(fields)

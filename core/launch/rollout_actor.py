@@ -50,20 +50,28 @@ class RolloutActor:
     async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
         await self._service.begin(version, state, ignore_changes=ignore_changes)
 
-    async def take(self, request: BatchRequest) -> tuple[StoredBatch, tuple[BatchFacts, Figures]]:
-        """Return the next batch, for the ranks, and what the driver reports of it: two results, of which the driver
-        reads the second."""
+    async def take(
+        self, request: BatchRequest, scoring: Scoring | None
+    ) -> tuple[StoredBatch, StoredFields | None, tuple[BatchFacts, Figures, Scored | None]]:
+        """Return the next batch, and with `scoring` its advantages as score(), for the ranks; and what the driver
+        reports of it: three results, of which the driver reads the third."""
         self._batch = None  # its memory is needed
         rollout, figures = await self._service.take(request.version)
         self._batch = await asyncio.to_thread(StepBatch, rollout, request, put=_place)
-        return self._batch.stored, (self._batch.facts(), figures)
+        fields, scored = (None, None) if scoring is None else await asyncio.to_thread(_score, self._batch, scoring, {})
+        return self._batch.stored, fields, (self._batch.facts(), figures, scored)
 
     async def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[StoredFields, Scored]:
         """Compute the advantages of the batch; return what the updates train on, and what the driver reports: as
-        take(). Start writing its samples; not in take(), which runs before the evaluation of the previous step."""
+        take(). Start writing its samples."""
         assert self._batch is not None, "take() comes first"
         await self._service.write_samples()
         return await asyncio.to_thread(_score, self._batch, scoring, results)
+
+    async def write_samples(self) -> None:
+        """Start writing the samples of the batch; not in take(), which runs before the evaluation of the previous
+        step."""
+        await self._service.write_samples()
 
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)

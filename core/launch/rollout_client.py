@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import ray
 
@@ -24,9 +25,24 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S")
 Method = Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]]
 """A method of the actor. Calls name it as RolloutActor.take, so that arguments and results are checked."""
+
+
+ScoredBatch: TypeAlias = "tuple[ObjectRef[StoredFields], Scored]"
+"""A reference to what the ranks train on, and what the driver reports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A batch, as the driver gets it: references to what the ranks read, and numbers."""
+
+    batch: ObjectRef[StoredBatch]
+    facts: BatchFacts
+    figures: dict[str, float]
+    """Of the producer."""
+    scored: ScoredBatch | None
+    """What RolloutClient.score() returns, where take() asked for it."""
 
 
 class RolloutClient:
@@ -46,67 +62,68 @@ class RolloutClient:
         """Start a call and return its handle."""
         return getattr(self._actor, method.__name__).remote(*args, **kwargs)
 
-    def _send_pair(self, method: Method[P, tuple[R, S]], *args: P.args, **kwargs: P.kwargs) -> Sequence[Any]:
-        """Start a call and return a handle of each of its two results: one that the ranks get, and one to read here."""
-        return getattr(self._actor, method.__name__).options(num_returns=2).remote(*args, **kwargs)
+    def _send_parts(self, count: int, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> Sequence[Any]:
+        """Start a call and return a handle of each of its results: those that the ranks get, and one to read here."""
+        return getattr(self._actor, method.__name__).options(num_returns=count).remote(*args, **kwargs)
 
     def _call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = self._wait_call(self._send(method, *args, **kwargs), method.__name__)
         return result
 
     def _wait_call(self, call: Any, phase: str) -> Any:
-        return self._wait(call, phase, timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
+        limit = self._cluster.deadlines.call_seconds
+        return self._gather(self._with_announced(call), phase, timeout_seconds=limit, key="call_seconds")
 
-    def _sampling(self, method: Method[P, R], meanwhile: Callable[[], None], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method that waits for generators."""
-        result: R = self._wait_sampling(self._send(method, *args, **kwargs), method.__name__, meanwhile)
-        return result
-
-    def _wait_sampling(self, call: Any, phase: str, meanwhile: Callable[[], None]) -> Any:
+    def _wait_sampling(self, calls: Sequence[Any], phase: str, **options: Any) -> Any:
+        """Return the result of the last of `calls`, which wait for generators."""
         limit = self._cluster.deadlines.batch_seconds
-        return self._wait(call, phase, timeout_seconds=limit, key="batch_seconds", meanwhile=meanwhile)
+        return self._gather(calls, phase, timeout_seconds=limit, key="batch_seconds", **options)
 
-    def _wait(self, call: Any, phase: str, *, timeout_seconds: float, key: str, **options: Any) -> Any:
-        calls = [*self._announced, call]
-        self._announced = []
+    def _with_announced(self, call: Any) -> Sequence[Any]:
+        calls, self._announced = [*self._announced, call], []
+        return calls
+
+    def _gather(self, calls: Sequence[Any], phase: str, *, key: str, **options: Any) -> Any:
         return self._cluster.waiter.gather(
-            calls,
-            names=["rollout"] * len(calls),
-            phase=phase,
-            timeout_seconds=timeout_seconds,
-            key=f"deadlines.{key}",
-            **options,
+            calls, names=["rollout"] * len(calls), phase=phase, key=f"deadlines.{key}", **options
         )[-1]
 
     def wait_started(self, timeout_seconds: float) -> DataFacts:
         """Return facts about the prompts when the rollout side is up."""
         return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
 
-    def take(self, request: BatchRequest) -> None:
+    def take(self, request: BatchRequest, scoring: Scoring | None) -> None:
         """Let the rollout side choose and cut the next batch, oldest prompts first, and return at once. The batches
-        before it count as consumed."""
-        self._taking = self._send_pair(RolloutActor.take, request)
+        before it count as consumed. `scoring`: compute the advantages too, which need no pass over the batch."""
+        self._taking = self._send_parts(3, RolloutActor.take, request, scoring)
 
-    def wait_taken(self, meanwhile: Callable[[], None]) -> tuple[ObjectRef[StoredBatch], BatchFacts, dict[str, float]]:
-        """Return a reference to the batch of the last take(), with what the driver reports of it and the producer's
-        figures; waits until the staleness bound can be kept, and calls `meanwhile` about once a second."""
-        batch, rest = self._taking
-        facts, figures = self._wait_sampling(rest, "take", meanwhile)
-        return batch, facts, figures
+    def wait_taken(self, meanwhile: Callable[[], None]) -> Taken:
+        """Return the batch of the last take(); waits until the staleness bound can be kept, and calls `meanwhile` about
+        once a second."""
+        batch, fields, rest = self._taking
+        # Prompts that set_version() starts keep the rollout side busy for a while.
+        facts, figures, scored = self._wait_sampling([rest], "take", meanwhile=meanwhile, beside=self._announced)
+        return Taken(
+            batch=batch, facts=facts, figures=figures, scored=None if scored is None else (fields, scored)
+        )  # fmt: skip
 
-    def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[ObjectRef[StoredFields], Scored]:
+    def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> ScoredBatch:
         """Return a reference to the fields to train on of the batch of the last take(), and what the driver reports.
         `results`: those of each pass, as the ranks returned them."""
-        fields, rest = self._send_pair(RolloutActor.score, scoring, results)
+        fields, rest = self._send_parts(2, RolloutActor.score, scoring, results)
         return fields, self._wait_call(rest, "score")
+
+    def write_samples(self) -> None:
+        """Let the samples of the batch of the last take() be written. Returns at once, as set_version()."""
+        self._announced.append(self._send(RolloutActor.write_samples))
 
     def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:
         """Start sampling, from the beginning or from a recover checkpoint's state."""
         self._call(RolloutActor.begin, version, state, ignore_changes)
 
     def set_version(self, version: int) -> None:
-        """Report that the generators now sample with this version, so that prompts are admitted. Returns at once; the
-        next call waits for it and raises its error."""
+        """Report that the generators now sample with this version, so that prompts are admitted. Returns at once; its
+        error is raised by a later call, all of which wait for it but wait_taken()."""
         self._announced.append(self._send(RolloutActor.set_version, version))
 
     def state_dict(self) -> object:
@@ -118,7 +135,9 @@ class RolloutClient:
 
     def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
         """Return accuracy and completion length over the evaluation set. `meanwhile`: see wait_taken()."""
-        return self._sampling(RolloutActor.evaluate, meanwhile)
+        call = self._send(RolloutActor.evaluate)
+        figures: dict[str, float] = self._wait_sampling(self._with_announced(call), "evaluate", meanwhile=meanwhile)
+        return figures
 
     def lost_generators(self) -> dict[int, str]:
         """Return the generators that the rollout side has given up on, by index, with the reason."""

@@ -67,19 +67,22 @@ class Waiter:
         key: str,
         meanwhile: Callable[[], None] = lambda: None,
         logs_waiting: bool = False,
+        beside: list[Any] | None = None,
     ) -> list[Any]:
         """Return the results of `refs` in order; the first failure ends the wait. `names` are the workers', `key` the
         configuration key of the timeout; `meanwhile` is called about once a second. `logs_waiting`: log the workers
-        that are waited for when that takes long.
+        that are waited for when that takes long. `beside`: calls of the first worker that need not end, but whose
+        failure ends the wait; those that end leave the list.
 
         Raises LaunchError when a worker, or a server of its, exited or did not answer in time; otherwise the worker's
         own exception, with a note that names the worker and holds its traceback."""
-        by_ref = dict(zip(refs, names, strict=True))
-        pending = list(refs)
+        beside = [] if beside is None else beside
+        by_ref = {**dict.fromkeys(beside, names[0]), **dict(zip(refs, names, strict=True))}
+        pending = [*beside, *refs]
         begin, log_after = time.monotonic(), _LOG_AFTER_SECONDS if logs_waiting else math.inf
         deadline = begin + timeout_seconds
         results: dict[Any, Any] = {}
-        while pending:
+        while len(results) < len(refs):
             raise_if_interrupted()
             self._do_chores()
             if (waited := time.monotonic() - begin) >= log_after:
@@ -90,10 +93,14 @@ class Waiter:
             ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, _LOOK_EVERY_SECONDS))
             if ready:
                 try:
-                    results[ready[0]] = ray.get(ready[0])
+                    result = ray.get(ready[0])
                 except RayError as e:
                     failure = self._failure(e, by_ref[ready[0]], phase, {r: by_ref[r] for r in pending})
                     raise failure from (e if isinstance(failure, LaunchError) else None)
+                if ready[0] in beside:
+                    beside.remove(ready[0])
+                else:
+                    results[ready[0]] = result
                 continue
             if left == 0:
                 late = self._late([by_ref[r] for r in pending], f"no answer in {phase}")

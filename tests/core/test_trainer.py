@@ -553,8 +553,8 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
     def one_step(number: int, *taken: str) -> list[str]:
         return [
             f"batch {number}", "sync_rejoined", "offload_generators", "score", "score", "score",
-            "train critic", "train critic", "train actor", "train actor", *taken, f"push {number + 1}",
-            f"set_version {number + 1}", f"after_step {number + 1}", f"report {number + 1}",
+            f"samples {number}", "train critic", "train critic", "train actor", "train actor", *taken,
+            f"push {number + 1}", f"set_version {number + 1}", f"after_step {number + 1}", f"report {number + 1}",
             f"after_report {number + 1}",
         ]  # fmt: skip
 
@@ -565,6 +565,16 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
         "time/wait_for_rollout", "time/offload_generators", "time/old_log-probs", "time/ref_log-probs", "time/values",
         "time/advantages", "time/critic_update", "time/update", "time/push", "time/step",
     }  # fmt: skip
+
+
+def test_advantages_that_need_no_pass_are_requested_with_the_batch_before_the_push() -> None:
+    """The samples are written when the previous step has been evaluated. An algorithm's state is that of its step."""
+    step = pair(1.0, 2.0)
+    run = train(step, step)
+    assert run.events[:8] == [
+        "take 0", "batch 0", "sync_rejoined", "offload_generators", "samples 0", "train actor", "take 1", "push 1",
+    ]  # fmt: skip
+    assert run.events.index("after_step 1") < run.events.index("samples 1") < run.events.index("report 2")
 
 
 def test_staleness_counts_from_the_oldest_trained_token_to_the_version_of_the_step(tmp_path: Path) -> None:

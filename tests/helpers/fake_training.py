@@ -30,13 +30,14 @@ from core.data.passes import InferencePass, UpdatePass
 from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.data.stored_batch import StoredBatch, StoredFields
+from core.launch.rollout_client import Taken
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.samples import Sample
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunState
 from core.run_identity import RunIdentity
-from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring, StepBatch
+from core.step_batch import BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
@@ -457,11 +458,12 @@ class _Rollout:
         self._run, self._steps, self._first = run, steps, first
         self._taken = 0
 
-    def take(self, request: BatchRequest) -> None:
+    def take(self, request: BatchRequest, scoring: Scoring | None) -> None:
         self._run.events.append(f"take {request.version}")
         self._request = request
+        self._scoring = None if scoring is None else pickle.dumps(scoring)
 
-    def wait_taken(self, meanwhile: Callable[[], None]) -> tuple[StoredBatch, BatchFacts, dict[str, float]]:
+    def wait_taken(self, meanwhile: Callable[[], None]) -> Taken:
         request = self._request
         self._run.events.append(f"batch {request.version}")
         meanwhile()
@@ -469,9 +471,16 @@ class _Rollout:
         self._taken += 1
         rollout = _batch(self._steps[index], self._first + index)
         self._batch = StepBatch(rollout, request, put=lambda arrays: arrays)
-        return self._batch.stored, self._batch.facts(), dict(self._steps[index].figures)
+        scored = None if self._scoring is None else self._batch.score(pickle.loads(self._scoring), {})
+        return Taken(
+            batch=self._batch.stored, facts=self._batch.facts(), figures=dict(self._steps[index].figures), scored=scored
+        )  # fmt: skip
+
+    def write_samples(self) -> None:
+        self._run.events.append(f"samples {self._request.version}")
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Any]]) -> tuple[StoredFields, Scored]:
+        self.write_samples()
         return self._batch.score(pickle.loads(pickle.dumps(scoring)), results)
 
     def samples(self) -> list[Sample]:

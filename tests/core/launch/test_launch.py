@@ -123,3 +123,34 @@ def test_an_error_names_the_worker_whose_call_it_is(tmp_path: Path, monkeypatch:
             ["a", "b", "c"], names=["rank0", "rank1", "rank2"], phase="train_step", timeout_seconds=60.0, key="x"
         )
     assert any("in rank1" in note for note in raised.value.__notes__)
+
+
+def test_a_call_beside_others_need_not_end_but_its_failure_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = {"take"}
+
+    def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        ready = [ref for ref in pending if ref in ended][:1]
+        return ready, [ref for ref in pending if ref not in ready]
+
+    def get(ref: str) -> str:
+        if ref == "fails":
+            raise RayTaskError("set_version", "", ValueError("version 3"))
+        return ref
+
+    monkeypatch.setattr(launch_wait, "ray", SimpleNamespace(wait=wait, get=get))
+
+    def take(beside: list[str]) -> list[str]:
+        return Waiter(tmp_path).gather(
+            ["take"], names=["rollout"], phase="take", timeout_seconds=60.0, key="x", beside=beside
+        )
+
+    running = ["set_version"]
+    assert take(running) == ["take"] and running == ["set_version"]
+    ended.add("set_version")
+    assert take(running) == ["take"] and running == []
+    ended.add("fails")
+    with pytest.raises(ValueError, match="version 3") as raised:
+        take(["fails"])
+    assert any("in rollout" in note for note in raised.value.__notes__)
