@@ -1,7 +1,7 @@
 """Matrix products in float32 by oneDNN; installed by cpu/device.py.
 
-oneDNN uses AVX-512 on every processor that has it, whereas MKL, which torch calls for float32, does so on Intel's
-alone: a product takes half the time on an AMD EPYC. torch calls oneDNN by itself for bfloat16.
+torch calls MKL for them, which uses AVX-512 on Intel's processors only; oneDNN does on all that have it, and takes half
+the time on an AMD EPYC. For bfloat16 torch calls oneDNN by itself.
 """
 
 from __future__ import annotations

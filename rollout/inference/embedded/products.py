@@ -1,5 +1,5 @@
-"""Products with weights. In float32 on a CPU they are oneDNN's: it uses AVX-512 on every processor that has it, whereas
-MKL, which torch calls for them, does so on Intel's alone (half the time of MKL on an AMD EPYC, equal results).
+"""Products with weights, in float32 on a CPU by oneDNN. torch calls MKL for them, which uses AVX-512 on Intel's
+processors only; oneDNN does on all that have it, and takes half the time on an AMD EPYC.
 
 Invariant: which library computes does not depend on the number of rows, whose results it must not change.
 """

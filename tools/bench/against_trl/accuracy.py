@@ -105,8 +105,8 @@ ON_CPU = Search(
 )  # fmt: skip
 PEER_ON_CPU = replace(ON_CPU, algorithms=("grpo", "dr_grpo"))
 """TRL has no maxrl."""
-ON_GPU = Search(precisions=("bfloat16",), lrs=(1e-4, 2e-4), seeds=(1, 2, 3))
-PEER_ON_GPU = Search(precisions=("bfloat16", "float32"), lrs=(1e-4,), seeds=(1, 2, 3))
+ON_GPU = replace(ON_CPU, precisions=("bfloat16",), lrs=(1e-4, 5e-5))
+PEER_ON_GPU = replace(PEER_ON_CPU, precisions=("bfloat16", "float32"), lrs=(1e-4,))
 """As many attempts as ON_GPU. In TRL both precisions have float32 weights there."""
 
 
