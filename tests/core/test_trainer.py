@@ -553,9 +553,9 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
     def one_step(number: int, *taken: str) -> list[str]:
         return [
             f"batch {number}", "sync_rejoined", "offload_generators", "score", "score", "score",
-            f"samples {number}", "train critic", "train critic", "train actor", "train actor", *taken,
-            f"push {number + 1}", f"set_version {number + 1}", f"after_step {number + 1}", f"report {number + 1}",
-            f"after_report {number + 1}",
+            f"advantages {number}", f"samples {number}", "train critic", "train critic", "train actor", "train actor",
+            *taken, f"push {number + 1}", f"set_version {number + 1}", f"after_step {number + 1}",
+            f"report {number + 1}", f"after_report {number + 1}",
         ]  # fmt: skip
 
     # A batch is chosen and cut while the weights of the step before are pushed.
@@ -571,8 +571,9 @@ def test_advantages_that_need_no_pass_are_requested_with_the_batch_before_the_pu
     """The samples are written when the previous step has been evaluated. An algorithm's state is that of its step."""
     step = pair(1.0, 2.0)
     run = train(step, step)
-    assert run.events[:8] == [
-        "take 0", "batch 0", "sync_rejoined", "offload_generators", "samples 0", "train actor", "take 1", "push 1",
+    assert run.events[:10] == [
+        "take 0", "advantages 0", "batch 0", "sync_rejoined", "offload_generators", "samples 0", "train actor",
+        "take 1", "advantages 1", "push 1",
     ]  # fmt: skip
     assert run.events.index("after_step 1") < run.events.index("samples 1") < run.events.index("report 2")
 

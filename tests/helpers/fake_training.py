@@ -462,6 +462,8 @@ class _Rollout:
         self._run.events.append(f"take {request.version}")
         self._request = request
         self._scoring = None if scoring is None else pickle.dumps(scoring)
+        if scoring is not None:
+            self._run.events.append(f"advantages {request.version}")
 
     def wait_taken(self, meanwhile: Callable[[], None]) -> Taken:
         request = self._request
@@ -480,6 +482,7 @@ class _Rollout:
         self._run.events.append(f"samples {self._request.version}")
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Any]]) -> tuple[StoredFields, Scored]:
+        self._run.events.append(f"advantages {self._request.version}")
         self.write_samples()
         return self._batch.score(pickle.loads(pickle.dumps(scoring)), results)
 

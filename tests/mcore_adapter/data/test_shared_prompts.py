@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from allocation import ParallelLayout
@@ -103,8 +103,16 @@ def attended(inputs: list[torch.Tensor], attend: Any) -> list[torch.Tensor]:
     return [out.detach(), *(x.grad for x in leaves)]
 
 
+def trees_of_12_and_11() -> PackedBatch:
+    """Two prompts with five completions each, of which the last one is shorter: its tree is padded."""
+    lens = [2 if i == 9 else 3 for i in range(10)]
+    batch = grouped_batch([[1, 2], [3, 1]], [(i // 5, [i % 3 + 1] * n) for i, n in enumerate(lens)])
+    return replace(batch, loss_mask=torch.cat([torch.arange(2 + n) >= 2 for n in lens]))
+
+
 @settings(max_examples=200, deadline=None)
 @given(batches, st.integers(1, 3))
+@example(trees_of_12_and_11(), 1)
 def test_a_prompt_attends_with_all_its_completions_as_each_sequence_does(batch: PackedBatch, sp: int) -> None:
     layout = PackingLayout(sequence_parallel_size=sp, share_prompts=True)
     packed = pack_microbatch(batch, range(batch.num_sequences), layout, device=CPU)

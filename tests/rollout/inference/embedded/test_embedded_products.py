@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout.inference.embedded.model import ROWS
+from rollout.inference.embedded.model import ROWS, _padded
 from rollout.inference.embedded.products import add_linear, linear
 
 
@@ -19,9 +19,11 @@ def test_a_row_is_the_same_beside_any_others(dtype: torch.dtype, columns: int, o
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(whole.double(), exact, rtol=bound, atol=bound * columns**0.5)
     torch.testing.assert_close(added.double(), exact + total.double(), rtol=bound, atol=bound * columns**0.5)
-    for rows in range(ROWS, 600, ROWS):
-        assert torch.equal(linear(x[:rows], weight), whole[:rows])
-        assert torch.equal(add_linear(total[:rows].clone(), x[:rows], weight), added[:rows])
+    for rows in [*range(1, 2 * ROWS), *range(2 * ROWS, 600, ROWS)]:
+        some, beside = _padded(x[:rows]), _padded(total[:rows]).clone()
+        assert len(some) % ROWS == 0
+        assert torch.equal(linear(some, weight)[:rows], whole[:rows])
+        assert torch.equal(add_linear(beside, some, weight)[:rows], added[:rows])
 
 
 def test_a_bias_is_added() -> None:
