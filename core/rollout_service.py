@@ -164,8 +164,11 @@ class RolloutService:
             logger.warning("%s. Ignored: the run continues with these demonstrations.", change)
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """Return the next batch, packed, and the figures of the producer and of the workflow. Raises RewardFailureError
-        where most completions could not be scored for some batches."""
+        """Return the next batch, packed, and the figures of the producer and of the workflow, when the samples of the
+        last one are in their file. Raises RewardFailureError where most completions could not be scored for some
+        batches, OSError where samples could not be written."""
+        await self._samples.written()
+        assert self._unwritten is None, "write_samples() comes before the next take()"
         groups = await self._producer.take(version)
         self._failed_scores.check(self._rewards.stats(), step=version + 1, last_error=self._rewards.last_error)
         batch = await asyncio.to_thread(pack_trajectories, groups, self._producer.taken)
@@ -190,7 +193,7 @@ class RolloutService:
 
     async def state_dict(self) -> Any:
         """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
-        cursor. The samples of the last batch that was scored are in their file then."""
+        cursor. The samples that write_samples() was called for are in their file then."""
         await self._samples.written()
         demonstrations = self._demonstrations.state_dict() if self._demonstrations is not None else None
         producer = await self._producer.state_dict()

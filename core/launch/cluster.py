@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 _LOOPBACK_INTERFACE = "lo"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NODES_SECONDS = 10.0
+"""For other machines to have the stacks of their processes written."""
 _KEPT_BYTES = {"MALLOC_MMAP_THRESHOLD_": 2**25, "MALLOC_TRIM_THRESHOLD_": 2**28}
 """Blocks up to the first size, its maximum, come from the heap, which keeps up to the second that is free."""
-"""For other machines to have the stacks of their processes written."""
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -182,7 +182,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             runtime_env={
                 "env_vars": {
                     ALLOWED: self.gpus_allowed,
-                    **_kept_memory(),
+                    **self._kept_memory(),
                     **worker_environment(),
                     **tracing.worker_environment(),
                     **self._interfaces(),
@@ -199,8 +199,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             return {}
         return {name: os.environ.get(name, _LOOPBACK_INTERFACE) for name in _INTERFACES}
 
-
-def _kept_memory() -> dict[str, str]:
-    """Return the variables with which glibc keeps tensors' memory for the next ones; the user's win. It would give
-    larger blocks back at once, and the system fills each page anew: up to a tenth of an update on CPU."""
-    return {name: os.environ.get(name, str(size)) for name, size in _KEPT_BYTES.items()}
+    def _kept_memory(self) -> dict[str, str]:
+        """Return the variables with which glibc keeps tensors' memory for the next ones; the user's win. It would give
+        larger blocks back at once, and the system fills each page anew: up to a tenth of an update on CPU."""
+        return {name: self._envs.get(name, os.environ.get(name, str(size))) for name, size in _KEPT_BYTES.items()}

@@ -62,9 +62,12 @@ class SampleWriter:
 
     async def written(self) -> None:
         """Wait until the samples of the last batch are in the file."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            self._notable = await writing
+        if (writing := self._writing) is not None:
+            try:
+                self._notable = await asyncio.shield(writing)
+            finally:
+                if writing.done() and self._writing is writing:
+                    self._writing = None
 
     async def notable(self) -> list[Sample]:
         """Return the best, worst and longest answer of the last batch."""

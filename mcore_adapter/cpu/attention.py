@@ -22,6 +22,7 @@ from mcore_adapter.data.shared_prompts import SharedPromptParams
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
 _SHORT_TOKENS = 48  # up to here matrix products over the whole batch beat the flash kernel (2x at 20 tokens, 1x at 56)
 _LONGEST_TREE = 256  # tokens of a prompt with all its completions, the scores of which are kept for the backward pass
+_SCORES_PER_COPY = 12  # for which there is time while a row of a whole sequence is copied, there and back
 _TRUNK = -1  # in place of a sequence: all completions of the prompt
 _ALONE_ELEMENTS = 1 << 14  # with more query elements (tokens x heads x head_dim) sequences keep a core busy
 
@@ -232,14 +233,14 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: tuple[_Block, ...], *
 
 def plan_trees(shared: SharedPromptParams) -> tuple[_Block, ...] | None:
     """Cut a packing into trees, each a prompt with all its completions: one matrix of scores, in which a completion
-    sees the prompt and itself. None where matrices of whole sequences take less time."""
+    sees the prompt and itself. None where whole sequences, with copies of their prompts, are estimated to take less
+    time."""
     assert shared.cu_seqlens_q is not None and shared.source is not None and shared.first is not None
     starts, lens = shared.cu_seqlens_q[:-1].long(), shared.cu_seqlens_q.diff().long()
     root = shared.source[starts.repeat_interleave(lens)][shared.first]  # of each packed row: the first one of its tree
     sizes = root.bincount()
-    if (longest := int(sizes.max())) > _LONGEST_TREE:
-        return None
-    if longest > _SHORT_TOKENS and int(sizes.square().sum()) > int(lens.square().sum()):
+    scores = lens.square() * torch.where(lens > _SHORT_TOKENS, 0.5, 1.0)  # flash attention computes the lower half
+    if int(sizes.max()) > _LONGEST_TREE or sizes.square().sum() > (scores + _SCORES_PER_COPY * lens).sum():
         return None
     sequence = torch.arange(len(lens)).repeat_interleave(lens)
     position = (torch.arange(len(sequence)) - starts.repeat_interleave(lens))[shared.first]

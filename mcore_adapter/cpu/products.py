@@ -29,13 +29,12 @@ def use_onednn() -> None:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a b for a [m, k] and b [k, n]: [m, n]."""
-    m, k, n = *a.shape, b.shape[1]
-    if a.dtype != torch.float32 or m * k * n < _SMALL or not (_is_dense(a) and _is_dense(b)):
-        return torch.mm(a, b, out=a.new_empty(m, n))
-    if a.is_contiguous() or m <= n:
+    """Compute a b for a [m, k] and b [k, n]: [m, n], contiguous. Raises as torch.mm."""
+    if not (_is_dense(a) and _is_dense(b) and a.shape[1] == b.shape[0] and len(a) * b.numel() >= _SMALL):
+        return torch.mm(a, b, out=a.new_empty(0))
+    if a.is_contiguous() or len(a) <= b.shape[1]:
         return _linear(a, b.t())
-    return _linear(b.t(), a).t()  # the left factor is copied where it is not contiguous: the smaller one
+    return _linear(b.t(), a).t().contiguous()  # a left factor that is not contiguous is copied: here the smaller one
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -44,4 +43,5 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or x.t().is_contiguous()
+    """Return whether this is a matrix in float32 that lies in memory row by row, or column by column."""
+    return x.dim() == 2 and x.dtype == torch.float32 and (x.is_contiguous() or x.t().is_contiguous())

@@ -1,7 +1,7 @@
 """Completions of the same prompt share it: its tokens pass through the model once a microbatch, not once a completion.
 
-What depends on a token alone (embedding, norms, projections, MLP, head) sees each distinct row once; only the core
-attention sees whole sequences again (`SharedPromptParams.to_sequences`). The last token of a sequence predicts nothing
+What depends on a token alone (embedding, norms, projections, MLP, head) sees each distinct row once. The core attention
+may see whole sequences again (`SharedPromptParams.to_sequences`). The last token of a sequence predicts nothing
 and is left out. Invariant: every trained token is predicted from exactly the tokens before it in its own sequence.
 """
 

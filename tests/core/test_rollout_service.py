@@ -265,6 +265,27 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
         assert sample.finish_reason == ("length" if batch.no_eos[i] else "stop")
 
 
+def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: Path) -> None:
+    settings = SampleSettings(folder=str(tmp_path), share=1.0, max_file_bytes=10**9, keep_files=2)
+
+    async def main() -> None:
+        generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
+        made = service(assets, generator, [str(assets.prompts)], samples=settings, max_staleness=1)
+        decode = made._samples._decode
+        made._samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]
+        try:
+            await made.start()
+            await made.begin(0, None, ignore_changes=False)
+            await made.take(0)
+            await made.write_samples()
+            await made.take(1)
+            assert len(read_rows(tmp_path / "samples.jsonl")) == 8
+        finally:
+            await made.close()
+
+    asyncio.run(main())
+
+
 def test_sets_are_called_after_their_files_or_folders() -> None:
     paths = ["a/aime24/test.jsonl", "b/amc23.jsonl", "c/amc23.jsonl", "math-ai/aime25", "d/train-00000.parquet"]
     sets = [DataSource(path=path) for path in paths]

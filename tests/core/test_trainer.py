@@ -568,7 +568,7 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
 
 
 def test_advantages_that_need_no_pass_are_requested_with_the_batch_before_the_push() -> None:
-    """The samples are written when the previous step has been evaluated. An algorithm's state is that of its step."""
+    """The samples are written when the previous step has been evaluated."""
     step = pair(1.0, 2.0)
     run = train(step, step)
     assert run.events[:10] == [

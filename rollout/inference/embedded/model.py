@@ -1,7 +1,8 @@
 """The inference transformer: prompts in one padded pass, then one token per slot and step against the cache.
 
 Invariant: a row's result does not depend on the other rows. Products of a single row take another kernel with another
-summation order; rows are padded to multiples of ROWS, also because a kernel is made for each number of rows.
+summation order: a padded prompt has several, and the rows of a decoding step are padded to multiples of ROWS. Fewer
+numbers of rows also mean fewer kernels, as one is made for each.
 """
 
 from __future__ import annotations

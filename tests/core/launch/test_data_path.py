@@ -59,6 +59,8 @@ class Store:
         self.driver_bytes = self.num_objects = 0
         self.fetched: list[Counter[Ref]] = []
         """Of each rank, since its batch was opened."""
+        self.calls: Counter[str] = Counter()
+        """Of actors, and of the service in the rollout actor."""
 
     def put(self, value: Any) -> Ref:
         self.num_objects += 1
@@ -81,6 +83,7 @@ class Actor:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
+            self._store.calls[name] += 1
             method = getattr(self._instance, name)
             result = method(*(a.value if isinstance(a, Ref) else a for a in args), **kwargs)
             return asyncio.run(result) if inspect.iscoroutine(result) else result
@@ -113,6 +116,15 @@ class Rank(TrainerRank):
         return [ref.value if isinstance(ref, Ref) else ref for ref in refs]
 
 
+class Service(MockService):
+    def __init__(self, store: Store, size: Size) -> None:
+        super().__init__(size)
+        self._store = store
+
+    async def write_samples(self) -> None:
+        self._store.calls["service.write_samples"] += 1
+
+
 def run_steps(
     monkeypatch: pytest.MonkeyPatch, *, tokens: int, decoupled: bool, small_bytes: int = object_store.SMALL_BYTES
 ) -> Store:
@@ -125,7 +137,7 @@ def run_steps(
     cluster = SimpleNamespace(waiter=store, deadlines=SimpleNamespace(call_seconds=1.0, batch_seconds=1.0))
     rollout, group = RolloutClient.__new__(RolloutClient), TrainerGroup.__new__(TrainerGroup)
     service = RolloutActor.__new__(RolloutActor)
-    service._service = MockService(Size(prompts=2, answers=4, tokens=tokens))  # type: ignore[assignment]
+    service._service = Service(store, Size(prompts=2, answers=4, tokens=tokens))  # type: ignore[assignment]
     vars(rollout).update(_cluster=cluster, _actor=store.actor(service), _announced=[])
     ranks = [TrainerStub(store.actor(Rank(store, i))) for i in range(RANKS)]
     vars(group).update(
@@ -174,3 +186,10 @@ def test_a_rank_fetches_nothing_twice_in_a_step(monkeypatch: pytest.MonkeyPatch,
     assert all(counts and set(counts.values()) == {1} for counts in fetched)
     if not decoupled:
         assert all(len(counts) == 2 for counts in fetched), "tokens once, fields once"
+
+
+def test_advantages_that_need_no_pass_cost_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of every batch are written, by the same call or by one of their own."""
+    alone, passes = (run_steps(monkeypatch, tokens=300, decoupled=decoupled).calls for decoupled in (False, True))
+    assert (alone["score"], alone["write_samples"], alone["service.write_samples"]) == (0, STEPS, STEPS)
+    assert (passes["score"], passes["write_samples"], passes["service.write_samples"]) == (STEPS, 0, STEPS)

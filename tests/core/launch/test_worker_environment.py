@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ class ActorClass:
         return self
 
 
-def environment_of_an_actor(folder: Path) -> dict[str, str]:
+def environment_of_an_actor(folder: Path, envs: Mapping[str, str] = {}) -> dict[str, str]:
+    """`envs`: external_configs.envs."""
     cluster = Cluster(
-        joined=None, envs={}, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(), log_folder=folder
+        joined=None, envs=envs, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(), log_folder=folder
     )
     cluster._groups.append(None)  # type: ignore[arg-type]
     actor_class = ActorClass()
@@ -72,5 +74,9 @@ def test_memory_of_an_actor_is_kept_for_its_next_tensors(tmp_path: Path) -> None
 
 
 def test_the_users_own_setting_of_memory_that_is_kept_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
-    assert environment_of_an_actor(tmp_path)["MALLOC_TRIM_THRESHOLD_"] == "4096"
+    name = "MALLOC_TRIM_THRESHOLD_"
+    monkeypatch.delenv(name, raising=False)
+    assert environment_of_an_actor(tmp_path, {name: "8192"})[name] == "8192"
+    monkeypatch.setenv(name, "4096")
+    assert environment_of_an_actor(tmp_path)[name] == "4096"
+    assert environment_of_an_actor(tmp_path, {name: "8192"})[name] == "4096"

@@ -23,14 +23,16 @@ def factor(rows: int, columns: int, *, transposed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("right", [False, True])
-def test_a_product_is_that_of_float64(monkeypatch, size: tuple[int, int, int], left: bool, right: bool) -> None:
+def test_a_product_is_that_of_float64(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], left: bool, right: bool
+) -> None:
     m, k, n = size
     a, b = factor(m, k, transposed=left), factor(k, n, transposed=right)
     taken = []
     compute = products._linear
     monkeypatch.setattr(products, "_linear", lambda x, w: taken.append(1) or compute(x, w))
     product = products.mm(a, b)
-    assert taken and product.shape == (m, n)
+    assert taken and product.shape == (m, n) and product.is_contiguous()
     torch.testing.assert_close(product.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 
@@ -45,10 +47,28 @@ def test_a_product_is_that_of_float64(monkeypatch, size: tuple[int, int, int], l
     ],
     ids=["small", "float64", "every second column", "repeated column", "no rows"],
 )
-def test_other_products_stay_with_torch(monkeypatch, a: torch.Tensor, b: torch.Tensor) -> None:
+def test_other_products_stay_with_torch(monkeypatch: pytest.MonkeyPatch, a: torch.Tensor, b: torch.Tensor) -> None:
     monkeypatch.setattr(products, "_linear", lambda *_: pytest.fail("computed by oneDNN"))
     product = products.mm(a, b)
     assert product.dtype == a.dtype and torch.equal(product, torch.full((len(a), b.shape[1]), float(a.shape[1])))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.ones(300, 192), torch.ones(193, 128)),
+        (torch.ones(300, 192), torch.ones(192, 128, dtype=torch.bfloat16)),
+        (torch.ones(192), torch.ones(192, 300)),
+        (torch.ones(3, 300, 192), torch.ones(192, 128)),
+    ],
+    ids=["other sizes", "other types", "a vector", "three dimensions"],
+)
+def test_what_is_no_product_is_refused_as_by_torch(a: torch.Tensor, b: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        torch.mm(a, b, out=a.new_empty(0))
+    with pytest.raises(RuntimeError) as found:
+        products.mm(a, b)
+    assert str(found.value) == str(expected.value)
 
 
 COMPUTES = """

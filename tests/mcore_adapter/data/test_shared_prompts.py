@@ -15,6 +15,7 @@ from allocation import ParallelLayout
 from helpers.engine_cases import VOCAB, make_engine, per_token, policy_loss, value_loss
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
+from mcore_adapter.cpu import attention
 from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.packing import PackingLayout, pack_microbatch
@@ -119,8 +120,10 @@ def test_a_prompt_attends_with_all_its_completions_as_each_sequence_does(batch: 
     params, rows = packed.packed_seq_params, packed.token_ids.shape[1]
     if not isinstance(params, SharedPromptParams):
         return
-    trees = plan_trees(params)
-    assert trees is not None, "they are short"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_SCORES_PER_COPY", 2**20)
+        trees = plan_trees(params)
+    assert trees is not None
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(rows, heads, 8, generator=generator) for heads in (4, 2, 2)]
 
@@ -135,13 +138,21 @@ def test_a_prompt_attends_with_all_its_completions_as_each_sequence_does(batch: 
 
 @pytest.mark.parametrize(
     ("prompt", "completion", "completions", "is_planned"),
-    [(6, 4, 8, True), (3, 8, 5, True), (6, 8, 8, False), (100, 9, 8, True), (120, 17, 8, True), (136, 17, 8, False)],
+    [
+        (6, 4, 8, True),
+        (6, 8, 8, False),
+        (1, 4, 23, False),
+        (1, 25, 2, False),
+        (100, 9, 8, True),
+        (100, 61, 2, False),
+        (120, 17, 8, True),
+        (136, 17, 8, False),
+    ],
 )
 def test_prompts_are_attended_with_their_completions_where_that_takes_less_time(
     prompt: int, completion: int, completions: int, is_planned: bool
 ) -> None:
-    """A completion's last token has no row: 6 + 8 * 3 rows are short; 6 + 8 * 7 are not, and eight sequences of 13 have
-    half as many scores; 120 + 8 * 16 are 248 rows, 136 + 8 * 16 are more than 256."""
+    """As measured, but for the last case: a completion's last token has no row, and 136 + 8 * 16 are more than 256."""
     texts = [[i % 3 + 1] * completion for i in range(completions)]
     batch = grouped_batch([list(range(prompt))], [(0, text) for text in texts])
     batch = replace(batch, loss_mask=torch.arange(batch.num_tokens) % (prompt + completion) >= prompt)
@@ -209,9 +220,14 @@ def mixed_batch() -> PackedBatch:
     return grouped_batch(prompts, completions)
 
 
-def shared_run(rank: Rank, layout: ParallelLayout, model: str, share: bool, recompute: str = "none") -> dict[str, Any]:
-    """Log-probabilities, values and two updates of actor and critic, prompts shared or not."""
-    with rank.joined(layout) as (parallel, device):
+def shared_run(
+    rank: Rank, layout: ParallelLayout, model: str, share: bool, recompute: str = "none", as_trees: bool = True
+) -> dict[str, Any]:
+    """Log-probabilities, values and two updates of actor and critic, prompts shared or not, and attended with all their
+    completions at once or not."""
+    with rank.joined(layout) as (parallel, device), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_SCORES_PER_COPY", 2**20 if as_trees else 0)
+        patch.setattr(attention, "_LONGEST_TREE", 2**20 if as_trees else 0)
         device.shares_prompts = share
         batch = mixed_batch()
         batch = batch.with_fields(returns=batch.fields["advantages"].flip(0))
@@ -235,20 +251,23 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[st
 
 
 @pytest.mark.parametrize(
-    ("layout", "recompute"),
+    ("layout", "recompute", "as_trees"),
     [
-        (ParallelLayout(), "full"),
-        (ParallelLayout(), "selective"),
-        (ParallelLayout(tp=2), "full"),
-        (ParallelLayout(pp=2), "none"),
-        (ParallelLayout(pp=2, vpp=2), "selective"),
-        (ParallelLayout(dp=2), "none"),
+        (ParallelLayout(), "full", True),
+        (ParallelLayout(), "full", False),
+        (ParallelLayout(), "selective", False),
+        (ParallelLayout(tp=2), "full", True),
+        (ParallelLayout(tp=2), "full", False),
+        (ParallelLayout(pp=2), "none", False),
+        (ParallelLayout(pp=2, vpp=2), "selective", True),
+        (ParallelLayout(pp=2, vpp=2), "selective", False),
+        (ParallelLayout(dp=2), "none", True),
     ],
     ids=str,
 )
-def test_sharing_prompts_changes_no_number(ranks, alone, layout, recompute):
+def test_sharing_prompts_changes_no_number(ranks, alone, layout, recompute, as_trees):
     folder, expected = alone
-    assert_same_numbers(ranks.run(shared_run, layout.world_size, layout, folder, True, recompute), expected)
+    assert_same_numbers(ranks.run(shared_run, layout.world_size, layout, folder, True, recompute, as_trees), expected)
 
 
 def test_sharing_prompts_changes_no_number_where_the_rotary_embedding_is_not_fused(ranks, tmp_path):

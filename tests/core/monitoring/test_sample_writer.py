@@ -1,0 +1,69 @@
+"""Samples are in their file before what depends on them goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from core.monitoring.sample_file import read_samples
+from core.monitoring.sample_writer import SampleWriter
+from core.monitoring.samples import SampleSettings
+from rollout.types import PROMPT_VERSION, Trajectory
+
+
+def settings(folder: Path) -> SampleSettings:
+    return SampleSettings(folder=str(folder), share=1.0, max_file_bytes=2**20, keep_files=2)
+
+
+def trajectory() -> Trajectory:
+    return Trajectory(
+        query_id="q", token_ids=np.array([1, 2], np.int32), loss_mask=np.array([False, True]),
+        rollout_logprobs=np.zeros(2, np.float32), versions=np.array([PROMPT_VERSION, 0], np.int32), reward=1.0,
+        finish_reason="stop",
+    )  # fmt: skip
+
+
+def test_everyone_who_waits_for_samples_waits_until_they_are_written(tmp_path: Path) -> None:
+    """A checkpoint and the next batch may wait at the same time; one that is cancelled does not end the writing."""
+    may_go_on = threading.Event()
+
+    def decode(tokens: np.ndarray) -> str:
+        assert may_go_on.wait(60)
+        return "text"
+
+    async def run() -> list[int]:
+        writer = SampleWriter(settings(tmp_path), decode)
+        writer.begin(0)
+        await writer.write([[trajectory()]], np.array([0]), step=1)
+        cancelled, *waiting = [asyncio.create_task(writer.written()) for _ in range(3)]
+        notable = asyncio.create_task(writer.notable())
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in (*waiting, notable))
+        may_go_on.set()
+        await asyncio.gather(*waiting)
+        steps = [sample.step for sample in await notable]
+        await writer.close()
+        return steps
+
+    assert asyncio.run(run()) == [1]
+    assert [row.step for row in read_samples(tmp_path)] == [1]
+
+
+def test_a_failed_write_is_an_error_of_everyone_who_waits_and_of_nobody_later(tmp_path: Path) -> None:
+    def decode(tokens: np.ndarray) -> str:
+        raise OSError("no space left")
+
+    async def run() -> None:
+        writer = SampleWriter(settings(tmp_path), decode)
+        writer.begin(0)
+        await writer.write([[trajectory()]], np.array([0]), step=1)
+        found = await asyncio.gather(writer.written(), writer.written(), return_exceptions=True)
+        assert [str(error) for error in found] == ["no space left"] * 2
+        await writer.close()
+
+    asyncio.run(run())
