@@ -174,7 +174,7 @@ def _flash_backward(
 
 
 def _short_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, unseen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute as _flash_forward(), or with what _Block.unseen says, and keep the probabilities [b * g, l, h / g * l],
+    """Compute as _flash_forward(), or with other keys (_Block.unseen); keep the probabilities [b * g, l, h / g * l],
     those of a query in a column: torch normalizes columns many at a time, and rows element by element where they are
     shorter than a vector."""
     (batch, heads, length, _), groups = q.shape, k.size(1)
