@@ -103,9 +103,8 @@ class RolloutClient:
         batch, fields, rest = self._taking
         # Prompts that set_version() starts keep the rollout side busy for a while.
         facts, figures, scored = self._wait_sampling([rest], "take", meanwhile=meanwhile, beside=self._announced)
-        return Taken(
-            batch=batch, facts=facts, figures=figures, scored=None if scored is None else (fields, scored)
-        )  # fmt: skip
+        with_fields = None if scored is None else (fields, scored)
+        return Taken(batch=batch, facts=facts, figures=figures, scored=with_fields)
 
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> ScoredBatch:
         """Return a reference to the fields to train on of the batch of the last take(), and what the driver reports.

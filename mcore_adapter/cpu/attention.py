@@ -8,7 +8,7 @@ depend on which sequences are packed beside it (beyond summation order).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -92,29 +92,42 @@ def _plan(lens: tuple[int, ...], elements_per_token: int) -> tuple[_Block, ...]:
             short.extend((lens[i], start + lens[i] * n) for n in range(run - i))
         start += tokens
         i = run
-    group: list[tuple[int, int]] = []
-    for item in sorted((s for s in short if s[0]), reverse=True):
-        if group and group[0][0] > _MAX_PADDING * item[0]:
-            blocks.append(_gathered(group))
-            group = []
-        group.append(item)
-    if group:
-        blocks.append(_gathered(group))
+    blocks.extend(map(_gathered, _by_length(short)))
     return tuple(blocks)
+
+
+def _by_length(pieces: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield groups of pieces (length, first row) of similar length, the longest first. Empty pieces are left out."""
+    group: list[tuple[int, int]] = []
+    for piece in sorted((p for p in pieces if p[0]), reverse=True):
+        if group and group[0][0] > _MAX_PADDING * piece[0]:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _padded_rows(group: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return the rows of a group's pieces, with the last row of a piece as its padding, and which of them are real:
+    [pieces, longest length] each."""
+    lens = torch.tensor([n for n, _ in group])[:, None]
+    starts = torch.tensor([s for _, s in group])[:, None]
+    column = torch.arange(group[0][0])[None, :]
+    return starts + torch.minimum(column, lens - 1), column < lens
 
 
 def _gathered(group: Sequence[tuple[int, int]]) -> _Block:
     """Return a block of sequences (length, first token), the longest first."""
-    length = group[0][0]
     if len(group) == 1:
-        return _Block(1, length, group[0][1])
-    lens = torch.tensor([n for n, _ in group])[:, None]
-    starts = torch.tensor([s for _, s in group])[:, None]
-    column = torch.arange(length)[None, :]
-    index = (starts + torch.minimum(column, lens - 1)).flatten()
-    real = (column < lens).flatten()
-    valid = None if bool(real.all()) else real.nonzero().flatten()
-    return _Block(len(group), length, -1, index, valid)
+        return _Block(1, *group[0])
+    index, real = _padded_rows(group)
+    return _Block(len(group), group[0][0], -1, index.flatten(), _valid(real))
+
+
+def _valid(real: Tensor) -> Tensor | None:
+    """Return what _Block.valid holds."""
+    return None if bool(real.all()) else real.flatten().nonzero().flatten()
 
 
 class _PackedCausalAttention(torch.autograd.Function):
@@ -245,28 +258,19 @@ def plan_trees(shared: SharedPromptParams) -> tuple[_Block, ...] | None:
     sequence = torch.arange(len(lens)).repeat_interleave(lens)
     position = (torch.arange(len(sequence)) - starts.repeat_interleave(lens))[shared.first]
     branch = sequence[shared.first].index_fill_(0, shared.source[shared.copies], _TRUNK)
-    sizes = sizes[sizes > 0]
-    rows = root.argsort(stable=True).split(sizes.tolist())
-    blocks: list[_Block] = []
-    by_size = sizes.argsort(descending=True).tolist()
-    while by_size:
-        length = len(rows[by_size[0]])
-        count = sum(_MAX_PADDING * len(rows[tree]) >= length for tree in by_size)
-        blocks.append(_tree_block([rows[tree] for tree in by_size[:count]], branch, position))
-        by_size = by_size[count:]
-    return tuple(blocks)
+    order = root.argsort(stable=True)  # the rows of a tree, one after the other
+    trees = zip(sizes.tolist(), (sizes.cumsum(0) - sizes).tolist(), strict=True)
+    return tuple(_tree_block(group, order, branch, position) for group in _by_length(trees))
 
 
-def _tree_block(trees: Sequence[Tensor], branch: Tensor, position: Tensor) -> _Block:
-    """Return a block of trees, the largest first, each given by its packed rows."""
-    lens = torch.tensor([len(rows) for rows in trees])
-    real = torch.arange(len(trees[0])) < lens[:, None]
-    index = torch.stack([F.pad(rows[None], (0, len(trees[0]) - len(rows)), "replicate")[0] for rows in trees])
+def _tree_block(group: Sequence[tuple[int, int]], order: Tensor, branch: Tensor, position: Tensor) -> _Block:
+    """Return a block of trees (length, first place in `order`), the longest first."""
+    places, real = _padded_rows(group)
+    index = order[places]
     of, at = branch[index], position[index]
     seen = ((of[:, :, None] == of[:, None]) | (of[:, :, None] == _TRUNK)) & (at[:, :, None] <= at[:, None])
     unseen = torch.zeros(seen.shape).masked_fill_(~(seen & real[:, :, None]), -torch.inf)
-    valid = None if bool(real.all()) else real.flatten().nonzero().flatten()
-    return _Block(len(trees), len(trees[0]), -1, index.flatten(), valid, unseen)
+    return _Block(len(group), group[0][0], -1, index.flatten(), _valid(real), unseen)
 
 
 def zigzag_attention(
