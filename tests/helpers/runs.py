@@ -9,6 +9,7 @@ import time
 import psutil
 
 from helpers.commands import PATIENCE_SECONDS
+from tools.bench.whole.running import server_below
 
 WITHOUT_GOODBYE = "error: the run ended without a message"
 
@@ -61,9 +62,7 @@ def process_of(command, name: str) -> psutil.Process:
 
 
 def server_of(command, name: str) -> psutil.Process:
-    """The SGLang server of this generator: the first of its processes that run hooks.py."""
-    children = [p for p in process_of(command, name).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return min((p for p in children if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+    return server_below(process_of(command, name))
 
 
 def came_back(command, index: int, start: int = 0, timeout: float = PATIENCE_SECONDS) -> int:

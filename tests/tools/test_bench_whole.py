@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from allocation import ParallelLayout
@@ -19,7 +22,7 @@ from tools.bench.gpu_experts import SLICE
 from tools.bench.gpu_memory import WidthsScene
 from tools.bench.whole import size as sizes
 from tools.bench.whole.measure import _logprobs_rate
-from tools.bench.whole.running import differences, pushes, recovered_steps, sampled_per_second
+from tools.bench.whole.running import differences, pushes, recovered_steps, sampled_per_second, server_below
 from tools.bench.whole.size import Size, configuration, held_bytes, scene_of, size_for
 
 WHOLE_MODEL = parse_config({**SLICE, "num_hidden_layers": 48})
@@ -141,3 +144,23 @@ def test_a_recovery_is_compared_with_the_last_checkpoint_before_the_failure() ->
     for end in ("", FINISHED.format(1), found):
         with pytest.raises(RuntimeError, match="did not recover"):
             recovered_steps(first + failed + end)
+
+
+def test_the_server_is_found_beside_processes_that_have_ended(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("import time; time.sleep(60)")
+    parent = """
+import os, subprocess, sys
+ended = subprocess.Popen([sys.executable, "-c", ""])
+os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+server = subprocess.Popen([sys.executable, sys.argv[1]])
+print(server.pid, flush=True)
+server.wait()
+"""
+    command = [sys.executable, "-c", parent, str(tmp_path / "hooks.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as generator:
+        assert generator.stdout is not None
+        server = psutil.Process(int(generator.stdout.readline()))
+        try:
+            assert server_below(psutil.Process(generator.pid)) == server
+        finally:
+            server.kill()

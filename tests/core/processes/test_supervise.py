@@ -37,8 +37,9 @@ def script(body: str, *, retries: int, driver_seconds: float = 60, end_seconds: 
     return [sys.executable, "-c", f"{BEFORE}\n{body}\nsys.exit(run_attempts(attempt, {settings}))"]
 
 
-def run(body: str, *, retries: int) -> tuple[int, str]:
-    done = subprocess.run(script(body, retries=retries), cwd=ROOT, capture_output=True, text=True, timeout=60)
+def run(body: str, *, retries: int, driver_seconds: float = 60) -> tuple[int, str]:
+    command = script(body, retries=retries, driver_seconds=driver_seconds)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -83,6 +84,21 @@ def attempt(self):
     assert done.returncode == FAILED, done.stdout + done.stderr
     assert "Attempt 1 failed after step 0: cause 1; then the driver (stopped) sent no heartbeat" in done.stdout
     assert "cause 2; then the driver (stopped) sent no heartbeat" in done.stdout.partition("took 2 attempts")[2]
+
+
+def test_what_a_stopped_driver_reports_when_it_is_woken_for_its_stacks_is_not_the_cause() -> None:
+    body = """
+def attempt(self):
+    if self.number == 2:
+        return 0
+    os.kill(os.getpid(), signal.SIGSTOP)
+    self.report(final=True, cause="a deadline was exceeded")
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    code, said = run(body, retries=3, driver_seconds=3)
+    assert code == DONE, said
+    assert "Attempt 1 failed after step 0: the driver (stopped) sent no heartbeat for" in said
+    assert "a deadline was exceeded" not in said
 
 
 def test_a_log_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

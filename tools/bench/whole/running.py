@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,8 @@ class Running:
         return psutil.Process(json.loads(head)["pid"])
 
     def server(self, index: int) -> psutil.Process:
-        """Return the SGLang server below a generator: the process that started first."""
-        below = self.process(f"generator-{index}").children(recursive=True)
-        return min((p for p in below if "hooks.py" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+        """Return the SGLang server below a generator."""
+        return server_below(self.process(f"generator-{index}"))
 
     @property
     def server_logs(self) -> dict[Path, int]:
@@ -110,6 +110,19 @@ class Running:
         with gzip.open(step_file(self.logs / "batches", step), "rt", encoding="utf-8") as file:
             case = json.load(file)
         return differences(case)
+
+
+def server_below(generator: psutil.Process) -> psutil.Process:
+    """Return the SGLang server of this generator: the first of its processes that run hooks.py."""
+    children = generator.children(recursive=True)
+    return min((p for p in children if "hooks.py" in _command_line(p)), key=lambda p: p.create_time())
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Return an empty one of a process that has ended, such as the server's that compiled kernels."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def differences(case: Mapping[str, Any]) -> np.ndarray:
