@@ -207,6 +207,33 @@ class MegatronEngine:
             "update_skipped": float(not update.applied),
         }
 
+    def warm_up(self) -> None:
+        """Compute gradients of a few tokens, which the first update drops: it does not wait until kernels are compiled
+        and loaded, and groups connected. Nothing else changes. Without an optimizer, do nothing."""
+        if self._optimizer is None:
+            return
+        num_tokens, count = 32, self._parallel.layout.dp
+        batch = PackedBatch(
+            token_ids=torch.arange(num_tokens).remainder(self.model_config.vocab_size).repeat(count),
+            cu_seqlens=num_tokens * torch.arange(count + 1),
+            loss_mask=(torch.arange(num_tokens) >= num_tokens // 2).repeat(count),
+        )
+        shard = weighed(batch, token_mean)
+        plan = self.planner.plan(shard.shape, num_tokens)
+
+        def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
+            result = self._head(microbatch, output, temperature=1.0, with_entropy=False)
+            loss = result.values if result.logprobs is None else result.logprobs
+            assert loss is not None, "an output has one of them"
+            return loss.sum(), torch.zeros((), dtype=torch.int32), None
+
+        def gradients() -> list[Any]:
+            microbatches = self._pack(shard, plan[self._parallel.dp_rank])
+            return run_schedule(self._chunks, microbatches, postprocess, forward_only=False)
+
+        with span("warm-up"):
+            self._memory.gradients(gradients, partial(self._sizes, shard.shape, plan, num_tokens))
+
     def _fitting(self, gradients: Callable[[], T], sizes: Callable[[], PassSizes], num_microbatches: int) -> T:
         """Compute gradients from zero, again with more recomputation where memory ran out and that can be chosen."""
         assert self._optimizer is not None, "train_step() checks it"

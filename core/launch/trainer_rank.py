@@ -86,14 +86,15 @@ class TrainerRank:
         )
 
     def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
-        """Make an engine under a name; return how it cuts batches. Raises MemoryError with the processes that hold the
-        memory."""
+        """Make an engine under a name, ready for its first update; return how it cuts batches. Raises MemoryError with
+        the processes that hold the memory."""
         from mcore_adapter.engine import MegatronEngine
 
         try:
             self._engines[engine] = MegatronEngine(
                 parallel=self._parallel, device=self._device, settings=settings, optimizer=optimizer
             )
+            self._engines[engine].warm_up()
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):
                 raise

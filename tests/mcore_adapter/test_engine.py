@@ -261,6 +261,37 @@ def test_actor_critic_and_reference_share_a_process_without_touching_each_other(
     assert several["reference_buffers"] == [], "an inference engine holds no gradient buffers"
 
 
+def warmed_run(rank: Rank, layout: ParallelLayout, model: str, *, warms_up: bool, **settings: Any) -> dict[str, Any]:
+    with rank.joined(layout) as (parallel, device):
+        engine, batch = make_engine(parallel, device, model, **settings), random_batch()
+        if warms_up:
+            engine.warm_up()
+        loss = value_loss if settings.get("is_critic") else policy_loss
+        steps = [engine.train_step(batch, loss, max_tokens_per_mb=MAX_TOKENS) for _ in range(STEPS)]
+        return {"steps": steps, "updates": engine.num_updates, "random": torch.get_rng_state().tolist()}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("qwen2_tied", {}),
+        ("qwen2_tied", {"is_critic": True, "init_critic_from_actor": True}),
+        ("qwen3_moe", {"moe_aux_loss_coeff": 0.05, "moe_bias_update_rate": 0.01, "recompute": "auto"}),
+    ],
+    ids=["actor", "critic", "experts"],
+)
+@pytest.mark.parametrize("layout", ["one", "tp2_pp2", "dp2", "cp2", "pp2_vpp2"])
+def test_a_warm_up_changes_nothing(ranks, folder, layout, model, settings):
+    placed = LAYOUTS.get(layout, ParallelLayout())
+    if model == "qwen3_moe":
+        write_model(model, folder / model)
+    cold, warm = (
+        ranks.run(partial(warmed_run, warms_up=warms_up, **settings), placed.world_size, placed, str(folder / model))
+        for warms_up in (False, True)
+    )
+    assert warm == cold and warm[0]["updates"] == STEPS
+
+
 def test_a_batch_without_trained_tokens_is_a_step_of_zero_gradient(one_rank):
     assert one_rank["masked"]["loss"] == 0.0
     assert one_rank["masked"]["grad_norm"] == 0.0

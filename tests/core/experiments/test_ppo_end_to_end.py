@@ -71,7 +71,8 @@ def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_comman
     recorded = {(span.process, span.name) for span in read_spans(command.logs)}
     assert recorded > {
         ("driver", "step"), ("driver", "push"), ("rollout", "take"), ("rollout", "request"), ("rollout", "judge"),
-        ("generator-0", "receive"), ("trainer-rank0", "train step"), ("trainer-rank0", "optimizer"),
+        ("generator-0", "receive"), ("trainer-rank0", "warm-up"), ("trainer-rank0", "train step"),
+        ("trainer-rank0", "optimizer"),
     }  # fmt: skip
     saved = command.checkpoints / "actor" / "epoch1epochstep5globalstep5"
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -141,7 +141,7 @@ def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
 def test_what_cannot_be_repeated_in_place_goes_on_in_another_attempt_with_what_was_learnt(
     assets, run_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    inject(monkeypatch, f"init:once={tmp_path / 'init'},train:rank=1:once={tmp_path / 'train'}")
+    inject(monkeypatch, f"init:once={tmp_path / 'init'},train:rank=1:over=32:once={tmp_path / 'train'}")
     command = run_command(
         "sft",
         {
