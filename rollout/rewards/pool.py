@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 _MAX_BATCH = 16
 """Answers sent to a worker at once: enough to hide the pipe, few enough to wait behind one that hangs."""
 _UNDIVIDED_SECONDS = 0.01
-"""Waiting answers that one worker judges in this time go to it together: another message costs more than it saves."""
+"""Answers that one worker judges in this time go to it together, however many: another message costs more than it
+saves."""
 _KILL_GRACE_SECONDS = 0.5
 """A worker ends slow Python code by itself at the limit, which spares its restart; this much later it is killed."""
 _START_TIMEOUT_SECONDS = 120.0
@@ -182,10 +183,9 @@ class RewardPool:
     async def _next_batch(self) -> list[_Answer]:
         """Wait for an answer, then take this worker's share of those that wait."""
         batch = [await self._waiting.get()]
-        waiting = self._waiting.qsize() + 1
-        quick = waiting * self._answer_seconds < _UNDIVIDED_SECONDS
-        share = waiting if quick else math.ceil(waiting / self._num_workers)
-        while len(batch) < min(_MAX_BATCH, share):
+        waiting, undivided = self._waiting.qsize() + 1, int(_UNDIVIDED_SECONDS / self._answer_seconds)
+        share = waiting if waiting <= undivided else math.ceil(waiting / self._num_workers)
+        while len(batch) < min(max(_MAX_BATCH, undivided), share):
             batch.append(self._waiting.get_nowait())
         return [answer for answer in batch if not answer.score.done()]  # the others were cancelled by their callers
 

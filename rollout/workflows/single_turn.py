@@ -33,7 +33,7 @@ class SingleTurnMathWorkflow:
         finally:
             for task in sampling:
                 task.cancel()
-        texts = [self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        texts = [self._tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True) for c in completions]
         rewards = await self._reward_pool.score_many(prompt, texts)
         return [build_trajectory(prompt, c, reward) for c, reward in zip(completions, rewards, strict=True)]
 

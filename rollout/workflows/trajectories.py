@@ -33,7 +33,8 @@ def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> T
     loss_mask[num_prompt:] = True
     logprobs = np.zeros(total, dtype=np.float32)
     logprobs[num_prompt:] = completion.logprobs
-    versions = np.full(total, PROMPT_VERSION, dtype=np.int32)
+    versions = np.empty(total, dtype=np.int32)
+    versions[:num_prompt] = PROMPT_VERSION
     versions[num_prompt:] = completion.versions
     token_ids = np.empty(total, dtype=np.int32)
     token_ids[:num_prompt] = prompt.token_ids

@@ -163,11 +163,12 @@ def test_answers_that_come_with_a_hanging_one_are_divided_among_the_workers(evil
     with_pool(body, evil, num_workers=2, timeout_seconds=60)
 
 
-def test_quick_answers_of_a_group_go_to_one_worker_and_slow_ones_to_all(evil: str) -> None:
+@pytest.mark.parametrize("count", [8, 40])
+def test_quick_answers_go_to_one_worker_however_many_and_slow_ones_to_all(evil: str, count: int) -> None:
     async def body(pool: RewardPool) -> None:
         async def num_workers(text: str) -> int:
             await pool.score(make_prompt(), text)  # how long such an answer takes
-            return len(set(await pool.score_many(make_prompt(), [text] * 8)))
+            return len(set(await pool.score_many(make_prompt(), [text] * count)))
 
         assert await num_workers("slow pid") == 2
         on_a_loaded_machine_all_are_slow = [await num_workers("pid") for _ in range(100)]
