@@ -48,18 +48,22 @@ async def _push(scene: Scene) -> AsyncIterator[Figure]:
 def push_senders(scene: Scene) -> Iterator[Figure]:
     """Yield pushes of two pipeline stages into one server: by the first rank, and by one rank of each stage, against
     the first. Three GPUs."""
-    yield from drive(_push_senders(scene))
+    yield from senders_against_one(scene, f"push.{scene.shape}_pp2", pp=RANKS)
 
 
-async def _push_senders(scene: Scene) -> AsyncIterator[Figure]:
+def senders_against_one(scene: Scene, name: str, **layout: int) -> Iterator[Figure]:
+    """Yield pushes of two ranks of this layout into one server: by the first rank, and by both, against the first."""
+    yield from drive(_senders_against_one(scene, name, layout))
+
+
+async def _senders_against_one(scene: Scene, name: str, layout: Mapping[str, int]) -> AsyncIterator[Figure]:
     async with AsyncExitStack() as stack:
         served = await _servers(scene, 1, stack)
-        name = f"push.{scene.shape}_pp2"
-        by_one = await _figures(scene, served, f"{name}_1_sender", "one", 0, pp=RANKS)
-        by_stages = await _figures(scene, served, f"{name}_{RANKS}_senders", "stages", 100, pp=RANKS)
+        by_one = await _figures(scene, served, f"{name}_1_sender", "one", 0, **layout)
+        by_both = await _figures(scene, served, f"{name}_{RANKS}_senders", "stages", 100, **layout)
         for figure in by_one:
             yield figure
-        for figure, of_one in zip(by_stages, by_one, strict=True):
+        for figure, of_one in zip(by_both, by_one, strict=True):
             yield replace(figure, baseline=of_one.value)
 
 
