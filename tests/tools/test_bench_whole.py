@@ -147,20 +147,18 @@ def test_a_recovery_is_compared_with_the_last_checkpoint_before_the_failure() ->
 
 
 def test_the_server_is_found_beside_processes_that_have_ended(tmp_path: Path) -> None:
-    (tmp_path / "hooks.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "hooks.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     parent = """
 import os, subprocess, sys
 ended = subprocess.Popen([sys.executable, "-c", ""])
 os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-server = subprocess.Popen([sys.executable, sys.argv[1]])
-print(server.pid, flush=True)
-server.wait()
+subprocess.run([sys.executable, sys.argv[1]])
 """
     command = [sys.executable, "-c", parent, str(tmp_path / "hooks.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as generator:
         assert generator.stdout is not None
         server = psutil.Process(int(generator.stdout.readline()))
         try:
-            assert server_below(psutil.Process(generator.pid)) == server
+            assert server_below(psutil.Process(generator.pid)).pid == server.pid
         finally:
             server.kill()
