@@ -109,7 +109,7 @@ def value_loss(
     (`old_values`). Source: Schulman et al.'s PPO2 code, 0.5 * max((v - R)^2, (clip(v) - R)^2)."""
     assert output.values is not None, "the critic's engine returns values"
     weights, returns, old_values = trained_weights(fields), fields["returns"], fields["old_values"]
-    clipped_values = old_values + (output.values - old_values).clamp(-value_eps_clip, value_eps_clip)
+    clipped_values = output.values.clamp(old_values - value_eps_clip, old_values + value_eps_clip)
     unclipped = (output.values - returns).square()
     clipped = (clipped_values - returns).square()
     loss = (0.5 * torch.maximum(unclipped, clipped) * weights).sum()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.algorithms import PRESETS
 from tools.conformance import compare
 from tools.conformance.__main__ import main
 from tools.conformance.batches import make_batch
@@ -24,6 +25,10 @@ def test_the_code_gives_the_golden_numbers(family: str) -> None:
     numbers = list(GOLDEN[family]())
     assert len(numbers) > 20
     assert [number for number in numbers if not number.holds] == []
+
+
+def test_gradients_of_every_preset_and_of_preferences_are_checked() -> None:
+    assert CASES.keys() == PRESETS.keys() | {"dpo", "ipo"}
 
 
 @pytest.mark.parametrize("name", CASES)

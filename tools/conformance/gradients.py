@@ -1,7 +1,7 @@
-"""Gradients of every preset against finite differences.
+"""Gradients of every preset, and of preferences, against finite differences.
 
-A loss that holds a ratio fixed (cispo, topr, tv) is not the integral of its gradient; there the differences are those
-of the integral, written down here in closed form.
+A loss that holds a factor fixed (a ratio in cispo, topr and tv, p (1 - p) in chord) is not the integral of its
+gradient; there the differences are those of the integral, written down here in closed form.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "opmd": {}, "opmd_kimi": {"opmd_tau": 2.0},
     "opmd_logavgexp": {"ppo.kl_ctl": 0.1, "kl_in": "loss", "kl_estimator": "low_var"},
     "maxrl": {"correction": "tis", "correction_level": "sequence"},
+    "mix": {"demonstration_weight": 0.4}, "chord": {"demonstration_weight": 0.4},
+    "dpo": {"beta": 0.5, "label_smoothing": 0.1}, "ipo": {"beta": 0.5, "loss": "ipo"},
 }  # fmt: skip
-"""Preset -> settings; corrections are off unless the preset or the settings choose one."""
+"""Preset -> settings; corrections are off unless the preset or the settings choose one. dpo and ipo: those of pairs."""
+PAIRS = ("dpo", "ipo")
 
 
 def _capped(cap: float) -> Callable[[float], float]:
@@ -41,8 +44,15 @@ INTEGRALS: Mapping[str, Callable[[float, float, float], float]] = {
     "cispo": lambda a, r, p: -a * _capped(2.0)(r),
     "topr": lambda a, r, p: -a * (math.log(r) if a > 0 else _capped(1.0)(r)),
     "rloo": lambda a, r, p: -a * _capped(2.0)(r) * ((p <= 0.2) if a > 0 else (p >= -0.2)),
+    "chord": lambda a, r, p: max(-a * r, -a * min(max(r, 0.8), 1.2)),
 }
 """Of advantage, ratio and change of the probability: what the gradient of a token is the derivative of."""
+
+
+def _demonstrated(logprob: float) -> float:
+    """Return the integral of -p (1 - p) over log p: of a demonstrated token of chord."""
+    p = math.exp(logprob)
+    return -(p - p * p / 2.0)
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,16 @@ class Gradient:
 def gradients(names: Sequence[str] = tuple(CASES), num_directions: int = 8) -> Iterator[Gradient]:
     """Compare the gradients of a random batch along random directions in the space of its log-probabilities."""
     for name in names:
-        chosen = CASES[name]
-        settings = chosen if "correction" in chosen else {"correction": "none", **chosen}
-        fields = FIELDS if name == "ppo" else FIELDS - {"values"}
-        case = to_case(make_batch("usual", 1), name, settings, fields)
-        yield Gradient(f"{name} {dict(chosen) or ''}", _difference(name, case, num_directions))
+        yield Gradient(f"{name} {dict(CASES[name]) or ''}", _difference(name, _case(name), num_directions))
+
+
+def _case(name: str) -> dict[str, Any]:
+    chosen, batch = CASES[name], make_batch("usual", 1)
+    if name in PAIRS:
+        pairs = {**batch, "group": [i // 2 for i in range(len(batch["lens"]))]}
+        return to_case(pairs, "dpo", chosen, frozenset({"ref_logprobs"}))
+    settings = chosen if "correction" in chosen else {"correction": "none", **chosen}
+    return to_case(batch, name, settings, FIELDS if name == "ppo" else FIELDS - {"values"})
 
 
 def _difference(name: str, case: dict[str, Any], num_directions: int) -> float:
@@ -97,5 +112,6 @@ def _moved(
             before["logprobs"], after["logprobs"], before["old_logprobs"], weights, strict=True
         ):
             change = math.exp(start) - math.exp(old)  # the trust region of tv holds this fixed
-            total += weight * INTEGRALS[name](advantage, math.exp(logprob - old), change)
+            of_rollout = INTEGRALS[name](advantage, math.exp(logprob - old), change)
+            total += weight * (_demonstrated(logprob) if before.get("demonstration") else of_rollout)
     return total

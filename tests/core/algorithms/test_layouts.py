@@ -1,6 +1,6 @@
 """Every kind of term on gloo ranks: the same loss and gradient in every layout, cut into microbatches and order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -8,9 +8,12 @@ import torch
 
 from allocation import ParallelLayout
 from core.algorithms import PRESETS
+from core.algorithms.base import Objective
+from core.algorithms.corrections import PROXIMAL_SHARE, SMALL_CHANGE, proximal_share, small_changes
 from core.algorithms.dpo import DPO
 from core.algorithms.mix import DEMONSTRATION
 from core.algorithms.policy_gradient import PolicyGradient
+from core.algorithms.sft import SFT
 from helpers.batches import algorithm
 from helpers.engine_cases import make_engine, random_batch
 from helpers.mcore_ranks import Rank, RankPool
@@ -33,19 +36,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "pairs of sequences": ("dpo", {"beta": 0.5, "label_smoothing": 0.1}),
     "demonstrations": ("chord", {"demonstration_weight": 0.4, "aggregation": "sequence_mean"}),
+    "values": ("critic", {"value_eps_clip": 0.15}),
+    "proximal policy by the ages of tokens": (
+        "ppo", {"correction": "decoupled", "proximal": "loglinear", "behave_imp_weight_cap": 1.1},
+    ),
 }  # fmt: skip
-"""(preset, changes). The clip range is so wide that some sequences are clipped and others are not."""
-GSPO, SUMS, PAIRS, SHOWN = CASES
+"""(name of make_objective, changes). The clip range is so wide that some sequences are clipped and others are not."""
+GSPO, SUMS, PAIRS, SHOWN, VALUES, LOGLINEAR = CASES
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {"disable_value": True, "max_new_tokens": 10}) for name in PRESETS},
-    "mis sequence": ("grpo", {"correction": "mis"}),
+    "decoupled recomputed": ("ppo", {"correction": "decoupled", "behave_imp_weight_cap": 1.1}),
+    "decoupled reused": ("ppo", {"correction": "decoupled", "proximal": "reused", "behave_imp_weight_cap": 1.1}),
+    "m2po": ("grpo", {"correction": "decoupled", "m2po_threshold": 0.02}),
+    "tis token": ("grpo", {"correction": "tis", "correction_max": 1.1}),
+    "mis token": ("grpo", {"correction": "mis", "correction_level": "token", "correction_min": 0.9,
+                           "correction_max": 1.2}),
+    "mis sequence": ("grpo", {"correction": "mis", "correction_max": 1.5}),
     "mis geometric": ("grpo", {"correction": "mis", "correction_level": "geometric", "correction_min": 0.9,
                                "correction_max": 1.1}),
-    "icepop": ("dapo", {"correction": "icepop", "correction_veto": 0.5}),
+    "icepop": ("dapo", {"correction": "icepop", "correction_min": 0.8, "correction_max": 1.3, "correction_veto": 0.7}),
     "tv": ("grpo", {"loss": "tv"}),
     "ipo": ("dpo", {"beta": 0.5, "kind": "ipo"}),
     "sequence sum, k2": ("rloo", {"aggregation": "sequence_sum", "kl_ctl": 0.1, "kl_in": "loss", "kl_gradient": "k2"}),
+    "sft": ("sft", {}),
 }  # fmt: skip
+DROPPING = (
+    LOGLINEAR, SUMS, "decoupled recomputed", "decoupled reused", "m2po", "mis token", "mis sequence", "mis geometric",
+    "icepop",
+)  # fmt: skip
+"""Cases whose correction drops some tokens and keeps others."""
 
 Runs = dict[str, list[list[dict[str, float]]]]
 
@@ -69,6 +88,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def make_objective(name: str, changes: Mapping[str, Any]) -> Objective:
+    """The objective of "dpo", "sft", "critic" (that of PPO) or a preset, with these changes."""
+    if name == "dpo":
+        return DPO(**changes)
+    if name == "sft":
+        return SFT(**changes)
+    if name != "critic":
+        return algorithm(name, **changes)
+    critic = algorithm("ppo", disable_value=False, **changes).critic
+    assert critic is not None
+    return critic
+
+
 def one_advantage_each(*, backwards: bool = False, preset: str = "grpo") -> Any:
     """Sequences with one advantage each; one of them has no trained token. Other policies are fixed by their seeds.
     For dpo all have trained tokens, and a partner some places away; for mix and chord three are demonstrations."""
@@ -77,7 +109,10 @@ def one_advantage_each(*, backwards: bool = False, preset: str = "grpo") -> Any:
     advantages = torch.randn(batch.num_sequences, generator=generator).repeat_interleave(batch.seq_lens)
     old, rollout, ref = 0.2 * torch.randn(3, batch.num_tokens, generator=generator)
     probe = torch.randn(batch.num_tokens, generator=generator)
-    batch = batch.with_fields(advantages=advantages, old_noise=old, rollout_noise=rollout, ref_noise=ref, probe=probe)
+    ages = torch.randint(4, (batch.num_tokens,), generator=generator)
+    batch = batch.with_fields(
+        advantages=advantages, old_noise=old, rollout_noise=rollout, ref_noise=ref, probe=probe, ages=ages
+    )
     if preset in ("mix", "chord"):
         demonstrated = torch.isin(torch.arange(batch.num_sequences), torch.tensor([2, 7, 9]))
         batch = batch.with_fields(**{DEMONSTRATION: demonstrated.repeat_interleave(batch.seq_lens)})
@@ -96,11 +131,11 @@ def run_cases(
     runs: Runs = {}
     with rank.joined(layout) as (parallel, device):
         for name, (preset, changes) in cases.items():
-            pairs = preset == "dpo"
-            chosen = DPO(**changes) if pairs else algorithm(preset, **changes)
-            batch = one_advantage_each(backwards=backwards, preset=preset)
+            pairs, critic = preset == "dpo", preset == "critic"
+            chosen = make_objective(preset, changes)
+            batch = with_correction(one_advantage_each(backwards=backwards, preset=preset), chosen)
             for limit in limits:
-                engine = make_engine(parallel, device, model)
+                engine = make_engine(parallel, device, model, is_critic=critic, init_critic_from_actor=critic)
                 steps = [
                     engine.train_step(
                         batch, _from_other_policies(chosen), max_tokens_per_mb=max(limit, LONGEST_PAIR * pairs),
@@ -112,21 +147,37 @@ def run_cases(
     return runs
 
 
-def _from_other_policies(chosen: Any) -> Any:
-    """The loss with other policies that are the model's own of this pass, moved by the batch's noise. Its metric
-    "gradient" is the product of its gradient by the log-probabilities with a random vector."""
+def with_correction(batch: Any, chosen: Objective) -> Any:
+    """The batch with the fields that its correction computes from all of it, before it is cut."""
+    if not isinstance(chosen, PolicyGradient):
+        return batch
+    if chosen.settings.proximal == "loglinear":
+        batch = batch.with_fields(**{PROXIMAL_SHARE: proximal_share(batch.fields["ages"])})
+    if chosen.settings.m2po_threshold is not None:
+        log_weights = -batch.fields["rollout_noise"]
+        kept = small_changes(log_weights, batch.loss_mask, chosen.settings.m2po_threshold)
+        batch = batch.with_fields(**{SMALL_CHANGE: kept})
+    return batch
+
+
+def _from_other_policies(chosen: Objective) -> Any:
+    """The loss with other policies, or earlier values, that are the model's own of this pass, moved by the batch's
+    noise. Its metric "gradient" is the product of its gradient by the log-probabilities, or values, with a random
+    vector."""
 
     def loss(output: Any, fields: Any, sequences: Any) -> Any:
-        own, mask = output.logprobs.detach(), fields["loss_mask"]
+        outputs = output.logprobs if output.values is None else output.values
+        own, mask = outputs.detach(), fields["loss_mask"]
         old = (own + fields["old_noise"]) * mask
         corrected = isinstance(chosen, PolicyGradient) and chosen.settings.correction not in ("bypass", "none")
         others = {
             "old_logprobs": old,
+            "old_values": old,
             "rollout_logprobs": (old + fields["rollout_noise"]) * mask if corrected else old,
             "ref_logprobs": (own + fields["ref_noise"]) * mask,
         }
         loss, metrics = chosen.loss(output, {**fields, **others}, sequences)
-        (gradient,) = torch.autograd.grad(loss, output.logprobs, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, outputs, retain_graph=True)
         return loss, {**metrics, "gradient": (gradient * fields["probe"]).sum()}
 
     return loss
@@ -163,6 +214,9 @@ def test_loss_and_gradient_are_the_same_in_any_cut_into_microbatches(one_process
 def test_the_cases_reach_both_sides_of_their_bounds(one_process: Runs) -> None:
     assert 0.05 < one_process[GSPO][0][0]["actor_clip_ratio"] < 0.95
     assert 0.05 < one_process[SUMS][0][0]["behave_capped_ratio"] < 0.95
+    assert 0.05 < one_process[VALUES][0][0]["value_clip_ratio"] < 0.95
+    assert 0.05 < one_process[LOGLINEAR][0][0]["actor_clip_ratio"] < 0.95
+    assert 0.05 < one_process[LOGLINEAR][0][0]["behave_capped_ratio"] < 0.95
 
 
 def test_loss_and_gradient_are_the_same_in_any_order_of_sequences(
@@ -184,14 +238,20 @@ def test_loss_and_gradient_are_the_same_in_every_layout(
 
 
 @pytest.mark.nightly
-def test_every_preset_and_correction_is_the_same_in_every_layout_and_cut(ranks: RankPool, model: str) -> None:
-    whole = ranks.run(run_cases, 1, ParallelLayout(), model, OTHERS, [10_000], timeout=3600.0)[0]
-    for layout in (*LAYOUTS.values(), ParallelLayout(dp=2, cp=2)):
+@pytest.mark.timeout(1800)
+def test_every_preset_and_correction_is_the_same_in_every_layout_cut_and_order(ranks: RankPool, model: str) -> None:
+    every = {**CASES, **OTHERS}
+    whole = ranks.run(run_cases, 1, ParallelLayout(), model, every, [10_000], timeout=3600.0)[0]
+    for case in DROPPING:
+        assert 0.02 < whole[case][0][0]["behave_capped_ratio"] < 0.98, case
+    assert whole["tis token"][0][0]["behave_imp_weight"] < 1.0  # above 1 where nothing is truncated
+    for layout in (ParallelLayout(), *LAYOUTS.values(), ParallelLayout(dp=2, cp=2)):
         world = layout.dp * layout.tp * layout.cp * layout.pp
-        for runs in ranks.run(run_cases, world, layout, model, OTHERS, [10_000, LONGEST + 8], timeout=3600.0):
-            for case in OTHERS:
-                for steps in runs[case]:
-                    assert_same(steps, whole[case][0])
+        for limits, backwards in (([10_000, LONGEST + 8], False), ([128], True)):
+            for runs in ranks.run(run_cases, world, layout, model, every, limits, backwards, timeout=3600.0):
+                for case in every:
+                    for steps in runs[case]:
+                        assert_same(steps, whole[case][0])
 
 
 def test_one_process_computes_gspo_over_the_outputs_of_transformers(model: str, one_process: Runs) -> None:

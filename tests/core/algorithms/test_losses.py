@@ -153,6 +153,14 @@ def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
     assert metrics["value_clip_ratio"].item() == 1
 
 
+def test_values_within_the_range_are_not_clipped_however_they_are_rounded() -> None:
+    torch.manual_seed(1)
+    old, new, returns = torch.randn(3, 1000)
+    fields = {"loss_mask": torch.ones(1000, dtype=torch.bool), "returns": returns, "old_values": old}
+    _, metrics = value_loss(SimpleNamespace(values=new), fields, value_eps_clip=10.0)
+    assert metrics["value_clip_ratio"] == 0
+
+
 def test_sft_loss_is_the_negative_log_likelihood_of_the_answer_tokens() -> None:
     loss, metrics = sft_loss(
         SimpleNamespace(logprobs=tokens(-1.0, -2.0, -4.0)), {"loss_mask": torch.tensor([False, True, True])}

@@ -159,17 +159,21 @@ def test_the_cache_keeps_prompts_while_their_weights_are_there_and_no_answers(
 def test_a_full_server_admits_prompts_when_a_tenth_of_its_places_is_free(server: SGLangServer) -> None:
     log = server.settings.log_file
     before = log.stat().st_size
+    lengths = [20 + 7 * i % 61 for i in range(160)]  # they end one by one
 
     async def sample(generator: SGLangGenerator) -> None:
-        lengths = [20 + 7 * i % 61 for i in range(160)]  # they end one by one
         requests = [request(f"f{i}", prompt_of(i, 20), max_new_tokens=n) for i, n in enumerate(lengths)]
         await asyncio.gather(*map(generator.generate, requests))
 
     with_generator(server, "in_place", sample)
-    text = log.read_text()[before:]
-    admitted = [int(new) for new, waiting in re.findall(r"#new-seq: (\d+),.*#queue-req: (\d+)", text) if int(waiting)]
+    lines = re.findall(r"#new-seq: (\d+),.*#queue-req: (\d+)", log.read_text()[before:])
+    batches = [(int(new), int(waiting)) for new, waiting in lines]
+    arrived = [sum(new for new, _ in batches[:i]) + waiting for i, (_, waiting) in enumerate(batches, 1)]
+    # Before the last has arrived, more places may be free than requests wait.
+    first = next(i for i, count in enumerate(arrived, 1) if count >= len(lengths))
+    admitted = [new for new, waiting in batches[first:] if waiting]
     # Of 32 places; the first were free, and one prompt SGLang never delays. It would wait for as many as came at first.
-    assert len(admitted) >= 20 and all(4 <= new <= 8 for new in admitted[3:]), admitted
+    assert len(admitted) >= 15 and all(4 <= new <= 8 for new in admitted[3:]), batches
 
 
 def test_stop_tokens_end_a_completion_but_not_before_min_new_tokens(server: SGLangServer, models: Models) -> None:
