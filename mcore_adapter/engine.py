@@ -47,6 +47,8 @@ from model_specs.hf_config import ModelConfig, read_config
 from tracing import span
 
 T = TypeVar("T")
+WARM_UP_TOKENS = 32
+"""Of a sequence of a warm-up; there is one for each data-parallel rank."""
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask" and "token_weights", sequences) -> (loss, metrics), all of them weighted
 sums over the trained tokens of a microbatch; train_step() divides them."""
@@ -208,18 +210,20 @@ class MegatronEngine:
         }
 
     def warm_up(self) -> None:
-        """Compute gradients of a few tokens, which the first update drops: it does not wait until kernels are compiled
-        and loaded, and groups connected. Nothing else changes. Without an optimizer, do nothing."""
+        """Run forward and backward on a few tokens, so that kernels are loaded or compiled, and groups connected, before
+        the first update. The next train_step() drops the gradients; nothing else changes. Without an optimizer, do
+        nothing. Raises StepOutOfMemory."""
         if self._optimizer is None:
             return
-        num_tokens, count = 32, self._parallel.layout.dp
+        num_tokens, count = WARM_UP_TOKENS, self._parallel.layout.dp
         batch = PackedBatch(
             token_ids=torch.arange(num_tokens).remainder(self.model_config.vocab_size).repeat(count),
             cu_seqlens=num_tokens * torch.arange(count + 1),
             loss_mask=(torch.arange(num_tokens) >= num_tokens // 2).repeat(count),
         )
         shard = weighed(batch, token_mean)
-        plan = self.planner.plan(shard.shape, num_tokens)
+        limit = int(self.planner.padded_lens(shard.shape).max())
+        plan = self.planner.plan(shard.shape, limit)
 
         def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
             result = self._head(microbatch, output, temperature=1.0, with_entropy=False)
@@ -232,7 +236,8 @@ class MegatronEngine:
             return run_schedule(self._chunks, microbatches, postprocess, forward_only=False)
 
         with span("warm-up"):
-            self._memory.gradients(gradients, partial(self._sizes, shard.shape, plan, num_tokens))
+            self._memory.gradients(gradients, partial(self._sizes, shard.shape, plan, limit))
+        self._device.empty_cache()  # a server that starts on the same device takes what is free
 
     def _fitting(self, gradients: Callable[[], T], sizes: Callable[[], PassSizes], num_microbatches: int) -> T:
         """Compute gradients from zero, again with more recomputation where memory ran out and that can be chosen."""

@@ -38,23 +38,24 @@ class PromptLedger(Generator):
         self._known = list(known)
         self._num_expected = num_expected
         self._on_change = on_change
-        self._finished: list[tuple[GenerateRequest, Completion]] = []
-        self._running: dict[str, GenerateRequest] = {}  # by request id
+        self._finished: list[Entry] = []
+        self._running: dict[str, tuple[bytes, Completion | None]] = {}  # by request id: key, and what it came with
         self.load = num_expected
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        known = self._take_known(request) if self._known and request.output is None else None
+        key = request_key(request)
+        known = self._take_known(key) if request.output is None else None
         if known is not None and known.finish_reason != "abort":
-            self._finished.append((request, known))
+            self._finished.append((key, known))
             self._count()
             return known
         if known is not None:
             request = replace(request, output=known)
-        self._running[request.request_id] = request
+        self._running[request.request_id] = key, request.output
         try:
             self._count()
             completion = await self._generator.generate(request)
-            self._finished.append((request, completion))
+            self._finished.append((key, completion))
         finally:
             del self._running[request.request_id]
             self._count()
@@ -73,13 +74,11 @@ class PromptLedger(Generator):
 
     def entries(self, partial: Mapping[str, Completion]) -> list[Entry]:
         """Return all entries, given the tokens so far that the generators report for requests in flight."""
-        running = [(request, partial.get(name, request.output)) for name, request in self._running.items()]
-        with_tokens = [(request, part) for request, part in running if part is not None and len(part.token_ids)]
-        own = [(request_key(request), part) for request, part in (*self._finished, *with_tokens)]
-        return [*own, *self._known]
+        running = [(key, partial.get(name, given)) for name, (key, given) in self._running.items()]
+        with_tokens = [(key, part) for key, part in running if part is not None and len(part.token_ids)]
+        return [*self._finished, *with_tokens, *self._known]
 
-    def _take_known(self, request: GenerateRequest) -> Completion | None:
-        key = request_key(request)
+    def _take_known(self, key: bytes) -> Completion | None:
         for i, (other, completion) in enumerate(self._known):
             if other == key:
                 del self._known[i]

@@ -225,7 +225,7 @@ def _in_child(
     if forwarding.came and code != DONE and not attempt.final:  # it came before the attempt was ready for it
         attempt.report(final=True, cause="interrupted")
         return INTERRUPTED
-    if os.WIFSIGNALED(status):
+    if os.WIFSIGNALED(status) or (watch.verdict and code != DONE):  # a driver that is woken may end before it is killed
         killed = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
         attempt.cause = f"{attempt.cause}; then {killed}" if attempt.cause else killed
         if attempt.final:  # it had reported its end, and hung in its exit
@@ -245,10 +245,11 @@ def _listen(pipe: int, child: int, attempt: Attempt, watch: Watch) -> int:
         ready = select.select([pipe], [], [], 0.2 if status is None else 0.0)[0]
         data = os.read(pipe, 65536) if ready else b""
         *lines, rest = (rest + data).split(b"\n")
-        # A stopped driver runs again while it writes its stacks. Deadlines that it finds exceeded are not the cause.
-        for line in lines if not watch.verdict else ():
+        for line in lines:
             for name, value in json.loads(line).items():
-                setattr(attempt, name, value)
+                # A stopped driver runs again while it writes its stacks: deadlines that have passed are not the cause.
+                if not watch.verdict or name not in ("cause", "final"):
+                    setattr(attempt, name, value)
         if status is not None and not data:
             return status
         if status is None:

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 _MAX_BATCH = 16
 """Answers sent to a worker at once: enough to hide the pipe, few enough to wait behind one that hangs."""
 _UNDIVIDED_SECONDS = 0.01
-"""Answers that one worker judges in this time go to it together, however many: another message costs more than it
-saves."""
+"""Waiting answers that one worker judges in this time go to it together: another message costs more than it saves."""
+_MAX_QUICK_BATCH = 64
+"""As many at most, and _MAX_BATCH once an answer has hung or crashed its worker."""
 _KILL_GRACE_SECONDS = 0.5
 """A worker ends slow Python code by itself at the limit, which spares its restart; this much later it is killed."""
 _START_TIMEOUT_SECONDS = 120.0
@@ -185,7 +186,9 @@ class RewardPool:
         batch = [await self._waiting.get()]
         waiting, undivided = self._waiting.qsize() + 1, int(_UNDIVIDED_SECONDS / self._answer_seconds)
         share = waiting if waiting <= undivided else math.ceil(waiting / self._num_workers)
-        while len(batch) < min(max(_MAX_BATCH, undivided), share):
+        hangs = self._outcomes[Outcome.TIMEOUT] or self._outcomes[Outcome.CRASH]
+        most = _MAX_BATCH if hangs else max(_MAX_BATCH, min(undivided, _MAX_QUICK_BATCH))
+        while len(batch) < min(most, share):
             batch.append(self._waiting.get_nowait())
         return [answer for answer in batch if not answer.score.done()]  # the others were cancelled by their callers
 

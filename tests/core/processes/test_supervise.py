@@ -86,14 +86,15 @@ def attempt(self):
     assert "cause 2; then the driver (stopped) sent no heartbeat" in done.stdout.partition("took 2 attempts")[2]
 
 
-def test_what_a_stopped_driver_reports_when_it_is_woken_for_its_stacks_is_not_the_cause() -> None:
-    body = """
+@pytest.mark.parametrize("then", ["os.kill(os.getpid(), signal.SIGSTOP)", "return 1"], ids=["stopped", "ended"])
+def test_what_a_stopped_driver_reports_when_it_is_woken_for_its_stacks_is_not_the_cause(then: str) -> None:
+    body = f"""
 def attempt(self):
     if self.number == 2:
         return 0
     os.kill(os.getpid(), signal.SIGSTOP)
     self.report(final=True, cause="a deadline was exceeded")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    {then}
 """
     code, said = run(body, retries=3, driver_seconds=3)
     assert code == DONE, said

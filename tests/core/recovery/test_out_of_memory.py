@@ -18,6 +18,7 @@ from core.trainer import EngineRef
 from helpers import memory_faults
 from helpers.memory_faults import run_out
 from helpers.runs import ppo
+from mcore_adapter.engine import WARM_UP_TOKENS
 from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 
@@ -141,7 +142,8 @@ def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
 def test_what_cannot_be_repeated_in_place_goes_on_in_another_attempt_with_what_was_learnt(
     assets, run_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    inject(monkeypatch, f"init:once={tmp_path / 'init'},train:rank=1:over=32:once={tmp_path / 'train'}")
+    train = f"train:rank=1:over={WARM_UP_TOKENS}:once={tmp_path / 'train'}"  # in an update, not in the warm-up
+    inject(monkeypatch, f"init:once={tmp_path / 'init'},{train}")
     command = run_command(
         "sft",
         {

@@ -178,6 +178,28 @@ def test_quick_answers_go_to_one_worker_however_many_and_slow_ones_to_all(evil: 
     with_pool(body, evil, num_workers=2, timeout_seconds=60)
 
 
+def test_messages_are_small_once_one_has_hung(evil: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        async def longest_message(answers: int) -> int:
+            """Of several rounds: on a loaded machine answers are slow."""
+            sizes = []
+            for _ in range(30):
+                await pool.score_many(make_prompt(), ["four"] * answers)
+                sizes += sent
+                sent.clear()
+            return max(sizes)
+
+        sent: list[int] = []
+        for worker in pool._workers:
+            send = worker.send
+            worker.send = lambda batch, send=send: (sent.append(len(batch)), send(batch))[1]  # type: ignore
+        assert 16 < await longest_message(200) <= 64
+        await pool.score(make_prompt(), "hang")
+        assert await longest_message(200) <= 16
+
+    with_pool(body, evil, num_workers=2, timeout_seconds=0.5)
+
+
 def test_many_groups_at_once_get_their_own_scores_in_order() -> None:
     async def body(pool: RewardPool) -> None:
         texts = ["\\boxed{1}", "\\boxed{0.5}", "\\boxed{\\frac{2}{4}}", "\\boxed{x}", "nothing"]
