@@ -1,7 +1,7 @@
 """Kill a small run again and again, and compare it with the same run left alone.
 
     python -m tools.chaos --kills 12 --seed 1
-    python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name, sft or dpo
+    python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name (ppo: with a critic), sft or dpo
 
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
 moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
@@ -50,6 +50,8 @@ from tools.chaos_run import (
 KILLS_PER_RUN = 20
 RUNS_AT_ONCE = max(2, (os.cpu_count() or 1) // 2)  # starting a run keeps a core or two busy
 STEPS_PER_KILL = 3
+STEPS_BEFORE = 2
+"""More before the first kill, so that there is a checkpoint to continue from."""
 _PATIENCE_SECONDS = 600.0
 _GONE_SECONDS = 60.0
 """For the watchdog of a killed command to end the remaining processes."""
@@ -117,7 +119,9 @@ def main() -> int:
     parser.add_argument("--kills", type=arguments.integer(least=1), default=12, help="how many")
     parser.add_argument("--seed", type=arguments.seed, default=1, help="of targets and moments")
     names = ("sft", "dpo", *PRESETS)
-    parser.add_argument("--algorithm", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: PPO)")
+    parser.add_argument(
+        "--algorithm", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: PPO without a critic)"
+    )
     parser.add_argument(
         "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
     )
@@ -140,7 +144,7 @@ def chaos(folder: Path, kills: int, seed: int, report: Report, algorithm: str | 
     rng = random.Random(seed)
     counts = shares(kills)
     plans = [plan(count, rng, targets_of(algorithm), first=sum(counts[:i])) for i, count in enumerate(counts)]
-    steps = STEPS_PER_KILL * max(map(len, plans)) + 5
+    steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm)
     trials = [replace(undisturbed, name=f"killed{number}") for number in range(len(plans))]
     stop, verdict = threading.Event(), Verdict(problems=[])
@@ -179,7 +183,7 @@ def plan(count: int, rng: random.Random, processes: Iterable[str] = TARGETS, *, 
         # The first kill cannot hit a run that starts again.
         moments = list(SHARES)[: 3 if i else 2]
         moment = rng.choices(moments, [SHARES[m] for m in moments])[0]
-        after_step = STEPS_PER_KILL * i + rng.randrange(1, STEPS_PER_KILL)
+        after_step = STEPS_BEFORE + STEPS_PER_KILL * i + rng.randrange(1, STEPS_PER_KILL)
         delay = rng.uniform(0.0, LONGEST_DELAY_SECONDS[moment])
         kills.append(Kill(target=target, moment=moment, after_step=after_step, delay=delay))
     return kills
@@ -198,7 +202,10 @@ def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.
             process = _running(trial, process)
             if not wait_until(partial(_has_ended, process), _PATIENCE_SECONDS, stop, every_seconds=0.05):
                 raise RunFailed(f"{trial.name} did not finish:\n{trial.log_tail()}")
-        report.log(f"{trial.name}: finished all {trial.steps} steps")
+        recovered = f"; recoveries: {trial.recoveries}" if kills else ""
+        report.log(f"{trial.name}: finished all {trial.steps} steps{recovered}")
+        if kills and not trial.recoveries:
+            raise RunFailed(f"{trial.name}: no attempt continued from a checkpoint")
     finally:
         _end(process)
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _COMPARED = (
     "step", "loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens",
-    "margin", "demonstration_nll", "demonstration_weight",
+    "critic_loss", "critic_grad_norm", "critic_lr", "critic_values", "margin", "demonstration_nll",
+    "demonstration_weight",
 )  # fmt: skip
 
 
@@ -47,6 +48,8 @@ def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
     figures = [
         [{k: row[k] for k in _COMPARED if k in row} for row in t.rows("metrics.jsonl")] for t in (expected, found)
     ]
+    if expected.with_critic and not any("critic_loss" in row for row in figures[0]):
+        verdict.problems.append(f"{expected.name}: the metrics have no critic_loss")
     if figures[0] != figures[1]:
         verdict.losses_equal = False
         verdict.problems.append(f"{found.name}: other losses: {first_difference(*figures)}")
@@ -54,13 +57,14 @@ def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
     if not (found.recover / last).exists():
         verdict.problems.append(f"{found.name}: there is no checkpoint of its last step")
         return
-    for (name, one), (_, other) in zip(
-        optimizer_state(expected.recover / last, expected.engine),
-        optimizer_state(found.recover / last, found.engine),
-        strict=True,
-    ):
-        if one.numpy().tobytes() != other.numpy().tobytes():
-            verdict.problems.append(f"{found.name}: {name} of the last checkpoint differs")
+    for engine in expected.engines:
+        for (name, one), (_, other) in zip(
+            optimizer_state(expected.recover / last, engine),
+            optimizer_state(found.recover / last, engine),
+            strict=True,
+        ):
+            if one.numpy().tobytes() != other.numpy().tobytes():
+                verdict.problems.append(f"{found.name}: {engine}/{name} of the last checkpoint differs")
 
 
 def first_difference(wanted: list, got: list) -> str:
@@ -71,7 +75,7 @@ def first_difference(wanted: list, got: list) -> str:
 
 
 def optimizer_state(checkpoint: Path, engine: str) -> Iterator[tuple[str, Tensor]]:
-    """Return (name, tensor) of everything in the trainer's part of a recover checkpoint: weights, masters, moments."""
+    """Return (name, tensor) of everything of one engine in a recover checkpoint: weights, masters, moments."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -48,16 +48,22 @@ class Trial:
     may_end: bool = False
     """Since it was started last, the command itself was killed."""
     algorithm: str | None = None
-    """A preset, sft or dpo; None: PPO without a critic."""
+    """A preset (ppo: with a critic), sft or dpo; None: PPO without a critic."""
 
     @property
     def experiment(self) -> str:
         return self.algorithm if self.algorithm in _OF_FILES else "ppo-math"
 
     @property
-    def engine(self) -> str:
-        """Folder of the trained model in a checkpoint."""
-        return "default" if self.algorithm in _OF_FILES else "actor"
+    def engines(self) -> tuple[str, ...]:
+        """Return the folders of the trained models in a checkpoint."""
+        if self.algorithm in _OF_FILES:
+            return ("default",)
+        return ("actor", "critic") if self.with_critic else ("actor",)
+
+    @property
+    def with_critic(self) -> bool:
+        return self.algorithm == "ppo"
 
     @property
     def logs(self) -> Path:
@@ -110,6 +116,11 @@ class Trial:
         except FileNotFoundError:
             return False
 
+    @property
+    def recoveries(self) -> int:
+        """How many attempts continued from a recover checkpoint."""
+        return self.log.read_text(errors="replace").count("Recovered from ")
+
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 
@@ -154,6 +165,8 @@ def _config(trial: Trial) -> dict:
     rest = {} if trial.algorithm is None else {"algorithm": {"name": trial.algorithm}, "group_adv_norm": False}
     if trial.algorithm in ("mix", "chord"):
         rest["demonstrations"] = {"path": str(trial.folder / "pairs.jsonl")}
+    if trial.with_critic:
+        rest["critic"] = {**_model(trial), "init_critic_from_actor": True}
     return {**_common(trial), **_sampling(trial), **rest}
 
 
@@ -184,11 +197,13 @@ def _sampling(trial: Trial) -> dict:
         "dataset": {"path": str(trial.folder / "prompts.jsonl"), "train_bs_n_seqs": 4, "max_prompt_len": 8},
         "group_size": 2,
         "group_adv_norm": True,
-        "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
+        "ppo": {
+            "gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": not trial.with_critic
+        },
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
         "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
-    }
+    }  # fmt: skip
 
 
 def find_target(command: subprocess.Popen[bytes], target: str) -> psutil.Process | None:

@@ -10,14 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 
 from core.algorithms import PRESETS
 from core.config.algorithm import check_algorithm
 from core.config.load import load_config
 from helpers.forks import programs
-from tools.chaos import main, plan
+from tools.chaos import STEPS_BEFORE, main, plan
+from tools.chaos_compare import Verdict, compare
 from tools.chaos_run import TARGETS, Leftovers, Trial, _config
+from tools.demo.data import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +60,7 @@ def test_a_kill_of_every_process_loses_nothing_and_changes_nothing(
     output = capsys.readouterr().out
     assert code == 0, output[-6000:]
     assert output.splitlines()[-1] == "6 kills: 0 lost, 0 duplicated, losses bit-equal: yes"
+    assert all(int(times) > 0 for times in re.findall(r"recoveries: (\d+)", output)) and "recoveries: " in output
     assert len(re.findall(r" killed\d+: killed ", output)) == 6
 
 
@@ -65,6 +70,7 @@ def test_the_runs_of_one_command_share_the_kinds_of_processes(counts: list[int])
     plans = [plan(count, rng, first=sum(counts[:i])) for i, count in enumerate(counts)]
     killed = [kill.target for kills in plans for kill in kills]
     assert sorted(killed) == sorted(["command", "driver", *TARGETS])
+    assert all(kills[0].after_step > STEPS_BEFORE for kills in plans), "there is a checkpoint to continue from"
 
 
 @pytest.mark.parametrize("algorithm", [None, "sft", "dpo", *PRESETS])
@@ -78,6 +84,41 @@ def test_the_run_of_every_algorithm_is_a_valid_configuration(tmp_path: Path, alg
     if trial.experiment == "ppo-math":
         assert not list(check_algorithm(config))
         assert config.algorithm.name == algorithm and config.staleness.in_order
+        assert config.uses_critic == (algorithm == "ppo")
+
+
+def finished(folder: Path, name: str, *, critic_loss: float, critic_weight: float) -> Trial:
+    """Write what a run of one step with a critic leaves."""
+    trial = Trial(folder=folder, name=name, steps=1, algorithm="ppo")
+    logs, checkpoint = (folder / "runs" / kind / "user" / "chaos" / name for kind in ("logs", "recover"))
+    logs.mkdir(parents=True)
+    write_jsonl(logs / "consumed.jsonl", [{"step": 1, "prompts": [0]}])
+    write_jsonl(logs / "metrics.jsonl", [{"step": 1, "loss": 0.5, "critic_loss": critic_loss}])
+    for engine, weight in (("actor", 1.0), ("critic", critic_weight)):
+        writer = dcp.FileSystemWriter(checkpoint / "globalstep1" / engine)
+        dcp.save({"weight": torch.tensor([weight])}, storage_writer=writer, no_dist=True)
+    return trial
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("critic_loss", "critic_weight", "problem"),
+    [
+        (0.25, 2.0, None),
+        (0.5, 2.0, "killed0: other losses: "),
+        (0.25, 3.0, "killed0: critic/weight of the last checkpoint differs"),
+    ],
+)
+def test_losses_and_weights_of_the_critic_are_compared(
+    tmp_path: Path, critic_loss: float, critic_weight: float, problem: str | None
+) -> None:
+    expected = finished(tmp_path, "undisturbed", critic_loss=0.25, critic_weight=2.0)
+    found = finished(tmp_path, "killed0", critic_loss=critic_loss, critic_weight=critic_weight)
+    verdict = Verdict(problems=[])
+    compare(expected, found, verdict)
+    assert len(verdict.problems) == (problem is not None), verdict.problems
+    assert problem is None or verdict.problems[0].startswith(problem)
+    assert verdict.losses_equal == (critic_loss == 0.25)
 
 
 def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:
