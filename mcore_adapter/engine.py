@@ -210,9 +210,9 @@ class MegatronEngine:
         }
 
     def warm_up(self) -> None:
-        """Run forward and backward on a few tokens, so that kernels are loaded or compiled, and groups connected, before
-        the first update. The next train_step() drops the gradients; nothing else changes. Without an optimizer, do
-        nothing. Raises StepOutOfMemory."""
+        """Run forward and backward on a few tokens, so that kernels are loaded or compiled, and groups connected,
+        before the first update. The next train_step() drops the gradients; nothing else changes. Without an optimizer,
+        do nothing. Raises StepOutOfMemory."""
         if self._optimizer is None:
             return
         num_tokens, count = WARM_UP_TOKENS, self._parallel.layout.dp
