@@ -48,7 +48,7 @@ from tracing import span
 
 T = TypeVar("T")
 WARM_UP_TOKENS = 32
-"""Of a sequence of a warm-up; there is one for each data-parallel rank."""
+"""Tokens of each sequence of a warm-up, which has one sequence for each data-parallel rank."""
 LossFn = Callable[[ModelOutput, Mapping[str, Tensor], Sequences], tuple[Tensor, dict[str, Tensor]]]
 """(output, per-token fields with "loss_mask" and "token_weights", sequences) -> (loss, metrics), all of them weighted
 sums over the trained tokens of a microbatch; train_step() divides them."""
@@ -191,10 +191,7 @@ class MegatronEngine:
             loss, metrics = loss_fn(result, microbatch.fields, self._sequences(microbatch))
             return loss / divisors.loss, no_tokens, {"loss": loss.detach(), **metrics}
 
-        def gradients() -> tuple[list[Any], int]:
-            microbatches = self._pack(shard, plan[self._parallel.dp_rank])
-            return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
-
+        gradients = partial(self._forward_backward, shard, plan, postprocess)
         sizes = partial(self._sizes, shard.shape, plan, limit)
         with span("forward and backward"):
             sums, num_microbatches = self._fitting(gradients, sizes, max(map(len, plan)))
@@ -231,13 +228,17 @@ class MegatronEngine:
             assert loss is not None, "an output has one of them"
             return loss.sum(), torch.zeros((), dtype=torch.int32), None
 
-        def gradients() -> list[Any]:
-            microbatches = self._pack(shard, plan[self._parallel.dp_rank])
-            return run_schedule(self._chunks, microbatches, postprocess, forward_only=False)
-
+        gradients = partial(self._forward_backward, shard, plan, postprocess)
         with span("warm-up"):
             self._memory.gradients(gradients, partial(self._sizes, shard.shape, plan, limit))
-        self._device.empty_cache()  # a server that starts on the same device takes what is free
+
+    def _forward_backward(
+        self, shard: BatchShard, plan: Sequence[Sequence[Microbatch]], postprocess: Callable[..., Any]
+    ) -> tuple[list[Any], int]:
+        """Add the gradients of this rank's part of the plan; return what run_schedule() does, and the number of its
+        microbatches."""
+        microbatches = self._pack(shard, plan[self._parallel.dp_rank])
+        return run_schedule(self._chunks, microbatches, postprocess, forward_only=False), len(microbatches)
 
     def _fitting(self, gradients: Callable[[], T], sizes: Callable[[], PassSizes], num_microbatches: int) -> T:
         """Compute gradients from zero, again with more recomputation where memory ran out and that can be chosen."""

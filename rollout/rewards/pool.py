@@ -36,7 +36,7 @@ _MAX_BATCH = 16
 _UNDIVIDED_SECONDS = 0.01
 """Waiting answers that one worker judges in this time go to it together: another message costs more than it saves."""
 _MAX_QUICK_BATCH = 64
-"""As many at most, and _MAX_BATCH once an answer has hung or crashed its worker."""
+"""Most answers of such a message; _MAX_BATCH once an answer has hung or crashed its worker."""
 _KILL_GRACE_SECONDS = 0.5
 """A worker ends slow Python code by itself at the limit, which spares its restart; this much later it is killed."""
 _START_TIMEOUT_SECONDS = 120.0

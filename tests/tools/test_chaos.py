@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from core.algorithms import PRESETS
 from core.config.algorithm import check_algorithm
 from core.config.load import load_config
 from helpers.forks import programs
-from tools.chaos import STEPS_BEFORE, main, plan
+from tools.chaos import STEPS_BEFORE, Report, RunFailed, main, plan, run_killed
 from tools.chaos_compare import Verdict, compare
 from tools.chaos_run import TARGETS, Leftovers, Trial, _config
 from tools.demo.data import write_jsonl
@@ -87,13 +88,28 @@ def test_the_run_of_every_algorithm_is_a_valid_configuration(tmp_path: Path, alg
         assert config.uses_critic == (algorithm == "ppo")
 
 
-def finished(folder: Path, name: str, *, critic_loss: float, critic_weight: float) -> Trial:
+def test_a_run_that_never_continued_from_a_checkpoint_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(folder=tmp_path, name="killed0", steps=1)
+    monkeypatch.setattr(Trial, "start", lambda self: subprocess.Popen(["true"]))
+    monkeypatch.setattr("tools.chaos._kill", lambda trial, process, kill, stop: process)
+    kills = plan(1, random.Random(1))
+    trial.log.write_text("training starts from the beginning")
+    with pytest.raises(RunFailed, match="killed0: no attempt continued from a checkpoint"):
+        run_killed(trial, kills, Report(1), threading.Event())
+    trial.log.write_text("Recovered from globalstep3: 3 steps are done.")
+    run_killed(trial, kills, Report(1), threading.Event())
+
+
+def finished(folder: Path, name: str, *, critic_loss: float | None, critic_weight: float) -> Trial:
     """Write what a run of one step with a critic leaves."""
     trial = Trial(folder=folder, name=name, steps=1, algorithm="ppo")
     logs, checkpoint = (folder / "runs" / kind / "user" / "chaos" / name for kind in ("logs", "recover"))
     logs.mkdir(parents=True)
     write_jsonl(logs / "consumed.jsonl", [{"step": 1, "prompts": [0]}])
-    write_jsonl(logs / "metrics.jsonl", [{"step": 1, "loss": 0.5, "critic_loss": critic_loss}])
+    of_critic = {} if critic_loss is None else {"critic_loss": critic_loss}
+    write_jsonl(logs / "metrics.jsonl", [{"step": 1, "loss": 0.5, **of_critic}])
     for engine, weight in (("actor", 1.0), ("critic", critic_weight)):
         writer = dcp.FileSystemWriter(checkpoint / "globalstep1" / engine)
         dcp.save({"weight": torch.tensor([weight])}, storage_writer=writer, no_dist=True)
@@ -119,6 +135,13 @@ def test_losses_and_weights_of_the_critic_are_compared(
     assert len(verdict.problems) == (problem is not None), verdict.problems
     assert problem is None or verdict.problems[0].startswith(problem)
     assert verdict.losses_equal == (critic_loss == 0.25)
+
+
+def test_a_run_with_a_critic_has_its_loss(tmp_path: Path) -> None:
+    expected, found = (finished(tmp_path, name, critic_loss=None, critic_weight=2.0) for name in ("one", "other"))
+    verdict = Verdict(problems=[])
+    compare(expected, found, verdict)
+    assert verdict.problems == ["one: the metrics have no critic_loss"]
 
 
 def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:
