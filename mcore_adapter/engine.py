@@ -118,6 +118,7 @@ class MegatronEngine:
                     is_critic=settings.is_critic,
                     fp8=settings.fp8 is not None,
                     limit_gib=settings.recompute_limit_gib,
+                    host_gib=settings.recompute_host_gib,
                     optimizer=self._optimizer,
                 )
         self._host_copy = HostCopy()

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import (
@@ -23,6 +23,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from mcore_adapter.lr_schedule import learning_rate
 from mcore_adapter.optimizer_state import OptimizerState
@@ -40,7 +41,8 @@ class Update:
 
 class _Wrapper(DistributedDataParallel):
     """Megatron's wrapper, which autograd's nodes do not reference: the garbage collector does not see into them, and a
-    graph of the last step that a layer still holds would keep model, buffers and process groups in memory."""
+    graph of the last step that a layer still holds would keep model, buffers and process groups in memory. Gradients that
+    a layer has not added to the buffer itself are added by _add_gradient()."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         held, make_hook = weakref.ref(self), super()._make_backward_post_hook.__func__
@@ -48,9 +50,26 @@ class _Wrapper(DistributedDataParallel):
         def hook(*unused: Any) -> None:
             wrapper = held()
             assert wrapper is not None, "an engine that trains is in use"
+            parameter = cast(Any, param)
+            # Of shared weights with zero_out_wgrad Megatron adds the gradient, whatever is added already.
+            adds = not (parameter.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False))
+            if adds and param.grad is not None:
+                _add_gradient(parameter.main_grad, param.grad)
+                parameter.grad_added_to_main_grad = True
             make_hook(wrapper, param)()
+            if adds:  # of the next microbatch nothing is added yet
+                parameter.grad_added_to_main_grad = False
 
         return hook
+
+
+def _add_gradient(total: Tensor, gradient: Tensor) -> None:
+    if total.is_cuda and (total.dtype, gradient.dtype) == (torch.float32, torch.bfloat16):
+        from mcore_adapter.cuda.gradients import add_to
+
+        add_to(total, gradient)
+    else:
+        total.add_(gradient)
 
 
 def wrap_for_training(

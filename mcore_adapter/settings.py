@@ -34,6 +34,9 @@ class EngineSettings:
     """What every layer computes again in the backward pass; auto: the least that fits, see activations/auto.py."""
     recompute_limit_gib: float | None = None
     """With recompute="auto": memory of the device that the process may use in an update; None: what is free."""
+    recompute_host_gib: float | None = None
+    """With recompute="auto" on GPUs: memory of the host that activations of the process may take; None: a share of what
+    is free."""
     fp8: Fp8Recipe | None = None
     """The layers' matrix products in 8-bit floating point, on devices that have it."""
     grad_reduce_in_fp32: bool = True

@@ -85,9 +85,16 @@ class ModelTrainEvalConfig(Section):
     )
     gradient_checkpointing_limit_gib: float | None = key(
         None,
-        "Memory that the model may use on a device during an update. null: what is free, less 12 %",
+        "Memory that the model may use on a device during an update. null: what is free, less 14 %",
         gt=0,
         needs="gradient_checkpointing=auto",
+    )
+    gradient_checkpointing_host_gib: float | None = key(
+        None,
+        "Host memory that activations of a trainer rank may take. 0: they stay on the GPU. null: 60 % of what is "
+        "available, shared by the ranks of a host",
+        ge=0,
+        needs="gradient_checkpointing=auto and trainer on GPUs",
     )
     bf16: bool | None = key(
         None, "True: bfloat16, False: float32. null: bfloat16 where the trainer computes on GPUs, else float32"

@@ -78,7 +78,7 @@ def _common(config: ExperimentConfig) -> Iterator[Idle]:
         if model.optimizer.lr_scheduler_type == "constant":
             yield f"{name}.optimizer.lr_scheduler_type=constant", (f"{name}.optimizer.min_lr_ratio",)
         if model.gradient_checkpointing != "auto":
-            yield f"{name}.gradient_checkpointing is not auto", (f"{name}.gradient_checkpointing_limit_gib",)
+            yield f"{name}.gradient_checkpointing is not auto", (f"{name}.gradient_checkpointing_*_gib",)
 
 
 def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
@@ -176,6 +176,8 @@ def _experts(config: ExperimentConfig) -> Iterator[Idle]:
 
 def _recomputation(config: ExperimentConfig, allocation: Allocation) -> Iterator[Idle]:
     for use in config.model_uses:
+        if not allocation.trainer.on_gpu:
+            yield "the trainer computes in host memory", (f"{use.key}.gradient_checkpointing_host_gib",)
         level, model = use.section.gradient_checkpointing, _read(use.path)
         if level in ("selective", "linear") and model is not None and model.moe is not None:
             kept = _kept_parts(use, model, allocation)

@@ -85,6 +85,7 @@ def engine_settings(
         dtype=model.dtype(on_gpu=on_gpu),
         recompute=model.recompute(on_gpu=on_gpu),
         recompute_limit_gib=model.gradient_checkpointing_limit_gib,
+        recompute_host_gib=model.gradient_checkpointing_host_gib,
         fp8=model.fp8_recipe,
         grad_reduce_in_fp32=model.grad_reduce_in_fp32,
         seed=seed,

@@ -27,13 +27,14 @@ from model_specs.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-SPARE = 0.12
-"""Share of the memory that is left to fragmentation, where no limit is given. With 0.08, updates on sequences of 65,536
-and 131,072 tokens ran out of memory on an H200."""
+SPARE = 0.14
+"""Share of the memory that is left to fragmentation, where no limit is given. With 0.12, an update on a sequence of
+65,536 tokens ran out of memory on an H200, as did one of 131,072 without host memory."""
 GAIN = 0.05
 """Share of the limit that a measured peak must leave for less recomputation: a choice close to it may run out."""
 CORRECTIONS = 2
-"""Measured updates after which a choice is made anew at most; each may cost the allocator its cache."""
+"""Measured updates after which less is recomputed at most; each may cost the allocator its cache. More is whenever a
+measured peak exceeds the limit."""
 ALIKE = 2.0
 _MOST_CORRECTION = 3.0
 _LESS_AFTER_FAILURE = 0.92  # of what the choice that failed would have taken
@@ -70,11 +71,13 @@ class AutoRecompute:
         is_critic: bool,
         fp8: bool,
         limit_gib: float | None,
+        host_gib: float | None,
         optimizer: TrainOptimizer,
     ) -> None:
-        """`limit_gib`: of the memory that this process uses in an update; None: what is free, but for SPARE."""
+        """`limit_gib`: of the memory that this process uses in an update; None: what is free, but for SPARE.
+        `host_gib`: of its activations in host memory; None: a share of what is free."""
         self._chunks, self._parallel, self._device = chunks, parallel, device
-        self._limit_gib, self._optimizer = limit_gib, optimizer
+        self._limit_gib, self._host_gib, self._optimizer = limit_gib, host_gib, optimizer
         layout = parallel.layout
         own = layers_of_chunks(config.num_layers, layout)[parallel.pp_rank :: layout.pp]
         self._fixed = dict(
@@ -133,13 +136,14 @@ class AutoRecompute:
             "gradient checkpointing: %s; activations %.1f GiB, estimated %.1f, limit %.1f, beside %.1f: %s",
             self.choice, peak / GIB, estimate / GIB, self._limit / GIB, self._held / GIB, held,
         )  # fmt: skip
-        if peak > self._limit:
+        exceeds = peak > self._limit
+        if exceeds:
             self._exceeded = max(self._exceeded, _rank(self.choice.levels))
-        self._measures = self._corrections_left > 0
+        self._measures = exceeds or self._corrections_left > 0
         if self._measures:
-            self._corrections_left -= 1
+            self._corrections_left = max(0, self._corrections_left - 1)
             less = _rank(self._fitting(self._limit, 1 - GAIN).levels) < _rank(self.choice.levels)
-            if less or peak > self._limit:
+            if less or exceeds:
                 self._choose("measured", self._limit, spare=GAIN)
 
     def retreat(self) -> bool:
@@ -192,9 +196,12 @@ class AutoRecompute:
         return (limit - stats["allocated_gib"]) * GIB - self._optimizer.pending_bytes()
 
     def _host_limit(self) -> float:
-        """Return the bytes of the host that activations may take, as much for every rank that may be there."""
+        """Return the bytes of the host that activations may take; unless given, as much for every rank that may be
+        there."""
         if self._device.torch_device.type == "cpu":
             return 0.0  # it is the same memory
+        if self._host_gib is not None:
+            return self._host_gib * GIB
         return _SHARE_OF_HOST * _available_on_host() / min(self._parallel.world_size, torch.accelerator.device_count())
 
     def _agree(self, value: float, how: dist.ReduceOp.RedOpType, *, of_stage: bool = True) -> float:

@@ -229,8 +229,8 @@ def _head(shape: UpdateShape, tokens: float) -> float:
     rows = config.vocab_size / shape.layout.tp
     logits = tokens * rows * size
     gradient = rows * config.hidden_size * size
-    if logits > LOGITS_BYTES:  # beside the sum of the chunks in float32 and one of them
-        logits, gradient = SEVERAL_LOGITS_BYTES, gradient * 2 + 4 * rows * config.hidden_size
+    if logits > LOGITS_BYTES:  # beside the sum of the chunks in float32
+        logits, gradient = SEVERAL_LOGITS_BYTES, gradient + 4 * rows * config.hidden_size
     return size * hidden + logits + 4 * FP32_ROWS * rows + gradient
 
 

@@ -109,7 +109,7 @@ class FusedLogprobs(torch.autograd.Function):
         if needed and hidden.shape[0] <= chunk_tokens:
             kept = hidden.new_empty((hidden.shape[0], shard))
         for rows in chunks(hidden.shape[0], min(chunk_tokens, FP32_ROWS)):
-            logits = _fp32_logits(hidden[rows], weight)
+            logits = _add_product(None, hidden[rows], weight.t(), torch.float32)
             if not len(logits):
                 continue
             part = stats[:, rows].contiguous()
@@ -136,8 +136,10 @@ class FusedLogprobs(torch.autograd.Function):
         grad_logprobs = grad_logprobs.contiguous()
         by_entropy = grad_logprobs if grad_entropy is None else grad_entropy.contiguous()
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        total = None
+        grad_weight = None
         size = ctx.chunk_tokens if kept is not None else max(1, ctx.chunk_tokens * SEVERAL_LOGITS_BYTES // LOGITS_BYTES)
+        # The products of several chunks are added in float32, by the products themselves.
+        several = torch.float32 if hidden.shape[0] > size else weight.dtype
         for rows in chunks(hidden.shape[0], size):
             grad = torch.mm(hidden[rows], weight.t()) if kept is None else kept
             if len(grad):
@@ -149,17 +151,19 @@ class FusedLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if ctx.needs_input_grad[1]:
-                part = torch.mm(grad.t(), hidden[rows])
-                total = part if total is None else total.float().add_(part)
+                grad_weight = _add_product(grad_weight, grad.t(), hidden[rows], several)
             kept = None
-        grad_weight = None if total is None else total.to(weight.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    if weight.dtype == torch.float32:
-        return torch.mm(hidden, weight.t())
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b in this format, the one of a and b or a wider one, added to `total` in place where there is one."""
+    wider = {} if a.dtype == dtype else {"out_dtype": dtype}
+    if total is None:
+        return torch.mm(a, b, **wider)
+    return torch.addmm(total, a, b, **wider, out=total)
 
 
 def chunk_tokens_for(weight: Tensor) -> int:

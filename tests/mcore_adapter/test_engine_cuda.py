@@ -216,6 +216,24 @@ def test_an_engine_whose_weights_left_the_gpu_comes_back_as_it_was(
         assert torch.equal(before, logprobs_of(other))
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"fp8": "tensorwise"}, {"fp8": "blockwise"}, {"optimizer": {"offload": True}}]
+)
+def test_a_warm_up_changes_nothing_on_a_gpu(folder: Path, gpu: Any, settings: dict[str, Any]) -> None:
+    """Atomic additions of the attention's and the embedding's gradients round differently from step to step."""
+
+    def losses(*, warms_up: bool) -> list[dict[str, float]]:
+        engine = make_engine(*gpu, str(folder), dtype="bfloat16", **settings)
+        if warms_up:
+            engine.warm_up()
+        assert engine.num_updates == 0
+        return steps_of(engine)
+
+    for warm, cold in zip(losses(warms_up=True), losses(warms_up=False), strict=True):
+        assert warm["nll"] == pytest.approx(cold["nll"], rel=1e-3)
+        assert warm["grad_norm"] == pytest.approx(cold["grad_norm"], rel=1e-2)
+
+
 def test_an_optimizer_whose_state_lives_on_the_host_takes_the_same_steps(folder: Path, gpu: Any) -> None:
     def stepped(**settings: Any) -> tuple[Any, list[dict[str, float]], int]:
         gc.collect()
@@ -299,7 +317,10 @@ def gpu_run(rank: Any, folder: str, layout: str | None, options: dict[str, Any])
 
     sizes = {} if layout is None else {layout[:2]: 2}
     with rank.joined(ParallelLayout(**sizes), kind="cuda") as (parallel, device):
-        return steps_of(make_engine(parallel, device, folder, dtype="bfloat16", **options))
+        engine = make_engine(parallel, device, folder, dtype="bfloat16", **options)
+        if layout is not None:
+            engine.warm_up()  # as in a run, with communication beside the computation
+        return steps_of(engine)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -330,6 +351,19 @@ def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk
         assert (entropy - expected_entropy).abs().max() < 0.01
     for ours, theirs in zip(gradients(logprobs, entropy), gradients(expected, expected_entropy), strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("shape", [(3,), (8192,), (129, 1000), (16, 256, 513)])
+def test_a_gradient_is_added_to_the_last_bit_as_torch_adds_it(shape: tuple[int, ...]) -> None:
+    from mcore_adapter.cuda.gradients import add_to
+
+    behind = 100  # the next parameter's
+    total = torch.randn(torch.Size(shape).numel() + behind, device="cuda")
+    summand = torch.randn(*reversed(shape), device="cuda", dtype=torch.bfloat16).permute(*reversed(range(len(shape))))
+    expected = total.clone()
+    expected[:-behind].view(shape).add_(summand)
+    add_to(total[:-behind].view(shape), summand)
+    assert torch.equal(total, expected)
 
 
 def test_swiglu_is_rounded_once_and_has_the_gradient_of_the_formula(gpu: Any) -> None:

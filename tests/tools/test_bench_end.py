@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.bench.__main__ import end_on_sigterm
+from tools.bench.__main__ import end_on_sigterm, kept_or_temporary
 from tools.bench.against_trl.peer import output_of
 from tools.bench.figure import Figure
 from tools.bench.gpu_push import drive
@@ -60,3 +60,11 @@ def test_a_peer_that_fails_is_reported_and_has_no_rank(monkeypatch: pytest.Monke
     with pytest.raises(subprocess.CalledProcessError):
         output_of([sys.executable, "-c", "raise SystemExit(3)"], 30.0)
     assert output_of([sys.executable, "-c", "print(7)"], 30.0) == "7\n"
+
+
+def test_what_a_measurement_writes_is_kept_in_the_folder_that_is_named(tmp_path: Path) -> None:
+    for named in (None, tmp_path / "a" / "kept"):
+        with kept_or_temporary(named) as folder:
+            (folder / "log").write_text("")
+        assert (folder / "log").exists() == (named is not None)
+    assert folder == tmp_path / "a" / "kept"

@@ -34,7 +34,7 @@ def test_the_slower_rank_has_the_rate_and_the_fuller_one_the_memory(
             Ranks.killed = True
 
     monkeypatch.setattr(gpu_ranks, "TrainerRanks", Ranks)
-    updates = Updates(layout={"dp": 2}, lens=[64], sizes=[64], count=1, label="")
+    updates = Updates(layout={"dp": 2}, batches={64: [64]}, count=1, label="")
     assert measure_updates(Scene(folder=tmp_path), updates) == {64: measured(90.0, 9.0, 5.0)}
     assert Ranks.killed
 

@@ -18,6 +18,7 @@ import platform
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import import_module
@@ -124,6 +125,10 @@ def main() -> None:
         "--first-gpu", type=cli.integer(least=0), default=0, help="gpu: where the trainer is; servers come behind it"
     )
     parser.add_argument("--output", type=cli.new_folder, default=Path("benchmarks"))
+    parser.add_argument(
+        "--keep", type=cli.new_folder, metavar="FOLDER",
+        help="keep there what measurements write, with logs and spans of runs; default: remove it",
+    )  # fmt: skip
     given = parser.parse_args()
     if given.device == "gpu" and not given.trial and not query_gpus():
         parser.error("gpu: nvidia-smi shows none on this host; write cpu, or add --trial")
@@ -133,6 +138,8 @@ def main() -> None:
     for name in given.only or ():
         if given.device == "gpu" and (why := lacking(name)):
             parser.error(f"--only {name}: {why}")
+    if given.keep is not None and given.keep.exists() and any(given.keep.iterdir()):
+        parser.error(f"--keep {given.keep}: measurements start with an empty folder; name another one")
     for python in (given.trl_python, given.sglang_python):
         if python is not None and not os.access(python, os.X_OK):
             parser.error(f"{python}: no such interpreter")
@@ -162,8 +169,8 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
         os.environ["LOCAL_RANK"] = str(given.first_gpu)
         options |= {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        scene = find(f"{given.device}:Scene")(folder=Path(folder), **options)
+    with kept_or_temporary(given.keep) as folder:
+        scene = find(f"{given.device}:Scene")(folder=folder, **options)
         for name in given.only or MEASUREMENTS[given.device]:
             if given.device == "gpu" and (why := lacking(name)):
                 print(f"{name} is left out: {why}", flush=True)
@@ -175,6 +182,17 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
                 print(line(rows[-1]), flush=True)
                 write(given.output, host(given.device), rows)
                 yield rows[-1]
+
+
+@contextmanager
+def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
+    """Yield this folder, made where it does not exist, or one that exists for the block."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder.resolve()
 
 
 def find(place: str) -> Callable[..., Any]:

@@ -102,8 +102,8 @@ def experts_ep(scene: Scene) -> Iterator[Figure]:
 
     def measured(label: str, *, stacked: bool, **settings: Any) -> dict[int, Measured]:
         updates = Updates(
-            layout={"dp": RANKS, "ep": RANKS}, lens=[length] * count, sizes=sizes, count=EP_UPDATES, label=label,
-            settings=settings, stacked=stacked,
+            layout={"dp": RANKS, "ep": RANKS}, batches={size: [length] * count for size in sizes}, count=EP_UPDATES,
+            label=label, settings=settings, stacked=stacked,
         )  # fmt: skip
         return measure_updates(ours, updates)
 

@@ -31,62 +31,66 @@ TRIED = {
 }  # fmt: skip
 """Its shape where there is no GPU."""
 NAME = "4B"
-CP_LENGTH, CP_SEQUENCES, CP_SHAPE = 32768, 2, "7B"
-"""Of the measurement with two context-parallel ranks."""
+CP_SHAPE, CP_BATCHES = "7B", {32768: [32768] * 2, 65536: [65536], 131072: [131072]}
+"""Of the measurement with two context-parallel ranks: sequences of an update by the tokens of a microbatch."""
 
 logger = logging.getLogger(__name__)
 
 
 def long(scene: Scene) -> Iterator[Figure]:
-    """Yield PPO updates on one sequence of 65,536 and of 131,072 tokens, a microbatch each. One GPU."""
+    """Yield PPO updates on one sequence of 65,536 tokens, against recomputation of all layers as a whole, and of 131,072
+    tokens, against the same without host memory for activations. A microbatch each. One GPU."""
     small = not query_gpus()
     ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
     lengths = (64, 128) if small else LENGTHS
-    whole, auto = _measure(ours, lengths[:1], "full"), _measure(ours, lengths, "auto")
+    auto = _measure(ours, lengths, recompute="auto")
+    bare = {
+        **_measure(ours, lengths[:1], recompute="full"),
+        **_measure(ours, lengths[1:], recompute="auto", recompute_host_gib=0.0),
+    }
     for length in lengths:
-        if length not in auto:
-            continue  # it did not fit; the log has the error
-        name, bare = f"long.{NAME}_{length}", whole.get(length)
-        yield from mfu_rows(
-            name, auto[length], bare, flops_per_token=ours.flops_per_token(length), peak_flops=PEAK_FLOPS,
-            target=">= 45" if length == lengths[0] else "fits",
-        )  # fmt: skip
-        yield from rows(name, auto[length], bare, target="")
+        if length in auto:  # else it did not fit; the log has the error
+            target = ">= 45" if length == lengths[0] else "fits"
+            name, flops = f"long.{NAME}_{length}", ours.flops_per_token(length)
+            yield from mfu_rows(
+                name, auto[length], bare.get(length), flops_per_token=flops, peak_flops=PEAK_FLOPS, target=target
+            )
+            yield from rows(name, auto[length], bare.get(length), target="")
 
 
 def long_cp(scene: Scene) -> Iterator[Figure]:
-    """Yield PPO updates of 7B on two sequences of 32,768 tokens over two context-parallel ranks, a microbatch each;
-    MFU of both together. Two GPUs."""
+    """Yield PPO updates of 7B on sequences of 32,768 to 131,072 tokens over two context-parallel ranks, a microbatch
+    each, against recomputation of all layers as a whole; MFU of both together. Two GPUs."""
     small = not query_gpus()
     raw = TRIED if small else config_of(CP_SHAPE)
     ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=raw)
-    length = 64 if small else CP_LENGTH
+    batches = {64: [64] * 2, 128: [128]} if small else CP_BATCHES
 
-    def measured(recompute: str) -> Measured:
-        updates = Updates(
-            layout={"cp": RANKS}, lens=[length] * CP_SEQUENCES, sizes=[length], count=4, label=recompute,
-            settings={"recompute": recompute},
-        )  # fmt: skip
-        return measure_updates(ours, updates)[length]
+    def measured(recompute: str) -> dict[int, Measured]:
+        settings = {"recompute": recompute}
+        return measure_updates(
+            ours, Updates(layout={"cp": RANKS}, batches=batches, count=3, label=recompute, settings=settings)
+        )
 
-    whole, auto = measured("full"), measured("auto")
-    name = f"long.{CP_SHAPE}_cp{RANKS}_{length}"
-    yield from mfu_rows(
-        name, auto, whole, flops_per_token=ours.flops_per_token(length), peak_flops=RANKS * PEAK_FLOPS, target=">= 45"
-    )
-    yield from rows(name, auto, whole, target="fits")
+    auto, whole = measured("auto"), measured("full")
+    for length in batches:
+        name, flops = f"long.{CP_SHAPE}_cp{RANKS}_{length}", ours.flops_per_token(length)
+        yield from mfu_rows(
+            name, auto[length], whole[length], flops_per_token=flops, peak_flops=RANKS * PEAK_FLOPS, target=">= 45"
+        )
+        yield from rows(name, auto[length], whole[length], target="fits")
 
 
-def _measure(scene: WidthsScene, lengths: tuple[int, ...], recompute: str) -> dict[int, Measured]:
+def _measure(scene: WidthsScene, lengths: tuple[int, ...], **settings: Any) -> dict[int, Measured]:
     """Return the updates by length."""
     measured: dict[int, Measured] = {}
     with trainer_world() as (parallel, device):
-        engine = make_engine(scene, parallel, device, recompute=recompute)
+        engine = make_engine(scene, parallel, device, **settings)
         ppo_update(engine, random_batch(scene, [lengths[0] // 16]), lengths[0])  # kernels and moments
         for length in lengths:
             batch = random_batch(scene, [length])
-            updates = 3 if recompute == "auto" and length == lengths[0] else 2
-            label = f"{recompute}, {length} tokens"
+            updates = 3 if settings["recompute"] == "auto" and length == LENGTHS[0] else 2
+            label = f"{settings}, {length} tokens"
             try:
                 measured[length] = measure(engine, device, batch, length, updates=updates, label=label)
             except StepOutOfMemory as e:

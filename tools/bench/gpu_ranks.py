@@ -108,12 +108,13 @@ def overlap(scene: Scene) -> Iterator[Figure]:
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """Updates of two ranks to measure: one engine, and a batch in microbatches of each of the sizes in turn."""
+    """Updates of two ranks to measure, with one engine."""
 
     layout: Mapping[str, int]
-    lens: Sequence[int]
-    sizes: Sequence[int]
+    batches: Mapping[int, Sequence[int]]
+    """Lengths of the sequences by the tokens of a microbatch, one batch after the other."""
     count: int
+    """Of each batch."""
     label: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     stacked: bool = True
@@ -133,7 +134,7 @@ def measure_updates(scene: Scene, updates: Updates) -> dict[int, Measured]:
             max((of_rank[size] for of_rank in found.values()), key=lambda one: one.peak),
             tokens_per_second=min(of_rank[size].tokens_per_second for of_rank in found.values()),
         )
-        for size in updates.sizes
+        for size in updates.batches
     }
 
 
@@ -143,12 +144,12 @@ def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, upd
         if not updates.stacked:
             device.has_grouped_products = False
         engine = make_engine(scene, parallel, device, **updates.settings)
-        batch = random_batch(scene, updates.lens)
-        results.put((rank, {
-            size: measure(engine, device, batch, size, updates=updates.count, label=f"{updates.label}, {size}")
-            for size in updates.sizes
-        }))  # fmt: skip
-        engine.logprobs(batch, max_tokens_per_mb=min(updates.sizes))  # no rank leaves while another one communicates
+        measured = {}
+        for size, lens in updates.batches.items():
+            batch, label = random_batch(scene, lens), f"{updates.label}, {size}"
+            measured[size] = measure(engine, device, batch, size, updates=updates.count, label=label)
+        results.put((rank, measured))
+        engine.logprobs(batch, max_tokens_per_mb=size)  # no rank leaves while another one communicates
 
 
 class TrainerRanks:

@@ -148,6 +148,16 @@ def test_stacked_experts_of_latent_attention_are_not_named(tmp_path: Path, monke
     assert warning.startswith("actor.gradient_checkpointing: not used by this run")
 
 
+def test_host_memory_is_for_activations_that_were_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    key = "actor.gradient_checkpointing_host_gib"
+    words = f"actor.gradient_checkpointing=auto {key}=0"
+    assert reported(load(tmp_path, words)) == {key: "the trainer computes in host memory"}
+    assert not reported(load(tmp_path, f"{words} allocation_mode=sglang.d1m1p1+d1m1p1"))
+    linear = load(tmp_path, f"{words} allocation_mode=sglang.d1m1p1+d1m1p1 actor.gradient_checkpointing=linear")
+    assert reported(linear) == {key: "actor.gradient_checkpointing is not auto"}
+
+
 def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

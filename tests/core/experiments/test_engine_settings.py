@@ -62,6 +62,7 @@ def test_every_key_of_an_optimizer_reaches_its_own_engine(tmp_path: Path) -> Non
 def test_engines_differ_in_what_they_are_initialised_from(tmp_path: Path) -> None:
     settings = ["moe_aux_loss_coeff=0.01", "moe_bias_update_rate=0.02"]
     settings += ["gradient_checkpointing=auto", "gradient_checkpointing_limit_gib=80"]
+    settings += ["gradient_checkpointing_host_gib=7"]
     engines = built(tmp_path, *(f"actor.{key}" for key in settings), "ref.path=" + str(tmp_path / "other"),
                     "critic.init_from_scratch=true")  # fmt: skip
     actor, critic, reference = (engines[name][0] for name in ("actor", "critic", "ref"))
@@ -73,5 +74,5 @@ def test_engines_differ_in_what_they_are_initialised_from(tmp_path: Path) -> Non
     assert [engine.seed for engine in (actor, critic, reference)] == [5, 6, 5], "a new value head has a seed of its own"
     assert (actor.moe_aux_loss_coeff, actor.moe_bias_update_rate) == (0.01, 0.02)
     assert (critic.moe_aux_loss_coeff, critic.moe_bias_update_rate) == (0.0, 0.0)
-    assert (actor.recompute, actor.recompute_limit_gib) == ("auto", 80.0)
-    assert (critic.recompute, critic.recompute_limit_gib) == ("none", None)
+    assert (actor.recompute, actor.recompute_limit_gib, actor.recompute_host_gib) == ("auto", 80.0, 7.0)
+    assert (critic.recompute, critic.recompute_limit_gib, critic.recompute_host_gib) == ("none", None, None)

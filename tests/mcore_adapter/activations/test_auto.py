@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from allocation import ParallelLayout
 from helpers.engine_cases import make_engine, policy_loss, random_batch
@@ -162,6 +164,27 @@ def test_a_choice_that_exceeded_the_limit_is_not_made_again(ranks: RankPool, tmp
     assert afresh <= first, "after microbatches of another size, all is chosen anew"
 
 
+def exceeded_at_last(rank: Rank, model: str) -> list[int]:
+    """Ranks of choices: two updates take less than estimated, and the choice that follows more than the limit."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        stats = Stats(patch)
+        auto, _ = limited(parallel, device, model, share=1.0001)
+        chosen = []
+        for ratio in (1.0, 0.9, 1.2, 1.2, 1.2, 1.2):
+            auto.prepare(200, 1)
+            chosen.append(sum(map(LEVELS.index, auto.choice.levels)))
+            stats.used = partial(float, ratio * auto.choice.activation_bytes / auto._correction / 2**30)
+            auto.observe()
+        return chosen
+
+
+def test_a_choice_that_exceeds_the_limit_is_corrected_however_many_there_were(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    ((first, second, less, more, *others),) = ranks.run(exceeded_at_last, 1, str(tmp_path / "model"))
+    assert first == second and less < first, "both corrections are used"
+    assert more > less and others[-1] >= others[0] >= more
+
+
 def failed(rank: Rank, model: str) -> list[float]:
     """Estimates, as shares of the limit: of a choice, after it failed, and of one for larger microbatches."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
@@ -298,6 +321,28 @@ def test_microbatches_of_nearly_the_same_size_share_a_choice(ranks: RankPool, tm
     write_model("qwen3", tmp_path / "model")
     (tokens,) = ranks.run(prepared, 1, str(tmp_path / "model"))
     assert tokens == [1024, 1024, 1024, 1024, 512, 32768]
+
+
+def on_host(rank: Rank, model: str) -> list[float]:
+    """The bytes of the host that activations may take: on the CPU, then on a device, as given and by default."""
+    from mcore_adapter.activations import auto
+
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        given = [
+            make_engine(parallel, device, model, recompute="auto", recompute_host_gib=size)._recompute
+            for size in (7.0, 0.0, None)
+        ]
+        found = [given[0]._host_limit()]
+        patch.setattr(torch.accelerator, "device_count", lambda: 4)
+        patch.setattr(auto, "_available_on_host", lambda: 10.0)
+        for one in given:
+            one._device = SimpleNamespace(torch_device=torch.device("cuda"))
+        return found + [one._host_limit() for one in given]
+
+
+def test_activations_take_as_much_host_memory_as_is_given(ranks: RankPool, tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path / "model")
+    assert ranks.run(on_host, 1, str(tmp_path / "model")) == [[0.0, 7.0 * 2**30, 0.0, pytest.approx(6.0)]]
 
 
 def test_the_memory_of_the_host_is_that_of_its_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
