@@ -1,5 +1,5 @@
 """Addition of a bfloat16 gradient to a float32 sum: torch's reads and writes operands of different formats element by
-element, at 1.6 to 2.5 TB/s on an H200; a kernel of its own reads and writes 16 bytes at a time."""
+element, which takes twice the time that the memory needs; this one reads and writes 16 bytes at a time."""
 
 from __future__ import annotations
 

@@ -61,7 +61,11 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.atlas", "--output /tmp --staleness -1", "argument --staleness: -1 must be at least 0"),
         ("tools.bench.__main__", "cpu --only push", "--only push: not measured on cpu"),
         ("tools.bench.__main__", "cpu --output /proc/x", "argument --output: /proc/x: cannot write in /proc"),
-        ("tools.bench.__main__", "cpu --keep tests", "--keep tests: measurements start with an empty folder"),
+        (
+            "tools.bench.__main__",
+            "gpu --trial --sglang-python /no/python --keep tests",
+            "--keep tests: measurements start with an empty folder",
+        ),
         ("tools.bench.__main__", "gpu --shape 2B", "argument --shape: invalid choice: '2B'"),
         ("tools.bench.__main__", "gpu", "gpu: nvidia-smi shows none on this host; write cpu, or add --trial"),
         ("tools.bench.__main__", "gpu --trial --sglang-python /no/python", "/no/python: no such interpreter"),
