@@ -42,7 +42,7 @@ class Update:
 class _Wrapper(DistributedDataParallel):
     """Megatron's wrapper, which autograd's nodes do not reference: the garbage collector does not see into them, and a
     graph of the last step that a layer still holds would keep model, buffers and process groups in memory. Gradients that
-    a layer has not added to the buffer itself are added by _add_gradient()."""
+    layers do not add to the buffer themselves are added by _add_gradient()."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         held, make_hook = weakref.ref(self), super()._make_backward_post_hook.__func__

@@ -168,6 +168,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.swiglu",
         "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.experts.products": "mcore_adapter.cuda.experts",
+        "mcore_adapter.optimizer": "mcore_adapter.cuda.gradients",
         "mcore_adapter.models.experts.routing": "mcore_adapter.cuda.routing",
     },
     "sglang: hooks are installed before its modules load": {

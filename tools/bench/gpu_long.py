@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 def long(scene: Scene) -> Iterator[Figure]:
-    """Yield PPO updates on one sequence of 65,536 tokens, against recomputation of all layers as a whole, and of 131,072
-    tokens, against the same without host memory for activations. A microbatch each. One GPU."""
+    """Yield PPO updates on one sequence of 65,536 tokens, against recomputation of all layers as a whole, and on one of
+    131,072 tokens, against the same without host memory for activations. A microbatch each. One GPU."""
     small = not query_gpus()
     ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
     lengths = (64, 128) if small else LENGTHS
