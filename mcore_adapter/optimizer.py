@@ -41,8 +41,8 @@ class Update:
 
 class _Wrapper(DistributedDataParallel):
     """Megatron's wrapper, which autograd's nodes do not reference: the garbage collector does not see into them, and a
-    graph of the last step that a layer still holds would keep model, buffers and process groups in memory. Its hook adds
-    gradients with _add_gradient(), but for those that layers add to the buffer themselves."""
+    graph of the last step that a layer still holds would keep model, buffers and process groups in memory. Its hook
+    adds gradients with _add_gradient(), but for those that layers add to the buffer themselves."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         held, make_hook = weakref.ref(self), super()._make_backward_post_hook.__func__
