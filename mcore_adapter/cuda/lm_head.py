@@ -160,10 +160,11 @@ class FusedLogprobs(torch.autograd.Function):
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b in this format, the one of a and b or a wider one, added to `total` in place where there is one."""
-    wider = {} if a.dtype == dtype else {"out_dtype": dtype}
     if total is None:
-        return torch.mm(a, b, **wider)
-    return torch.addmm(total, a, b, **wider, out=total)
+        return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+    if a.dtype == dtype:
+        return torch.addmm(total, a, b, out=total)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
 
 def chunk_tokens_for(weight: Tensor) -> int:
