@@ -1,5 +1,5 @@
-"""Megatron-core's own training step on packed sequences, with nothing of this project around it: what the benchmark of
-the RL update is held against.
+"""Megatron-core's own training step on packed sequences: what the benchmark of the RL update is held against. Of this
+project it has the wrapper that adds and reduces gradients.
 
 GPTModel with its output layer, cross entropy over full fp32 logits, backward, distributed optimizer. `fused` adds what
 TransformerEngine has for a loop like this.

@@ -51,14 +51,12 @@ class _Wrapper(DistributedDataParallel):
             wrapper = held()
             assert wrapper is not None, "an engine that trains is in use"
             parameter = cast(Any, param)
-            # Of shared weights with zero_out_wgrad Megatron adds the gradient, whatever is added already.
-            adds = not (parameter.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False))
-            if adds and param.grad is not None:
+            added, shared = parameter.grad_added_to_main_grad, getattr(param, "zero_out_wgrad", False)
+            if param.grad is not None and (shared or not added):  # as Megatron decides
                 _add_gradient(parameter.main_grad, param.grad)
-                parameter.grad_added_to_main_grad = True
+                parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = True, False
             make_hook(wrapper, param)()
-            if adds:  # of the next microbatch nothing is added yet
-                parameter.grad_added_to_main_grad = False
+            parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = added, shared
 
         return hook
 

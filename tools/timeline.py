@@ -5,7 +5,8 @@
 
 RUN is the log folder of a run, {fileroot}/logs/<user>/<experiment>/<trial>, or any folder above it with one run.
 timeline.json is in Chrome's trace format: open it at https://ui.perfetto.dev or chrome://tracing. The table has seconds
-of each kind of span per step, and the share of the time in which at least one ran. Runs record spans unless
+of each kind of span per step, and the share of the time in which at least one ran. A request may stand for several
+(detail "of"), which are counted. Runs record spans unless
 monitor.timeline_mib=0.
 """
 
@@ -16,7 +17,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.arguments import BadRequest, integer, new_folder, program, run_with, step_range
-from tracing.spans import EARLIER, FOLDER
+from tracing.spans import EARLIER, FOLDER, OF
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +43,11 @@ class Span:
     begin: int
     end: int
     details: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """The number of spans that it stands for, where spans are sampled."""
+        return int(str(self.details.get(OF, 1)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,15 +173,17 @@ def table(spans: Sequence[Span], window: tuple[int, int], num_steps: int) -> Tab
         shown.add_column(name)
     for name in ("number", "s/step", "busy"):
         shown.add_column(name, justify="right")
-    kinds: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
+    kinds: dict[tuple[str, str, str], list[Span]] = defaultdict(list)
     for span in spans:
-        kinds[span.process, span.lane, span.name].append((max(span.begin, window[0]), min(span.end, window[1])))
+        inside = replace(span, begin=max(span.begin, window[0]), end=min(span.end, window[1]))
+        kinds[span.process, span.lane, span.name].append(inside)
     for process in _processes(spans):
-        for (_, lane, name), times in sorted((k, t) for k, t in kinds.items() if k[0] == process and k[1] != _STEPS):
-            seconds = sum(end - begin for begin, end in times) / 1e6
-            share = covered(times) / (window[1] - window[0])
-            label = f"{lane}: {name}" if lane else name
-            shown.add_row(process, label, str(len(times)), f"{seconds / num_steps:.3f}", f"{share:.0%}")
+        for kind in sorted(kind for kind in kinds if kind[0] == process and kind[1] != _STEPS):
+            (_, lane, name), own = kind, kinds[kind]
+            seconds = sum((s.end - s.begin) * s.count for s in own) / 1e6
+            share = covered([(s.begin, s.end) for s in own]) / (window[1] - window[0])
+            label, number = f"{lane}: {name}" if lane else name, sum(s.count for s in own)
+            shown.add_row(process, label, str(number), f"{seconds / num_steps:.3f}", f"{share:.0%}")
             process = ""
     return shown
 
@@ -230,7 +238,7 @@ def _draw_lane(
     """Return the names that have been drawn by colour."""
     placed = list(rows(spans))
     if max(row for _, row in placed) > 0:
-        changes = sorted([(s.begin, 1) for s in spans] + [(s.end, -1) for s in spans])
+        changes = sorted([(s.begin, s.count) for s in spans] + [(s.end, -s.count) for s in spans])
         times, running, now = [0.0], [0], 0
         for time, change in changes:
             now += change

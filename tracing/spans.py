@@ -4,15 +4,18 @@
     ["request", "generator-0", 1764000000000000, 1500, {}]    name, lane, begin and duration in microseconds, details
 
 Times are of the host's clock, so that processes and hosts are comparable. A span is on the disk when it has ended, in
-an event loop at its next turn: a process that is killed keeps what it wrote. Invariant: a process writes at most twice
-`limit_bytes`; the oldest half is dropped. A process that has not called record_spans() records nothing.
+an event loop after DELAY_SECONDS: a process that is killed keeps what it wrote. Invariant: a process writes at most
+twice `limit_bytes`; the oldest half is dropped. A process that has not called record_spans() records nothing. Of
+frequent_span() not all are recorded: the detail "of" has the number of spans that one stands for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import json
+import math
 import os
 import socket
 import threading
@@ -29,10 +32,46 @@ MIB = "SLIPSTREAM_SPANS_MIB"
 """Environment variable of worker processes: monitor.timeline_mib."""
 EARLIER = ".earlier"
 """Suffix of the file with the older half."""
+DELAY_SECONDS = 0.25
+"""After which an event loop writes what has ended, together: a write takes as long as several spans."""
+FREQUENT = 200
+"""Spans of frequent_span() that a lane records in a second."""
+OF = "of"
+"""Detail of a span that stands for several."""
+_WINDOW_NS = 250_000_000
+_MOST_OF = 64
+"""After a burst, so many spans at most begin until one is recorded and the rate is looked at."""
+_BURST = 2 * FREQUENT * _WINDOW_NS // 1_000_000_000
+"""Spans that are recorded of those that begin at once, before every second one is."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 """json.dumps makes an encoder for each call with separators."""
 
 C = TypeVar("C", bound=type)
+
+
+class _Sample:
+    """Which spans of a lane are recorded: every n-th that begins, with n by how many begin in a second."""
+
+    __slots__ = ("_begun", "_every", "_since", "_taken", "left")
+
+    def __init__(self) -> None:
+        self._every, self._begun, self._taken = 1, 0, 0
+        self._since = time.monotonic_ns()
+        self.left = 1
+        """Spans up to the next one that is recorded."""
+
+    def take(self) -> int:
+        """Return for how many spans the one that begins now stands, with `left` at 0, and choose the next one."""
+        of, elapsed = self._every, time.monotonic_ns() - self._since
+        self._begun += of
+        self._taken += 1
+        if elapsed >= _WINDOW_NS:
+            self._every = min(_MOST_OF, max(1, math.ceil(self._begun / elapsed * 1e9 / FREQUENT)))
+            self._begun, self._taken, self._since = 0, 0, self._since + elapsed
+        elif self._taken >= _BURST:
+            self._every, self._taken = min(_MOST_OF, 2 * self._every), 0
+        self.left = self._every
+        return of
 
 
 class _Recorder:
@@ -40,8 +79,8 @@ class _Recorder:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path, self._limit, self._lock = folder / f"{name}.jsonl", limit_bytes, threading.Lock()
         self._header = {"process": name, "host": socket.gethostname(), "pid": os.getpid()}
-        self._of_this_turn: list[object] = []
-        self._turn_of: asyncio.AbstractEventLoop | None = None
+        self._pending: list[object] = []
+        self._pending_in: asyncio.AbstractEventLoop | None = None
         """The event loop that will write them."""
         self._open()
 
@@ -54,7 +93,7 @@ class _Recorder:
         self._size += os.write(self._fd, "".join(f"{_encode(row)}\n" for row in rows).encode())
 
     def add(self, name: str, lane: str, begin: int, end: int, details: dict[str, object]) -> None:
-        """Write a span; in an event loop together with the others that end in the same turn, as answers do."""
+        """Write a span; in an event loop later, together with those that end until then."""
         row = [name, lane, begin // 1000, (end - begin) // 1000, details]
         try:
             loop = asyncio.get_running_loop()
@@ -62,14 +101,14 @@ class _Recorder:
             self._append([row])
             return
         with self._lock:
-            self._of_this_turn.append(row)
-            known, self._turn_of = self._turn_of is loop, loop
+            self._pending.append(row)
+            known, self._pending_in = self._pending_in is loop, loop
         if not known:
-            loop.call_soon(self._end_turn)
+            loop.call_later(DELAY_SECONDS, self.write_pending)
 
-    def _end_turn(self) -> None:
+    def write_pending(self) -> None:
         with self._lock:
-            rows, self._of_this_turn, self._turn_of = self._of_this_turn, [], None
+            rows, self._pending, self._pending_in = self._pending, [], None
         try:
             self._append(rows)
         except OSError:
@@ -85,6 +124,8 @@ class _Recorder:
 
 
 _recorder: _Recorder | None = None
+_samples: dict[str, _Sample] = {}
+"""By lane; none without a recorder."""
 _limit_mib = 0.0
 
 
@@ -92,12 +133,20 @@ def record_spans(name: str, folder: Path, *, limit_mib: float) -> None:
     """Record the spans of this process from now on, in a file below the log folder `folder`; at most `limit_mib` MiB
     (the newest), none with 0. A full or read-only disk ends the recording, not the run."""
     global _recorder, _limit_mib
-    _recorder, _limit_mib = None, limit_mib
+    _write_pending()
+    _forget()
+    _limit_mib = limit_mib
     if limit_mib > 0:
         try:
             _recorder = _Recorder(name, folder / FOLDER, int(limit_mib * 2**19))
         except OSError:
             return
+
+
+@atexit.register
+def _write_pending() -> None:
+    if _recorder is not None:
+        _recorder.write_pending()
 
 
 def worker_environment() -> dict[str, str]:
@@ -113,6 +162,7 @@ def record_worker(name: str, folder: Path) -> None:
 def _forget() -> None:
     global _recorder
     _recorder = None
+    _samples.clear()
 
 
 os.register_at_fork(after_in_child=_forget)  # a child is another process
@@ -143,6 +193,40 @@ class span:  # noqa: N801 (used as a function: with span("push"):)
         if kind is not None:
             self._details["error"] = kind.__name__
         _add(self._name, self._lane, self._begin, time.time_ns(), self._details)
+
+
+class _Nothing(span):
+    """A block that is not recorded."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None: ...
+
+    def __enter__(self) -> span:
+        return self
+
+    def note(self, **details: object) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+def frequent_span(name: str, lane: str) -> span:
+    """Return a span, or beyond FREQUENT a second of the lane one of several. From one thread for each lane."""
+    sample = _samples.get(lane)
+    if sample is None:
+        if _recorder is None:
+            return _NOTHING
+        sample = _samples[lane] = _Sample()
+    sample.left -= 1
+    if sample.left:
+        return _NOTHING
+    of = sample.take()
+    return span(name, lane) if of == 1 else span(name, lane, **{OF: of})
 
 
 def _add(name: str, lane: str, begin: int, end: int, details: dict[str, object]) -> None:

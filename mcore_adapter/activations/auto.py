@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_adapter.activations.estimate import Choice, UpdateShape, choose, in_flight
+from mcore_adapter.activations.estimate import Choice, UpdateShape, activation_bytes, choose, in_flight
 from mcore_adapter.device import Device
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.optimizer import TrainOptimizer
@@ -33,8 +33,8 @@ SPARE = 0.14
 GAIN = 0.05
 """Share of the limit that a measured peak must leave for less recomputation: a choice close to it may run out."""
 CORRECTIONS = 2
-"""Measured updates after which less is recomputed at most; each may cost the allocator its cache. More is whenever a
-measured peak exceeds the limit."""
+"""Measured updates after which a choice is made anew, which may cost the allocator its cache. A choice that exceeds the
+limit is always followed by another, which is measured too."""
 ALIKE = 2.0
 _MOST_CORRECTION = 3.0
 _LESS_AFTER_FAILURE = 0.92  # of what the choice that failed would have taken
@@ -127,7 +127,7 @@ class AutoRecompute:
         assert self._shape is not None, "prepare() was called"
         if not self._measures or self.choice is None or self._tokens < self._shape.tokens:
             return  # a smaller microbatch does not test the estimate
-        estimate = self.choice.activation_bytes
+        estimate = self._correction * activation_bytes(self._shape, self.choice.levels)
         peak = self._agree(self._device.memory_stats()["peak_gib"] * GIB - self._held, dist.ReduceOp.MAX)
         self.peak = Peak(self.choice, peak, estimate / self._correction)
         self._correction *= min(max(peak / estimate, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
@@ -136,10 +136,11 @@ class AutoRecompute:
             "gradient checkpointing: %s; activations %.1f GiB, estimated %.1f, limit %.1f, beside %.1f: %s",
             self.choice, peak / GIB, estimate / GIB, self._limit / GIB, self._held / GIB, held,
         )  # fmt: skip
-        exceeds = peak > self._limit
+        exceeds = peak > self._limit and any(level != LEVELS[-1] for level in self.choice.levels)
         if exceeds:
             self._exceeded = max(self._exceeded, _rank(self.choice.levels))
-        self._measures = exceeds or self._corrections_left > 0
+        of_any_stage = self._agree(float(exceeds), dist.ReduceOp.MAX, of_stage=False) > 0
+        self._measures = of_any_stage or self._corrections_left > 0
         if self._measures:
             self._corrections_left = max(0, self._corrections_left - 1)
             less = _rank(self._fitting(self._limit, 1 - GAIN).levels) < _rank(self.choice.levels)

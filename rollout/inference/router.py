@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
-from tracing import span
+from tracing import frequent_span
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class Router:
             async with asyncio.timeout(None) as attempt:
                 member.attempts.add(attempt)
                 try:
-                    with span("request", lane=f"generator-{member.index}") as sampling:
+                    with frequent_span("request", lane=f"generator-{member.index}") as sampling:
                         completion = await member.generator.generate(request)
                         num_sampled = len(completion.token_ids) - _num_given(request)
                         sampling.note(tokens=num_sampled, end=completion.finish_reason)

@@ -62,9 +62,12 @@ def test_a_peer_that_fails_is_reported_and_has_no_rank(monkeypatch: pytest.Monke
     assert output_of([sys.executable, "-c", "print(7)"], 30.0) == "7\n"
 
 
-def test_what_a_measurement_writes_is_kept_in_the_folder_that_is_named(tmp_path: Path) -> None:
-    for named in (None, tmp_path / "a" / "kept"):
+def test_what_a_measurement_writes_is_kept_in_the_folder_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for named in (None, Path("a") / "kept"):
         with kept_or_temporary(named) as folder:
             (folder / "log").write_text("")
         assert (folder / "log").exists() == (named is not None)
-    assert folder == tmp_path / "a" / "kept"
+    assert folder == tmp_path / "a" / "kept", "runs have another working directory"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tracing import add_span, record_spans, record_worker, span, spanned, worker_environment
-from tracing.spans import EARLIER, FOLDER
+from tracing import add_span, frequent_span, record_spans, record_worker, span, spanned, worker_environment
+from tracing.spans import DELAY_SECONDS, EARLIER, FOLDER, FREQUENT
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +48,14 @@ def test_a_span_is_on_the_disk_when_it_ends_with_its_lane_details_and_error(tmp_
     assert push[2] - 60_000_000 < step[2] + step[3] < push[2] + 60_000_000  # one clock, in microseconds
 
 
-def test_spans_of_an_event_loop_are_written_at_its_next_turn(tmp_path: Path) -> None:
+def test_spans_of_an_event_loop_are_written_soon_after(tmp_path: Path) -> None:
     record_spans("rollout", tmp_path, limit_mib=1)
 
     async def answers(*names: str) -> list[str]:
         for name in names:
             with span(name):
                 pass
-        await asyncio.sleep(0)
+        await asyncio.sleep(1.5 * DELAY_SECONDS)
         return [row[0] for row in written(tmp_path, "rollout")]
 
     assert asyncio.run(answers("a", "b")) == ["a", "b"]
@@ -64,6 +66,82 @@ def test_spans_of_an_event_loop_are_written_at_its_next_turn(tmp_path: Path) -> 
     lost.cancel()
     closed.close()
     assert asyncio.run(answers("c"))[-1] == "c", "the next loop writes its own"
+
+
+def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_recording(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, pathlib, tracing\n"
+        "tracing.record_spans('p', pathlib.Path('.'), limit_mib=1)\n"
+        "async def main():\n"
+        "    with tracing.span('x'):\n"
+        "        pass\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+    assert [row[0] for row in written(tmp_path, "p")] == ["x"]
+
+    async def main() -> None:
+        with span("y"):
+            pass
+        record_spans("other", tmp_path, limit_mib=1)
+
+    record_spans("rollout", tmp_path, limit_mib=1)
+    asyncio.run(main())
+    assert [row[0] for row in written(tmp_path, "rollout")] == ["y"]
+
+
+def begun(folder: Path, monkeypatch: pytest.MonkeyPatch, *bursts: tuple[int, float]) -> list[list[int]]:
+    """For each burst of spans that begin at once, and the seconds after it: how many each recorded one stands for."""
+    now = [0]
+    monkeypatch.setattr("tracing.spans.time.monotonic_ns", lambda: now[0])
+    record_spans("rollout", folder, limit_mib=4)
+    recorded = []
+    for number, seconds in bursts:
+        before = len(written(folder, "rollout"))
+        for _ in range(number):
+            with frequent_span("request", "generator-0") as one:
+                one.note(tokens=3)
+        recorded.append([row[4].get("of", 1) for row in written(folder, "rollout")[before:]])
+        now[0] += int(seconds * 1e9)
+    return recorded
+
+
+def test_frequent_spans_are_sampled_and_stand_for_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = begun(tmp_path, monkeypatch, *[(512, 0.07)] * 100)  # 7,300 a second
+    spans = sum(map(len, steps))
+    assert 0.8 * FREQUENT * 7 < spans < 1.2 * FREQUENT * 7 + 500, (
+        "as many a second as are recorded, and the first burst"
+    )
+    assert 512 * 100 - 64 < sum(map(sum, steps)) <= 512 * 100
+    assert steps[-1][-1] == pytest.approx(7300 / FREQUENT, rel=0.1)
+
+
+def test_spans_that_are_no_longer_frequent_are_all_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    burst, *slow = begun(tmp_path, monkeypatch, (20_000, 150.0), *[(10, 0.1)] * 30)
+    assert 500 < len(burst) < 1000
+    first, *others = [of for recorded in slow for of in recorded]
+    assert first == 64 and others == [1] * len(others) and len(others) >= 300 - 64
+    record_spans("rollout", tmp_path, limit_mib=0)
+    rare = begun(tmp_path, monkeypatch, *[(1, 0.01)] * 200)
+    assert rare == [[1]] * 200
+
+
+def test_lanes_are_sampled_each_on_its_own_and_nothing_without_a_recording(tmp_path: Path) -> None:
+    record_spans("rollout", tmp_path, limit_mib=4)
+    for _ in range(5000):
+        with frequent_span("request", "generator-0"):
+            pass
+    with pytest.raises(KeyError), frequent_span("request", "generator-1"):
+        raise KeyError("lost")
+    *_, last = written(tmp_path, "rollout")
+    assert last[1] == "generator-1" and last[4] == {"error": "KeyError"}
+    record_spans("rollout", tmp_path, limit_mib=0)
+    before = len(written(tmp_path, "rollout"))
+    with pytest.raises(KeyError), frequent_span("request", "generator-0") as one:
+        one.note(tokens=1)
+        raise KeyError("lost")
+    assert len(written(tmp_path, "rollout")) == before
 
 
 def test_a_span_has_details_that_are_no_plain_json(tmp_path: Path) -> None:
@@ -162,7 +240,7 @@ def test_every_public_method_of_a_spanned_class_is_recorded_once_it_has_ended(tm
             return n * factor
 
         async def take(self) -> list[list[Any]]:
-            await asyncio.sleep(0)
+            await asyncio.sleep(1.5 * DELAY_SECONDS)
             return written(tmp_path, "p")
 
     record_spans("p", tmp_path, limit_mib=1)
@@ -172,4 +250,5 @@ def test_every_public_method_of_a_spanned_class_is_recorded_once_it_has_ended(tm
     assert asyncio.iscoroutinefunction(Worker.take)
     during = asyncio.run(worker.take())
     assert [row[0] for row in during] == ["train step"]
+    record_spans("p", tmp_path, limit_mib=0)
     assert [row[0] for row in written(tmp_path, "p")] == ["train step", "take"]

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from allocation import ParallelLayout
+from core.config.models import ModelTrainEvalConfig
 from helpers.engine_cases import make_engine, policy_loss, random_batch
 from helpers.mcore_ranks import LAYOUTS, Rank, RankPool
 from helpers.tiny_models import write_model
+from mcore_adapter.activations.auto import SPARE
 from mcore_adapter.activations.estimate import activation_bytes
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from mcore_adapter.settings import LEVELS
@@ -145,8 +147,7 @@ def exceeded(rank: Rank, model: str) -> tuple[list[int], list[int]]:
         chosen = []
         for ratio in (1.06, 0.85, 0.85):
             auto.prepare(200, 1)
-            estimate = auto.choice.activation_bytes / auto._correction / 2**30
-            stats.used = partial(float, ratio * estimate)
+            stats.used = partial(float, ratio * activation_bytes(auto._shape, auto.choice.levels) / 2**30)
             chosen.append(auto.choice.levels)
             auto.observe()
         auto.prepare(200, 1)
@@ -173,7 +174,7 @@ def exceeded_at_last(rank: Rank, model: str) -> list[int]:
         for ratio in (1.0, 0.9, 1.2, 1.2, 1.2, 1.2):
             auto.prepare(200, 1)
             chosen.append(sum(map(LEVELS.index, auto.choice.levels)))
-            stats.used = partial(float, ratio * auto.choice.activation_bytes / auto._correction / 2**30)
+            stats.used = partial(float, ratio * activation_bytes(auto._shape, auto.choice.levels) / 2**30)
             auto.observe()
         return chosen
 
@@ -183,6 +184,73 @@ def test_a_choice_that_exceeds_the_limit_is_corrected_however_many_there_were(ra
     ((first, second, less, more, *others),) = ranks.run(exceeded_at_last, 1, str(tmp_path / "model"))
     assert first == second and less < first, "both corrections are used"
     assert more > less and others[-1] >= others[0] >= more
+
+
+def measured_again(rank: Rank, model: str) -> tuple[list[tuple[str, ...]], list[float]]:
+    """Choices and corrections of updates that take 0.96 of the estimate, whatever is chosen."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        stats = Stats(patch)
+        auto, _ = limited(parallel, device, model, share=1.0001)
+        choices, corrections = [], []
+        for _ in range(4):
+            auto.prepare(200, 1)
+            choices.append(auto.choice.levels)
+            stats.used = partial(float, 0.96 * activation_bytes(auto._shape, auto.choice.levels) / 2**30)
+            auto.observe()
+            corrections.append(auto._correction)
+            assert auto.peak.measured == pytest.approx(0.96 * auto.peak.estimated)
+        return choices, corrections
+
+
+def test_the_same_peak_again_corrects_nothing_again(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    ((choices, corrections),) = ranks.run(measured_again, 1, str(tmp_path / "model"))
+    assert corrections == [pytest.approx(0.96)] * 4
+    assert choices == choices[:1] * 4, "a lower one would leave less than 5 % of the limit free"
+
+
+def exceeded_on_one_stage(rank: Rank, layout: ParallelLayout, model: str) -> list[bool]:
+    """Whether updates are measured, as the first stage exceeds its limit in the third."""
+    with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
+        stats = Stats(patch)
+        engine = make_engine(parallel, device, model, recompute="auto")
+        found = []
+        for number in range(5):
+            stats.used = partial(float, 1000.0 if rank.rank == 0 and number == 2 else 0.0)
+            step(engine)
+            found.append(engine._recompute._measures)
+        return found
+
+
+def test_stages_agree_on_what_is_measured(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    layout = LAYOUTS["pp2"]
+    first, second = ranks.run(exceeded_on_one_stage, layout.world_size, layout, str(tmp_path / "model"))
+    assert first == second == [True, True, True, False, False]
+
+
+def all_recomputed(rank: Rank, model: str) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+        stats = Stats(patch)
+        stats.used = partial(float, 1000.0)
+        engine = make_engine(parallel, device, model, recompute="auto")
+        found = []
+        for _ in range(25):
+            step(engine)
+            found.append(engine._recompute._measures)
+        return found
+
+
+def test_where_nothing_fits_the_measurements_end(ranks: RankPool, tmp_path: Any) -> None:
+    write_model("qwen3", tmp_path / "model")
+    (measures,) = ranks.run(all_recomputed, 1, str(tmp_path / "model"))
+    assert not measures[-1]
+
+
+def test_the_documents_name_the_share_that_is_left_free() -> None:
+    left = f"{100 * SPARE:.0f} %"
+    assert f"less {left}" in str(ModelTrainEvalConfig.model_fields["gradient_checkpointing_limit_gib"].description)
+    assert f"all but {left} of the device" in (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 
 
 def failed(rank: Rank, model: str) -> list[float]:

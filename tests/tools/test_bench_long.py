@@ -1,0 +1,60 @@
+"""What updates on long sequences are compared with; their figures need GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench import gpu_long
+from tools.bench.gpu import Scene
+from tools.bench.gpu_memory import Measured
+from tools.bench.gpu_ranks import Updates
+
+
+def measured(rate: float) -> Measured:
+    return Measured(tokens_per_second=rate, peak=rate * 1e9, held=0.0, parts={}, activations=None)
+
+
+def test_host_memory_is_compared_with_none_and_the_shorter_sequence_with_full_recomputation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(scene: Scene, lengths: tuple[int, ...], **settings: Any) -> Mapping[int, Measured]:
+        rates = {"auto": 8.0, "full": 2.0}
+        rate = rates[settings["recompute"]] / (2 if settings.get("recompute_host_gib") == 0.0 else 1)
+        return {length: measured(rate) for length in lengths}
+
+    monkeypatch.setattr(gpu_long, "_measure", measure)
+    found = {figure.name: (figure.value, figure.baseline) for figure in gpu_long.long(Scene(folder=tmp_path))}
+    short, long = (64, 128)
+    assert found[f"long.4B_{short}_tokens_per_second"] == (8.0, 2.0)
+    assert found[f"long.4B_{long}_tokens_per_second"] == (8.0, 4.0)
+    assert found[f"memory.long.4B_{long}"] == (8.0, 4.0)
+
+
+def test_a_length_that_does_not_fit_has_no_row_and_one_without_baseline_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(scene: Scene, lengths: tuple[int, ...], **settings: Any) -> Mapping[int, Measured]:
+        return {64: measured(8.0)} if settings["recompute"] == "auto" and len(lengths) == 2 else {}
+
+    monkeypatch.setattr(gpu_long, "_measure", measure)
+    found = {figure.name: figure.baseline for figure in gpu_long.long(Scene(folder=tmp_path))}
+    assert found["long.4B_64_tokens_per_second"] is None
+    assert not any("128" in name for name in found)
+
+
+def test_context_parallel_ranks_are_compared_with_full_recomputation_on_every_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(scene: Scene, updates: Updates) -> Mapping[int, Measured]:
+        assert updates.layout == {"cp": 2}
+        rate = {"auto": 8.0, "full": 2.0}[updates.settings["recompute"]]
+        return {size: measured(rate * sum(lens)) for size, lens in updates.batches.items()}
+
+    monkeypatch.setattr(gpu_long, "measure_updates", measure)
+    found = {figure.name: (figure.value, figure.baseline) for figure in gpu_long.long_cp(Scene(folder=tmp_path))}
+    assert found["long.7B_cp2_64_tokens_per_second"] == (1024.0, 256.0), "two sequences"
+    assert found["long.7B_cp2_128_tokens_per_second"] == (1024.0, 256.0)
