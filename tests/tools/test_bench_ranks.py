@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from core.launch.trainer_group import PAGE_LOCKING
+from mcore_adapter.data.batch import ROUTED_EXPERTS
+from mcore_adapter.data.routing_inputs import check_routed_experts
+from model_specs.hf_config import parse_config
 from tools.bench import gpu_ranks
-from tools.bench.gpu import Scene, become_rank
-from tools.bench.gpu_memory import Measured
+from tools.bench.gpu import Scene, become_rank, random_batch
+from tools.bench.gpu_experts import TRIED
+from tools.bench.gpu_memory import Measured, WidthsScene, with_balanced_experts
 from tools.bench.gpu_ranks import Updates, measure_updates
 
 
@@ -25,7 +29,8 @@ def test_the_slower_rank_has_the_rate_and_the_fuller_one_the_memory(
     class Ranks:
         killed = False
 
-        def __init__(self, *args: object) -> None: ...
+        def __init__(self, *args: object, num_ranks: int) -> None:
+            assert num_ranks == 2
 
         def results(self) -> dict[int, dict[int, Measured]]:
             return {0: {64: measured(100.0, 9.0, 5.0)}, 1: {64: measured(90.0, 8.0, 6.0)}}
@@ -57,5 +62,18 @@ def test_a_process_that_joins_a_measurement_becomes_a_rank(tmp_path: Path, monke
     monkeypatch.setattr(gpu_ranks, "become_rank", lambda *, num_ranks: became.append(num_ranks))
     monkeypatch.setattr("mcore_adapter.parallel.initialize_parallel", lambda *_, **__: None)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with gpu_ranks._joined(0, 1, Scene(folder=tmp_path)):
-        assert became == [gpu_ranks.RANKS]
+    with gpu_ranks._joined(0, 1, Scene(folder=tmp_path), dp=2, tp=2):
+        assert became == [4]
+
+
+def test_balanced_experts_have_as_many_tokens_each_in_every_layer(tmp_path: Path) -> None:
+    scene = WidthsScene(folder=tmp_path, raw=TRIED)
+    config = parse_config(TRIED)
+    batch = with_balanced_experts(random_batch(scene, [5, 11]), config)
+    check_routed_experts(batch, config)
+    assert config.moe is not None
+    for layer in range(config.num_layers):
+        counts = batch.fields[ROUTED_EXPERTS][:, layer].flatten().bincount(minlength=config.moe.num_experts)
+        assert counts.tolist() == [16 * config.moe.top_k // config.moe.num_experts] * config.moe.num_experts
+    first, second = batch.fields[ROUTED_EXPERTS][0, :2].tolist()
+    assert first != second, "not the same experts in every layer"

@@ -80,7 +80,9 @@ def problems(scene: Scene, size: Size) -> list[str]:
     return [str(p) for p in run_checks(loaded.config, loaded.where, connections=True) if not p.of_host]
 
 
-@pytest.mark.parametrize("size", [sizes.WHOLE, sizes.WITHOUT_OFFLOAD, sizes.FOUR, sizes.TWO, sizes.SHARED], ids=str)
+@pytest.mark.parametrize(
+    "size", [sizes.WHOLE, sizes.WITHOUT_OFFLOAD, sizes.FOUR, sizes.TWO, sizes.SHARED, sizes.SHARED_FOUR], ids=str
+)
 def test_a_run_on_gpus_passes_every_check_of_its_recipe(
     size: Size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ MEASUREMENTS = {
         "lengths": "gpu:lengths",
         "experts": "gpu_experts:experts",
         "experts_ep": "gpu_experts:experts_ep",
+        "experts_whole": "gpu_experts:experts_whole",
         "long": "gpu_long:long",
         "long_cp": "gpu_long:long_cp",
         "rollout": "gpu_servers:rollout",
@@ -103,8 +104,8 @@ MEASUREMENTS = {
 SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
 """Of tools/bench/gpu.py, which is slow to import."""
 NUM_GPUS = {
-    "async": 2, "experts_ep": 2, "long_cp": 2, "overlap": 2, "push_tp": 4, "push_senders": 3, "push_experts": 3,
-    "whole": 2, "whole_experts": 2, "whole_failures": 2, "whole_unreplayed": 2,
+    "async": 2, "experts_ep": 2, "experts_whole": 4, "long_cp": 2, "overlap": 2, "push_tp": 4, "push_senders": 3,
+    "push_experts": 3, "whole": 2, "whole_experts": 2, "whole_failures": 2, "whole_unreplayed": 2,
 }  # fmt: skip
 """That a measurement needs, where one is not enough."""
 DATA = "SLIPSTREAM_DATA"

@@ -1,5 +1,5 @@
-"""The measurements `experts`, `experts_ep` and `push_experts` of `python -m tools.bench gpu`: updates of a model with
-experts, and its weights on the way to a server.
+"""The measurements `experts`, `experts_ep`, `experts_whole` and `push_experts` of `python -m tools.bench gpu`: updates
+of a model with experts, and its weights on the way to a server.
 
 Stacked experts (mcore_adapter/models/experts/stacked.py) against TransformerEngine's grouped layers and, on one GPU,
 against Megatron's own training loop, in one run.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +38,8 @@ LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
 EP_LAYERS, EP_LIMIT_GB, EP_UPDATES = 12, 110, 5
 """Of the measurement with two expert-parallel ranks."""
+WHOLE_RANKS, WHOLE_SEQUENCES, WHOLE_LAYERS = 4, 16, 48
+"""Of the measurement with all layers."""
 SLICE: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_act="silu", initializer_range=0.02,
     max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16",
@@ -119,6 +122,35 @@ def experts_ep(scene: Scene) -> Iterator[Figure]:
                 target=">= 35",
             )  # fmt: skip
             yield from rows(name, stacked[size], grouped[size], target=f"<= {EP_LIMIT_GB}")
+
+
+def experts_whole(scene: Scene) -> Iterator[Figure]:
+    """Yield updates of all 48 layers over four expert-parallel ranks, 65,536 tokens each, with masters and moments in
+    host memory: as the router chooses, against as many tokens for every expert. MFU of all together. Four GPUs."""
+    small = not query_gpus()
+    ours = WidthsScene(
+        folder=scene.folder,
+        first_gpu=scene.first_gpu,
+        raw=TRIED if small else {**SLICE, "num_hidden_layers": WHOLE_LAYERS},
+    )
+    length, count, size = (32, 8, 64) if small else (LENGTH, WHOLE_RANKS * WHOLE_SEQUENCES, 16384)
+    found = [
+        measure_updates(
+            ours,
+            Updates(
+                layout={"dp": WHOLE_RANKS, "ep": WHOLE_RANKS}, batches={size: [length] * count}, count=EP_UPDATES,
+                label="balanced" if balanced else "natural", balanced=balanced,
+                settings={"recompute": "auto"} if small else {"recompute": "auto", "optimizer": {"offload": True}},
+            ),
+        )[size]
+        for balanced in (False, True)
+    ]  # fmt: skip
+    for row in mfu_rows(
+        "update.experts_whole", *found, flops_per_token=ours.flops_per_token(length),
+        peak_flops=WHOLE_RANKS * PEAK_FLOPS, target="",
+    ):  # fmt: skip
+        yield replace(row, target=">= 20,000" if row.unit == "tokens/s" else "")
+    yield from rows("experts_whole", *found, target="<= 141")
 
 
 def _megatron(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_adapter.activations.auto import Peak
+from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from model_specs.config import ModelConfig
 from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, ppo_update, seconds_of
@@ -52,6 +56,16 @@ class WidthsScene(Scene):
             mlp = hidden * (moe.num_experts + 3 * moe.top_k * moe.intermediate_size)
         matrices = config.num_layers * (attention + mlp) + config.vocab_size * hidden
         return 6 * matrices + 6 * config.num_layers * width * length
+
+
+def with_balanced_experts(batch: PackedBatch, config: ModelConfig) -> PackedBatch:
+    """Return the batch with experts that are prescribed in turn: each gets as many tokens in every layer, where the
+    number of copies is a multiple of that of the experts."""
+    assert config.moe is not None, "of a model with experts"
+    copies = torch.arange(batch.num_tokens * config.moe.top_k).view(-1, 1, config.moe.top_k)
+    layers = torch.arange(config.num_layers).view(1, -1, 1)  # in each layer other experts
+    experts = ((copies + layers) % config.moe.num_experts).to(torch.int16)
+    return replace(batch, fields={**batch.fields, ROUTED_EXPERTS: experts})
 
 
 @dataclass(frozen=True, kw_only=True)

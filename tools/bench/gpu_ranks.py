@@ -1,4 +1,4 @@
-"""The measurements of `python -m tools.bench gpu` with two trainer ranks, each a process of its own."""
+"""The measurements of `python -m tools.bench gpu` with several trainer ranks, each a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, become_rank, make_engine, median_seconds, ppo_update, random_batch
-from tools.bench.gpu_memory import Measured, measure
+from tools.bench.gpu_memory import Measured, measure, with_balanced_experts
 from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
 from tools.bench.gpu_servers import generator, server_settings
 
@@ -108,7 +108,7 @@ def overlap(scene: Scene) -> Iterator[Figure]:
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """Updates of two ranks to measure, with one engine."""
+    """Updates of some ranks to measure, with one engine."""
 
     layout: Mapping[str, int]
     batches: Mapping[int, Sequence[int]]
@@ -119,12 +119,15 @@ class Updates:
     settings: Mapping[str, Any] = field(default_factory=dict)
     stacked: bool = True
     """Experts are stacked where the device can; False: TransformerEngine's grouped layers."""
+    balanced: bool = False
+    """Every expert gets as many tokens, whatever the router chooses."""
 
 
 def measure_updates(scene: Scene, updates: Updates) -> dict[int, Measured]:
-    """Return the updates by the tokens of a microbatch: the rate of both ranks together, memory of the rank that has
+    """Return the updates by the tokens of a microbatch: the rate of all ranks together, memory of the rank that has
     the largest peak. Raises RuntimeError when a rank ends."""
-    ranks = TrainerRanks(scene, _updating_rank, updates)
+    num_ranks = ParallelLayout(**updates.layout).world_size
+    ranks = TrainerRanks(scene, _updating_rank, updates, num_ranks=num_ranks)
     try:
         found = ranks.results()
     finally:
@@ -147,6 +150,8 @@ def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, upd
         measured = {}
         for size, lens in updates.batches.items():
             batch, label = random_batch(scene, lens), f"{updates.label}, {size}"
+            if updates.balanced:
+                batch = with_balanced_experts(batch, engine.model_config)
             measured[size] = measure(engine, device, batch, size, updates=updates.count, label=label)
         results.put((rank, measured))
         engine.logprobs(batch, max_tokens_per_mb=size)  # no rank leaves while another one communicates
@@ -155,19 +160,19 @@ def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, upd
 class TrainerRanks:
     """Processes that run `function(rank, port, scene, tasks, results, *args)`; in the first place senders, as one."""
 
-    def __init__(self, scene: Scene, function: Callable[..., None], *args: Any) -> None:
+    def __init__(self, scene: Scene, function: Callable[..., None], *args: Any, num_ranks: int = RANKS) -> None:
         scene.model  # noqa: B018 (written before the ranks look for it)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
-        self._tasks: list[Any] = [context.Queue() for _ in range(RANKS)]
+        self._tasks: list[Any] = [context.Queue() for _ in range(num_ranks)]
         self._results: Any = context.Queue()
         self._processes = [
             context.Process(
                 target=function, args=(rank, port, scene, self._tasks[rank], self._results, *args), daemon=True
             )
-            for rank in range(RANKS)
+            for rank in range(num_ranks)
         ]
         for process in self._processes:
             process.start()
@@ -200,7 +205,7 @@ class TrainerRanks:
         """Return one result of each rank. Raises RuntimeError when a rank has ended without, or all take too long."""
         found: dict[int, Any] = {}
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while len(found) < RANKS:
+        while len(found) < len(self._processes):
             ended = [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
             try:
                 found.update([self._results.get(timeout=1.0)])
@@ -213,16 +218,17 @@ class TrainerRanks:
 
 
 @contextmanager
-def _joined(rank: int, port: int, scene: Scene, **layout: int) -> Iterator[tuple[Any, Any]]:
+def _joined(rank: int, port: int, scene: Scene, **sizes: int) -> Iterator[tuple[Any, Any]]:
     """Yield (parallel, device) of this rank."""
+    layout = ParallelLayout(**sizes)
     os.environ["LOCAL_RANK"] = str(scene.first_gpu + rank)
-    become_rank(num_ranks=RANKS)
+    become_rank(num_ranks=layout.world_size)
     from mcore_adapter.parallel import initialize_parallel
 
     device = get_device("auto")
     with device.activate():
         parallel = initialize_parallel(
-            ParallelLayout(**layout), rank=rank, world_size=RANKS,
+            layout, rank=rank, world_size=layout.world_size,
             init_method=f"tcp://127.0.0.1:{port}", device=device, seed=1,
         )  # fmt: skip
         yield parallel, device
@@ -256,7 +262,9 @@ def _sending_rank(
             connection=str(port),
             folder=Path(scene.folder),
         )
-        sending = make_sender(plan, rank=rank, world_size=RANKS, device=device.torch_device, host="127.0.0.1")
+        sending = make_sender(
+            plan, rank=rank, world_size=parallel.world_size, device=device.torch_device, host="127.0.0.1"
+        )
         buckets = partial(engine.iter_hf_weights, BUCKET_BYTES, at_holders=len(plan.senders) > 1)
         while True:
             name, args = tasks.get()

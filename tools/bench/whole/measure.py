@@ -22,6 +22,7 @@ from tools.bench.gpu_runs import busy_share
 from tools.bench.whole.running import Running, checkpoints, pushes, recovered_steps, sampled_per_second
 from tools.bench.whole.size import (
     SHARED,
+    SHARED_FOUR,
     TRIAL,
     Size,
     configuration,
@@ -76,9 +77,11 @@ def unreplayed(scene: Scene) -> Iterator[Figure]:
 
 
 def experts(scene: Scene) -> Iterator[Figure]:
-    """Yield the mismatch with routing replay of two expert-parallel ranks, and their log-probabilities per second, with
-    servers and trainer in turns on two GPUs."""
-    size, steps = replace(SHARED, layers=SHARED.layers if query_gpus() else TRIAL.layers), 2
+    """Yield the mismatch with routing replay of expert-parallel ranks, their log-probabilities per second, and a weight
+    update, with servers and trainer in turns on two GPUs, or on four."""
+    size, steps = SHARED_FOUR if len(query_gpus()) >= SHARED_FOUR.num_gpus else SHARED, 2
+    if not query_gpus():
+        size = replace(size, layers=TRIAL.layers)
     own = scene_of(scene, size, "experts")
     config = configuration(own, size) | {
         "recover_mode": "disabled", "exp_ctrl.benchmark_steps": steps, "monitor.save_batches": steps,
@@ -88,6 +91,8 @@ def experts(scene: Scene) -> Iterator[Figure]:
         run.finish()
         yield figure("experts_layers", size.layers, "layers")
         yield _logprobs_rate("experts_logprobs_tokens_per_second", run.rows[steps - 1 :])
+        for row in _pushes(run.rows[steps - 1 :]):
+            yield replace(row, name=row.name.replace("push", "experts_push"))
         yield from _mismatch("experts", run, steps)
 
 

@@ -51,6 +51,8 @@ FOUR = Size(allocation="sglang.d2m1p1+(attn:d2m1p1|ffn:d1m1p1e2)", num_gpus=4, l
 TWO = Size(allocation="sglang.d1m1p1+d1m1p1", num_gpus=2, layers=6)
 SHARED = Size(allocation="sglang.d2m1p1|(attn:d2m1p1|ffn:d1m1p1e2)", num_gpus=2, layers=6)
 """Servers and expert-parallel ranks in turns on the same GPUs."""
+SHARED_FOUR = Size(allocation="sglang.d2m2p1|(attn:d4m1p1|ffn:d1m1p1e4)", num_gpus=4, layers=48, offload=True)
+"""The same on four GPUs: all layers."""
 TRIAL = Size(allocation=FOUR.allocation, num_gpus=4, layers=2)
 """Without GPUs."""
 

@@ -1,0 +1,36 @@
+"""What an update is compared with: the faster of Megatron's own loops; the loops need GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools.bench import gpu
+from tools.bench.gpu import Scene
+
+
+def test_an_update_is_compared_with_the_faster_of_megatrons_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def world() -> Iterator[tuple[Any, Any]]:
+        yield None, SimpleNamespace(empty_cache=lambda: None)
+
+    def bare(*args: Any, recompute: str, fused: Collection[str]) -> tuple[float, float]:
+        return {("none", True): (5.0, 70.0), ("none", False): (4.0, 60.0), ("full", True): (2.0, 50.0)}.get(
+            (recompute, "weight_gradients" in fused), (3.0, 40.0)
+        )
+
+    monkeypatch.setattr(gpu, "query_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(gpu, "trainer_world", world)
+    monkeypatch.setattr(gpu, "random_batch", lambda *args: None)
+    monkeypatch.setattr(gpu, "bare_rate", bare)
+    monkeypatch.setattr(gpu, "update_rate", lambda *args: (6.0, 30.0))
+    found = {figure.name: figure.baseline for figure in gpu.update(Scene(folder=tmp_path))}
+    assert found["update.1.5B_2048_tokens_per_second"] == 5.0 and found["memory.update_1.5B_2048"] == 70.0
+    assert found["update.1.5B_16384_tokens_per_second"] == 3.0 and found["memory.update_1.5B_16384"] == 40.0
