@@ -5,8 +5,8 @@
 
 RUN is the log folder of a run, {fileroot}/logs/<user>/<experiment>/<trial>, or any folder above it with one run.
 timeline.json is in Chrome's trace format: open it at https://ui.perfetto.dev or chrome://tracing. The table has seconds
-of each kind of span per step, and the share of the time in which at least one ran. A request may stand for several
-(detail "of"), which are counted. Runs record spans unless
+of each kind of span per step, and the share of the time in which at least one ran. A recorded request may stand for
+several (detail "of"); all of them are counted, and the share is of the recorded ones. Runs record spans unless
 monitor.timeline_mib=0.
 """
 
@@ -183,7 +183,8 @@ def table(spans: Sequence[Span], window: tuple[int, int], num_steps: int) -> Tab
             seconds = sum((s.end - s.begin) * s.count for s in own) / 1e6
             share = covered([(s.begin, s.end) for s in own]) / (window[1] - window[0])
             label, number = f"{lane}: {name}" if lane else name, sum(s.count for s in own)
-            shown.add_row(process, label, str(number), f"{seconds / num_steps:.3f}", f"{share:.0%}")
+            least = "≥ " if any(s.count > 1 for s in own) else ""
+            shown.add_row(process, label, str(number), f"{seconds / num_steps:.3f}", f"{least}{share:.0%}")
             process = ""
     return shown
 
@@ -237,7 +238,7 @@ def _draw_lane(
 ) -> set[str]:
     """Return the names that have been drawn by colour."""
     placed = list(rows(spans))
-    if max(row for _, row in placed) > 0:
+    if max(row for _, row in placed) > 0 or any(s.count > 1 for s in spans):
         changes = sorted([(s.begin, s.count) for s in spans] + [(s.end, -s.count) for s in spans])
         times, running, now = [0.0], [0], 0
         for time, change in changes:

@@ -35,15 +35,16 @@ EARLIER = ".earlier"
 DELAY_SECONDS = 0.25
 """After which an event loop writes what has ended, together: a write takes as long as several spans."""
 FREQUENT = 200
-"""Spans of frequent_span() that a lane records in a second."""
+"""Spans of frequent_span() that a lane records in a second at most; half as many at least where there are more."""
 OF = "of"
 """Detail of a span that stands for several."""
+_MOST_PENDING = 1000
 _WINDOW_NS = 250_000_000
 _MOST_OF = 64
-"""After a burst, so many spans at most begin until one is recorded and the rate is looked at."""
+"""After a burst, at most this many spans begin before one is recorded and the rate is measured again."""
 _BURST = 2 * FREQUENT * _WINDOW_NS // 1_000_000_000
 """Spans that are recorded of those that begin at once, before every second one is."""
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 """json.dumps makes an encoder for each call with separators."""
 
 C = TypeVar("C", bound=type)
@@ -98,29 +99,37 @@ class _Recorder:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            self._append([row])
-            return
+            loop = None
         with self._lock:
             self._pending.append(row)
+            waits = loop is not None and len(self._pending) < _MOST_PENDING
             known, self._pending_in = self._pending_in is loop, loop
-        if not known:
+        if not waits:
+            self.write_pending()
+        elif not known:
+            assert loop is not None, "it waits"
             loop.call_later(DELAY_SECONDS, self.write_pending)
 
     def write_pending(self) -> None:
+        """Write the spans that wait. A disk that takes them no more ends the recording."""
         with self._lock:
             rows, self._pending, self._pending_in = self._pending, [], None
-        try:
-            self._append(rows)
-        except OSError:
-            _forget()
+            if not rows:
+                return
+            try:
+                self._write(rows)
+                if self._size > self._limit:
+                    self.close()
+                    self._path.replace(self._path.with_suffix(EARLIER))
+                    self._open()
+            except OSError:
+                _forget(self)
 
-    def _append(self, rows: Sequence[object]) -> None:
-        with self._lock:
-            self._write(rows)
-            if self._size > self._limit:
-                os.close(self._fd)
-                self._path.replace(self._path.with_suffix(EARLIER))
-                self._open()
+    def close(self) -> None:
+        """Nothing can be written any more until the next file is opened."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 _recorder: _Recorder | None = None
@@ -133,7 +142,9 @@ def record_spans(name: str, folder: Path, *, limit_mib: float) -> None:
     """Record the spans of this process from now on, in a file below the log folder `folder`; at most `limit_mib` MiB
     (the newest), none with 0. A full or read-only disk ends the recording, not the run."""
     global _recorder, _limit_mib
-    _write_pending()
+    write_pending()
+    if _recorder is not None:
+        _recorder.close()
     _forget()
     _limit_mib = limit_mib
     if limit_mib > 0:
@@ -144,7 +155,8 @@ def record_spans(name: str, folder: Path, *, limit_mib: float) -> None:
 
 
 @atexit.register
-def _write_pending() -> None:
+def write_pending() -> None:
+    """Write the spans that an event loop would write later."""
     if _recorder is not None:
         _recorder.write_pending()
 
@@ -159,10 +171,12 @@ def record_worker(name: str, folder: Path) -> None:
     record_spans(name, folder, limit_mib=float(os.environ.get(MIB, "0")))
 
 
-def _forget() -> None:
+def _forget(failed: _Recorder | None = None) -> None:
+    """Record nothing any more; nothing happens where `failed` is not the recorder that records now."""
     global _recorder
-    _recorder = None
-    _samples.clear()
+    if failed is None or failed is _recorder:
+        _recorder = None
+        _samples.clear()
 
 
 os.register_at_fork(after_in_child=_forget)  # a child is another process
@@ -223,18 +237,15 @@ def frequent_span(name: str, lane: str) -> span:
             return _NOTHING
         sample = _samples[lane] = _Sample()
     sample.left -= 1
-    if sample.left:
+    if sample.left > 0:
         return _NOTHING
     of = sample.take()
     return span(name, lane) if of == 1 else span(name, lane, **{OF: of})
 
 
 def _add(name: str, lane: str, begin: int, end: int, details: dict[str, object]) -> None:
-    try:
-        if _recorder is not None:
-            _recorder.add(name, lane, begin, end, details)
-    except OSError:
-        _forget()
+    if _recorder is not None:
+        _recorder.add(name, lane, begin, end, details)
 
 
 def add_span(name: str, seconds: float, lane: str = "", **details: object) -> None:

@@ -149,13 +149,14 @@ class AutoRecompute:
 
     def retreat(self) -> bool:
         """Recompute more after memory ran out; return False where there is no more."""
-        assert self.choice is not None, "an update precedes its failure"
+        assert self.choice is not None and self._shape is not None, "an update precedes its failure"
         self._measures = False
         before = self.choice.levels
         if all(level == LEVELS[-1] for level in before):
             return False
         self._corrections_left = 0
-        self._share = min(self._share, self.choice.activation_bytes / self._limit)
+        estimate = self._correction * activation_bytes(self._shape, before)
+        self._share = min(self._share, estimate / self._limit)
         while _rank(self.choice.levels) <= _rank(before):
             self._share *= _LESS_AFTER_FAILURE
             self._choose("after memory ran out", self._limit)

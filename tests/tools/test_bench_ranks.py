@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from core.launch.trainer_group import PAGE_LOCKING
 from mcore_adapter.data.batch import ROUTED_EXPERTS
 from mcore_adapter.data.routing_inputs import check_routed_experts
 from model_specs.hf_config import parse_config
-from tools.bench import gpu_ranks
+from tools.bench import gpu_experts, gpu_ranks
 from tools.bench.gpu import Scene, become_rank, random_batch
 from tools.bench.gpu_experts import TRIED
 from tools.bench.gpu_memory import Measured, WidthsScene, with_balanced_experts
@@ -32,7 +36,7 @@ def test_the_slower_rank_has_the_rate_and_the_fuller_one_the_memory(
         def __init__(self, *args: object, num_ranks: int) -> None:
             assert num_ranks == 2
 
-        def results(self) -> dict[int, dict[int, Measured]]:
+        def results(self, patience_seconds: float) -> dict[int, dict[int, Measured]]:
             return {0: {64: measured(100.0, 9.0, 5.0)}, 1: {64: measured(90.0, 8.0, 6.0)}}
 
         def kill(self) -> None:
@@ -77,3 +81,38 @@ def test_balanced_experts_have_as_many_tokens_each_in_every_layer(tmp_path: Path
         assert counts.tolist() == [16 * config.moe.top_k // config.moe.num_experts] * config.moe.num_experts
     first, second = batch.fields[ROUTED_EXPERTS][0, :2].tolist()
     assert first != second, "not the same experts in every layer"
+
+
+def test_all_layers_are_measured_with_balanced_experts_and_with_those_that_the_router_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(scene: Scene, updates: Updates) -> dict[int, Measured]:
+        assert updates.layout == {"dp": 4, "ep": 4} and updates.patience_seconds > 240
+        return {64: measured(2.0 if updates.balanced else 1.0, 9.0, 5.0)}
+
+    monkeypatch.setattr(gpu_experts, "measure_updates", measure)
+    found = {figure.name: (figure.value, figure.target) for figure in gpu_experts.experts_whole(Scene(folder=tmp_path))}
+    assert found["update.experts_whole_balanced_tokens_per_second"] == (2.0, "")
+    assert found["update.experts_whole_tokens_per_second"] == (1.0, ">= 20,000")
+
+
+def test_a_rank_of_balanced_updates_prescribes_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    engine = SimpleNamespace(model_config=parse_config(TRIED), logprobs=lambda *args, **kwargs: None)
+
+    @contextmanager
+    def joined(*args: object, **kwargs: object) -> Iterator[tuple[object, object]]:
+        yield None, SimpleNamespace()
+
+    def measure(engine: object, device: object, batch: Any, *args: object, **kwargs: object) -> Measured:
+        given.append(ROUTED_EXPERTS in batch.fields)
+        return measured(1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(gpu_ranks, "_joined", joined)
+    monkeypatch.setattr(gpu_ranks, "make_engine", lambda *args, **kwargs: engine)
+    monkeypatch.setattr(gpu_ranks, "measure", measure)
+    for balanced in (False, True):
+        updates = Updates(layout={"dp": 1}, batches={16: [16]}, count=1, label="", balanced=balanced)
+        scene = WidthsScene(folder=tmp_path, raw=TRIED)
+        gpu_ranks._updating_rank(0, 0, scene, None, SimpleNamespace(put=lambda found: None), updates)
+    assert given == [False, True]

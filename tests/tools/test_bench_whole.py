@@ -23,7 +23,7 @@ from tools.bench.gpu_memory import WidthsScene
 from tools.bench.whole import size as sizes
 from tools.bench.whole.measure import _logprobs_rate
 from tools.bench.whole.running import differences, pushes, recovered_steps, sampled_per_second, server_below
-from tools.bench.whole.size import Size, configuration, held_bytes, scene_of, size_for
+from tools.bench.whole.size import Size, configuration, held_bytes, scene_of, shared_size_for, size_for
 
 WHOLE_MODEL = parse_config({**SLICE, "num_hidden_layers": 48})
 GPU_BYTES = 141e9
@@ -68,6 +68,19 @@ def test_each_host_gets_a_size_that_fits_its_gpus(num_gpus: int, host_bytes: flo
     size = size_for(num_gpus, host_bytes)
     assert size.num_gpus <= num_gpus and size.num_generator_gpus < size.num_gpus
     assert size.offload == (size.layers == 48) == (num_gpus == 8 and host_bytes == 601e9)
+    config = parse_config({**SLICE, "num_hidden_layers": size.layers})
+    assert sum(held_bytes(config, size.placed.trainer.layout, offload=size.offload).values()) < 0.8 * GPU_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "host_bytes", "layers", "gpus"),
+    [(0, 500e9, 2, 2), (2, 601e9, 6, 2), (4, 500e9, 36, 4), (4, 601e9, 48, 4), (8, 601e9, 48, 4)],
+)
+def test_servers_and_trainer_in_turns_get_what_fits_too(
+    num_gpus: int, host_bytes: float, layers: int, gpus: int
+) -> None:
+    size = shared_size_for(num_gpus, host_bytes)
+    assert (size.layers, size.num_gpus, size.offload) == (layers, gpus, layers == 48)
     config = parse_config({**SLICE, "num_hidden_layers": size.layers})
     assert sum(held_bytes(config, size.placed.trainer.layout, offload=size.offload).values()) < 0.8 * GPU_BYTES
 

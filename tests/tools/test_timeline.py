@@ -103,8 +103,12 @@ def test_a_span_that_stands_for_several_counts_as_all_of_them(tmp_path: Path) ->
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(table([several, spans[1]], (0, 1_000_000), 1))
     cells = console.export_text().splitlines()[-2].split()
-    assert "8" in cells and "4.000" in cells and "60%" in cells, cells
+    assert "8" in cells and "4.000" in cells and cells[-3:-1] == ["≥", "60%"], cells
     figure, ax = plt.subplots()
     _draw_lane(ax, [several, spans[1]], (0, 1_000_000), {"request": (0, 0, 0)})
     assert max(y for path in ax.collections[0].get_paths() for _, y in path.vertices) == 8
+    plt.close(figure)
+    figure, ax = plt.subplots()
+    assert _draw_lane(ax, [several], (0, 1_000_000), {"request": (0, 0, 0)}) == {"request"}
+    assert max(y for path in ax.collections[0].get_paths() for _, y in path.vertices) == 7, "no bar for one alone"
     plt.close(figure)

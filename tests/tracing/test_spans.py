@@ -82,13 +82,64 @@ def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_record
     assert [row[0] for row in written(tmp_path, "p")] == ["x"]
 
     async def main() -> None:
-        with span("y"):
+        with span("y", number=np.int64(3)):
             pass
         record_spans("other", tmp_path, limit_mib=1)
 
     record_spans("rollout", tmp_path, limit_mib=1)
     asyncio.run(main())
     assert [row[0] for row in written(tmp_path, "rollout")] == ["y"]
+
+
+def test_spans_of_a_loop_that_is_closed_are_written_with_the_next_one(tmp_path: Path) -> None:
+    record_spans("rollout", tmp_path, limit_mib=1)
+
+    async def main() -> None:
+        with span("x"):
+            pass
+
+    asyncio.run(main())
+    assert written(tmp_path, "rollout") == []
+    with span("y"):
+        pass
+    assert [row[0] for row in written(tmp_path, "rollout")] == ["x", "y"]
+
+
+def test_a_loop_that_is_busy_keeps_few_spans_in_memory(tmp_path: Path) -> None:
+    record_spans("rollout", tmp_path, limit_mib=4)
+
+    async def main() -> int:
+        for _ in range(5500):
+            with span("x"):
+                pass
+        return len(written(tmp_path, "rollout"))
+
+    assert asyncio.run(main()) == 5000
+
+
+def test_a_file_that_cannot_be_put_aside_ends_the_recording_and_no_other_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_spans("rollout", tmp_path, limit_mib=1 / 1024)
+
+    def fails(*args: object) -> None:
+        raise OSError("a full disk")
+
+    async def main() -> None:
+        with span("waits"):
+            pass
+        monkeypatch.setattr(Path, "replace", fails)
+        await asyncio.to_thread(lambda: [add_span("of a thread", 1.0) for _ in range(100)])
+        with open(tmp_path / "precious", "wb"):
+            await asyncio.sleep(1.5 * DELAY_SECONDS)
+
+    asyncio.run(main())
+    assert (tmp_path / "precious").read_bytes() == b""
+    monkeypatch.undo()
+    record_spans("other", tmp_path, limit_mib=1)
+    with span("z"):
+        pass
+    assert [row[0] for row in written(tmp_path, "other")] == ["z"]
 
 
 def begun(folder: Path, monkeypatch: pytest.MonkeyPatch, *bursts: tuple[int, float]) -> list[list[int]]:

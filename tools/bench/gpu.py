@@ -220,8 +220,11 @@ def update(scene: Scene) -> Iterator[Figure]:
             found = []
             for chosen in choices:
                 settings: dict[str, Any] = {"recompute": bare_recompute, "fused": chosen}
-                found.append(bare_rate(scene, parallel, device, batch, tokens_per_mb, **settings))
-                logger.info("Megatron's own loop with %s: %.0f tokens/s, peak %.1f GB", chosen, *found[-1])
+                try:
+                    found.append(bare_rate(scene, parallel, device, batch, tokens_per_mb, **settings))
+                    logger.info("Megatron's own loop with %s: %.0f tokens/s, peak %.1f GB", chosen, *found[-1])
+                except torch.OutOfMemoryError:
+                    logger.warning("Megatron's own loop with %s ran out of memory", chosen)
                 free(device)
             bare, bare_peak = max(found)
             ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb)

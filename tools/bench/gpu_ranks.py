@@ -121,6 +121,8 @@ class Updates:
     """Experts are stacked where the device can; False: TransformerEngine's grouped layers."""
     balanced: bool = False
     """Every expert gets as many tokens, whatever the router chooses."""
+    patience_seconds: float = _PATIENCE_SECONDS
+    """For all updates, and for what is built before them."""
 
 
 def measure_updates(scene: Scene, updates: Updates) -> dict[int, Measured]:
@@ -129,7 +131,7 @@ def measure_updates(scene: Scene, updates: Updates) -> dict[int, Measured]:
     num_ranks = ParallelLayout(**updates.layout).world_size
     ranks = TrainerRanks(scene, _updating_rank, updates, num_ranks=num_ranks)
     try:
-        found = ranks.results()
+        found = ranks.results(updates.patience_seconds)
     finally:
         ranks.kill()
     return {
@@ -201,10 +203,10 @@ class TrainerRanks:
             tasks.put((name, args))
         return self.results()
 
-    def results(self) -> dict[int, Any]:
+    def results(self, patience_seconds: float = _PATIENCE_SECONDS) -> dict[int, Any]:
         """Return one result of each rank. Raises RuntimeError when a rank has ended without, or all take too long."""
         found: dict[int, Any] = {}
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + patience_seconds
         while len(found) < len(self._processes):
             ended = [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
             try:
@@ -213,7 +215,7 @@ class TrainerRanks:
                 if lost := sorted(set(ended) - found.keys()):
                     raise RuntimeError(f"rank {lost[0]} ended; its error is above") from None
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"no result within {_PATIENCE_SECONDS:.0f} s") from None
+                    raise RuntimeError(f"no result within {patience_seconds:.0f} s") from None
         return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from tools.bench.cpu import Scene
 from tools.bench.figure import Figure
-from tracing import frequent_span, record_spans, span
+from tracing import frequent_span, record_spans, span, write_pending
 
 _SPANS, _REPEATS = 20_000, 5
 _OF_A_TURN = 8
@@ -20,7 +20,7 @@ _PER_SECOND, _TURNS_PER_SECOND, _SECONDS = (250, 7000), 100, 3
 
 def spans(scene: Scene) -> Iterator[Figure]:
     """Yield microseconds of one span with two details, on the disk and without recording (baseline): alone, and in an
-    event loop, where those that end in one turn are written together. Then the share of a core that requests take which
+    event loop, where they are written together. Then the share of a core that requests take which
     end at given rates, with sampling, against none at all."""
 
     def alone(limit_mib: float) -> float:
@@ -36,7 +36,7 @@ def spans(scene: Scene) -> Iterator[Figure]:
             _request(number)
             if number % _OF_A_TURN == _OF_A_TURN - 1:
                 await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        write_pending()
         return (time.perf_counter() - start) / _SPANS * 1e6
 
     def in_event_loop(limit_mib: float) -> float:
@@ -71,6 +71,7 @@ async def _paced(rate: int, request: Callable[[int], None]) -> float:
         for number in range(rate * turn // _TURNS_PER_SECOND, rate * (turn + 1) // _TURNS_PER_SECOND):
             request(number)
         await asyncio.sleep(max(0.0, begin + (turn + 1) / _TURNS_PER_SECOND - time.perf_counter()))
+    write_pending()
     return time.thread_time() - cpu
 
 

@@ -1,8 +1,8 @@
 """The measurements of a whole run of Qwen3-30B-A3B with random weights, or of a slice of its layers on fewer GPUs.
 
-`whole` measures speed and memory, `experts` the log-probabilities of two expert-parallel ranks, `failures` a checkpoint
-and two kills with few layers, because a checkpoint of all of them (430 GB) exceeds the disks of most hosts, and
-`unreplayed` the mismatch without routing replay.
+`whole` measures speed and memory, `experts` the log-probabilities of two or four expert-parallel ranks, `failures` a
+checkpoint and two kills with few layers, because a checkpoint of all of them (430 GB) exceeds the disks of most hosts,
+and `unreplayed` the mismatch without routing replay.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from tools.bench.gpu_memory import GB, WidthsScene
 from tools.bench.gpu_runs import busy_share
 from tools.bench.whole.running import Running, checkpoints, pushes, recovered_steps, sampled_per_second
 from tools.bench.whole.size import (
-    SHARED,
-    SHARED_FOUR,
-    TRIAL,
     Size,
     configuration,
     has_servers,
     held_bytes,
     scene_of,
+    shared_size_for,
     size_of_host,
 )
 
@@ -79,9 +77,7 @@ def unreplayed(scene: Scene) -> Iterator[Figure]:
 def experts(scene: Scene) -> Iterator[Figure]:
     """Yield the mismatch with routing replay of expert-parallel ranks, their log-probabilities per second, and a weight
     update, with servers and trainer in turns on two GPUs, or on four."""
-    size, steps = SHARED_FOUR if len(query_gpus()) >= SHARED_FOUR.num_gpus else SHARED, 2
-    if not query_gpus():
-        size = replace(size, layers=TRIAL.layers)
+    size, steps = size_of_host(shared_size_for), 2
     own = scene_of(scene, size, "experts")
     config = configuration(own, size) | {
         "recover_mode": "disabled", "exp_ctrl.benchmark_steps": steps, "monitor.save_batches": steps,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,20 @@ def size_for(num_gpus: int, host_bytes: float) -> Size:
     return FOUR if num_gpus >= FOUR.num_gpus else TWO
 
 
-def size_of_host() -> Size:
+def shared_size_for(num_gpus: int, host_bytes: float) -> Size:
+    """Return the same of servers and trainer in turns; TRIAL's layers without GPUs."""
+    if num_gpus < SHARED_FOUR.num_gpus:
+        return SHARED if num_gpus else replace(SHARED, layers=TRIAL.layers)
+    fits = host_bytes >= HOST_BYTES
+    return SHARED_FOUR if fits else replace(SHARED_FOUR, layers=WITHOUT_OFFLOAD.layers, offload=False)
+
+
+def size_of_host(choose: Callable[[int, float], Size] = size_for) -> Size:
     """Return the largest size for this host."""
     host = float(psutil.virtual_memory().total)
     if _LIMIT.exists() and (text := _LIMIT.read_text().strip()).isdigit():
         host = min(host, float(text))
-    return size_for(len(query_gpus()), host)
+    return choose(len(query_gpus()), host)
 
 
 def scene_of(scene: Scene, size: Size, trial: str) -> WidthsScene:
