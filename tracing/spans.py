@@ -126,7 +126,7 @@ class _Recorder:
                 _forget(self)
 
     def close(self) -> None:
-        """Nothing can be written any more until the next file is opened."""
+        """Close the file; write nothing until the next one is open."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
