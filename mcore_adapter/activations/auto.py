@@ -127,7 +127,7 @@ class AutoRecompute:
         assert self._shape is not None, "prepare() was called"
         if not self._measures or self.choice is None or self._tokens < self._shape.tokens:
             return  # a smaller microbatch does not test the estimate
-        estimate = self._correction * activation_bytes(self._shape, self.choice.levels)
+        estimate = self._estimate(self.choice)
         peak = self._agree(self._device.memory_stats()["peak_gib"] * GIB - self._held, dist.ReduceOp.MAX)
         self.peak = Peak(self.choice, peak, estimate / self._correction)
         self._correction *= min(max(peak / estimate, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
@@ -136,7 +136,7 @@ class AutoRecompute:
             "gradient checkpointing: %s; activations %.1f GiB, estimated %.1f, limit %.1f, beside %.1f: %s",
             self.choice, peak / GIB, estimate / GIB, self._limit / GIB, self._held / GIB, held,
         )  # fmt: skip
-        exceeds = peak > self._limit and any(level != LEVELS[-1] for level in self.choice.levels)
+        exceeds = peak > self._limit and not _is_most(self.choice.levels)
         if exceeds:
             self._exceeded = max(self._exceeded, _rank(self.choice.levels))
         of_any_stage = self._agree(float(exceeds), dist.ReduceOp.MAX, of_stage=False) > 0
@@ -149,14 +149,13 @@ class AutoRecompute:
 
     def retreat(self) -> bool:
         """Recompute more after memory ran out; return False where there is no more."""
-        assert self.choice is not None and self._shape is not None, "an update precedes its failure"
+        assert self.choice is not None, "an update precedes its failure"
         self._measures = False
         before = self.choice.levels
-        if all(level == LEVELS[-1] for level in before):
+        if _is_most(before):
             return False
         self._corrections_left = 0
-        estimate = self._correction * activation_bytes(self._shape, before)
-        self._share = min(self._share, estimate / self._limit)
+        self._share = min(self._share, self._estimate(self.choice) / self._limit)
         while _rank(self.choice.levels) <= _rank(before):
             self._share *= _LESS_AFTER_FAILURE
             self._choose("after memory ran out", self._limit)
@@ -191,6 +190,12 @@ class AutoRecompute:
                 return found
             usable *= _LESS_AFTER_EXCESS
 
+    def _estimate(self, choice: Choice) -> float:
+        """Return the bytes of a choice by what is measured so far; choice.activation_bytes is by what was when it was
+        made."""
+        assert self._shape is not None, "prepare() was called"
+        return self._correction * activation_bytes(self._shape, choice.levels)
+
     def _free(self) -> float:
         """Return the bytes that activations may take."""
         stats = self._device.memory_stats()
@@ -218,6 +223,11 @@ class AutoRecompute:
         if of_stage:
             return float(values[self._parallel.pp_rank])
         return float(values.min() if how == dist.ReduceOp.MIN else values.max())
+
+
+def _is_most(levels: Sequence[Level]) -> bool:
+    """Return whether every layer is recomputed as a whole."""
+    return all(level == LEVELS[-1] for level in levels)
 
 
 def _rank(levels: Sequence[Level]) -> int:
