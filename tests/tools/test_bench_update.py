@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tools.bench import gpu
 from tools.bench.gpu import Scene
@@ -34,3 +35,15 @@ def test_an_update_is_compared_with_the_faster_of_megatrons_loops(
     found = {figure.name: figure.baseline for figure in gpu.update(Scene(folder=tmp_path))}
     assert found["update.1.5B_2048_tokens_per_second"] == 5.0 and found["memory.update_1.5B_2048"] == 70.0
     assert found["update.1.5B_16384_tokens_per_second"] == 3.0 and found["memory.update_1.5B_16384"] == 40.0
+
+
+def test_a_loop_that_runs_out_of_memory_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def bare(*args: Any, fused: Collection[str]) -> tuple[float, float]:
+        if fused:
+            raise torch.OutOfMemoryError("no memory")
+        return 4.0, 60.0
+
+    monkeypatch.setattr(gpu, "bare_rate", bare)
+    world = (Scene(folder=tmp_path), None, SimpleNamespace(empty_cache=lambda: None), None, 64)
+    assert gpu.fastest_bare_rate(*world, choices=[(), ("weight_gradients",)]) == (4.0, 60.0)
+    assert gpu.fastest_bare_rate(*world, choices=[("weight_gradients",)]) is None

@@ -217,26 +217,38 @@ def update(scene: Scene) -> Iterator[Figure]:
     ):
         with trainer_world() as (parallel, device):
             batch = random_batch(scene, [length] * count)
-            found = []
-            for chosen in choices:
-                settings: dict[str, Any] = {"recompute": bare_recompute, "fused": chosen}
-                try:
-                    found.append(bare_rate(scene, parallel, device, batch, tokens_per_mb, **settings))
-                    logger.info("Megatron's own loop with %s: %.0f tokens/s, peak %.1f GB", chosen, *found[-1])
-                except torch.OutOfMemoryError:
-                    logger.warning("Megatron's own loop with %s ran out of memory", chosen)
-                free(device)
-            bare, bare_peak = max(found)
+            found = fastest_bare_rate(
+                scene, parallel, device, batch, tokens_per_mb, choices=choices, recompute=bare_recompute
+            )
+            bare, bare_peak = found or (None, None)
             ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb)
             free(device)
         name = f"update.{scene.shape}_{length}"
         yield Figure(name=f"{name}_tokens_per_second", value=ours, unit="tokens/s", baseline=bare, target=rate_target)
         mfu = 100 * ours * scene.flops_per_token(length) / PEAK_FLOPS
-        bare_mfu = 100 * bare * scene.flops_per_token(length) / PEAK_FLOPS
+        bare_mfu = None if bare is None else 100 * bare * scene.flops_per_token(length) / PEAK_FLOPS
         yield Figure(name=f"{name}_mfu", value=mfu, unit="%", baseline=bare_mfu, target=mfu_target)
         yield Figure(
             name=f"memory.update_{scene.shape}_{length}", value=peak, unit="GB", baseline=bare_peak, target=peak_target
         )
+
+
+def fastest_bare_rate(
+    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, *, choices: Sequence[tuple[Fused, ...]],
+    **settings: Any,
+) -> tuple[float, float] | None:  # fmt: skip
+    """Return (tokens/s, peak GB) of Megatron's own training step with the choice of fused kernels that is fastest; None
+    if all ran out of memory."""
+    found: list[tuple[float, float]] = []
+    for fused in choices:
+        try:
+            found.append(bare_rate(scene, parallel, device, batch, tokens_per_mb, fused=fused, **settings))
+            result = "{:.0f} tokens/s, peak {:.1f} GB".format(*found[-1])
+        except torch.OutOfMemoryError:
+            result = "out of memory"
+        free(device)
+        logger.info("Megatron's own loop with %s, %d: %s", fused, tokens_per_mb, result)
+    return max(found, default=None)
 
 
 def bare_rate(

@@ -8,12 +8,10 @@ grouped layers and, on one GPU, with Megatron's own training loop, in one run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
-
-import torch
 
 from mcore_adapter.bare_loop import Fused
 from rollout.inference.gpus import query_gpus
@@ -23,7 +21,7 @@ from tools.bench.gpu import (
     ROUNDS,
     WARM_UP,
     Scene,
-    bare_rate,
+    fastest_bare_rate,
     free,
     make_engine,
     random_batch,
@@ -147,23 +145,15 @@ def experts_whole(scene: Scene) -> Iterator[Figure]:
 
 
 def _megatron(
-    scene: WidthsScene, length: int, count: int, size: int, fused: Collection[Fused]
+    scene: WidthsScene, length: int, count: int, size: int, fused: tuple[Fused, ...]
 ) -> tuple[float, float] | None:
     """Return (tokens/s, peak GB) of Megatron's own loop, with fused kernels or without, whichever is faster; None if
     both ran out of memory."""
-    found: list[tuple[float, float]] = []
-    for chosen in (fused, ()) if fused else ((),):
-        with trainer_world() as (parallel, device):
-            device.has_grouped_products = False
-            try:
-                batch = random_batch(scene, [length] * count)
-                found.append(bare_rate(scene, parallel, device, batch, size, fused=chosen))
-                result = "{:.0f} tokens/s, peak {:.1f} GB".format(*found[-1])
-            except torch.OutOfMemoryError:
-                result = "out of memory"
-            free(device)
-        logger.info("Megatron's own loop%s, %d: %s", f" with {chosen}" if chosen else "", size, result)
-    return max(found, default=None)
+    with trainer_world() as (parallel, device):
+        device.has_grouped_products = False
+        batch = random_batch(scene, [length] * count)
+        choices = [fused, ()] if fused else [()]
+        return fastest_bare_rate(scene, parallel, device, batch, size, choices=choices)
 
 
 def _measure(
