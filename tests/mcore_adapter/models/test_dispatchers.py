@@ -3,6 +3,7 @@ what they compute meanwhile."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -279,6 +280,10 @@ def held_gradients(rank: Rank, keep_halves: bool) -> list[bool]:
         return gather(output, *args, **kwargs)
 
     def watched_product(*args: Any) -> Tensor:
+        # After wait() has returned, a thread of gloo may hold its own reference for a moment.
+        deadline = time.monotonic() + 1.0
+        while not gathered[0].expired() and time.monotonic() < deadline:
+            time.sleep(0.001)
         held.append(not gathered[0].expired())
         return product(*args)
 
