@@ -106,7 +106,7 @@ ORDER = {
         "chaos bench nightly",
     ),
     "tools.bench": (
-        "figure reward workflow trl",
+        "figure profiles reward workflow trl",
         "cpu gpu",
         "cpu_runs gpu_memory gpu_runs gpu_servers push_changes spans data",
         "gpu_leaving gpu_models gpu_push against_trl",

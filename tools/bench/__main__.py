@@ -130,6 +130,10 @@ def main() -> None:
         "--keep", type=cli.new_folder, metavar="FOLDER",
         help="keep there what measurements write, with logs and spans of runs; default: remove it",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=cli.new_folder, metavar="FOLDER",
+        help="gpu: write there what the kernels of an update take, in update, experts*, long and long_cp",
+    )  # fmt: skip
     given = parser.parse_args()
     if given.device == "gpu" and not given.trial and not query_gpus():
         parser.error("gpu: nvidia-smi shows none on this host; write cpu, or add --trial")
@@ -169,6 +173,7 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
     if given.device == "gpu":
         os.environ["LOCAL_RANK"] = str(given.first_gpu)
         options |= {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
+        options["profile"] = given.profile and given.profile.resolve()
     rows: list[Row] = []
     with kept_or_temporary(given.keep) as folder:
         scene = find(f"{given.device}:Scene")(folder=folder, **options)

@@ -31,6 +31,7 @@ from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.hf_config import read_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
+from tools.bench.profiles.kernels import write_profile
 from tools.bench.workflow import length_of
 from tools.demo.data import make_tokenizer
 
@@ -93,6 +94,8 @@ class Scene:
     """Interpreter of an environment that has TRL."""
     first_gpu: int = 0
     """The trainer's; servers get the following ones, or share it where it is the last."""
+    profile: Path | None = None
+    """Folder for the kernels of one more update after the measured ones; None: without."""
 
     @property
     def server_gpus(self) -> list[int | None]:
@@ -204,7 +207,12 @@ def seconds_of(device: Any, step: Callable[[], object]) -> float:
 
 
 def median_seconds(device: Any, step: Callable[[], object]) -> float:
-    return float(np.median([seconds_of(device, step) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]))
+    return float(np.median(measured_seconds(device, step)))
+
+
+def measured_seconds(device: Any, step: Callable[[], object]) -> list[float]:
+    """Return the seconds of each round after the warm-up."""
+    return [seconds_of(device, step) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
 
 
 def update(scene: Scene) -> Iterator[Figure]:
@@ -215,15 +223,15 @@ def update(scene: Scene) -> Iterator[Figure]:
         (2048, 32, 16384, "none", (">= 1.1x", ">= 52", "<= 60")),
         (16384, 8, 32768, "full", (">= 1.0x", "aim 45", "")),
     ):
+        name = f"update.{scene.shape}_{length}"
         with trainer_world() as (parallel, device):
             batch = random_batch(scene, [length] * count)
             found = fastest_bare_rate(
                 scene, parallel, device, batch, tokens_per_mb, choices=choices, recompute=bare_recompute
             )
             bare, bare_peak = found or (None, None)
-            ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb)
+            ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb, label=name)
             free(device)
-        name = f"update.{scene.shape}_{length}"
         yield Figure(name=f"{name}_tokens_per_second", value=ours, unit="tokens/s", baseline=bare, target=rate_target)
         mfu = 100 * ours * scene.flops_per_token(length) / PEAK_FLOPS
         bare_mfu = None if bare is None else 100 * bare * scene.flops_per_token(length) / PEAK_FLOPS
@@ -268,13 +276,21 @@ def bare_rate(
 
 
 def update_rate(
-    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, **settings: Any
-) -> tuple[float, float]:
-    """Return (tokens/s, peak GB) of updates of an engine with these settings."""
+    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, *, label: str | None = None,
+    **settings: Any,
+) -> tuple[float, float]:  # fmt: skip
+    """Return (tokens/s, peak GB) of updates of an engine with these settings; with a label they may be profiled."""
     device.forget_peak()
     engine = make_engine(scene, parallel, device, **{"recompute": "selective", **settings})
-    seconds = median_seconds(device, lambda: ppo_update(engine, batch, tokens_per_mb))
-    return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
+
+    def step() -> object:
+        return ppo_update(engine, batch, tokens_per_mb)
+
+    seconds = measured_seconds(device, step)
+    peak = device.memory_stats()["peak_gib"] * 2**30 / 1e9
+    if label is not None and scene.profile is not None:
+        write_profile(scene.profile, label, lambda: seconds_of(device, step), fastest_seconds=min(seconds))
+    return batch.num_tokens / float(np.median(seconds)), peak
 
 
 def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:

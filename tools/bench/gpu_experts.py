@@ -28,7 +28,7 @@ from tools.bench.gpu import (
     trainer_world,
 )
 from tools.bench.gpu_memory import GB, Measured, WidthsScene, measure, mfu_rows, rows
-from tools.bench.gpu_ranks import RANKS, Updates, measure_updates, senders_against_one
+from tools.bench.gpu_ranks import RANKS, Updates, measure_routings, measure_updates, senders_against_one
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,9 @@ FUSED: tuple[Fused, ...] = ("permutation", "routing", "weight_gradients")
 def experts(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates of 131,072 tokens in microbatches of 32,768 and 16,384. One GPU."""
     small = not query_gpus()
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else SLICE)
+    ours = WidthsScene(
+        folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=TRIED if small else SLICE
+    )
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
     grouped, stacked = (_measure(ours, length, count, sizes, stacked=way) for way in (False, True))
     settings = {"recompute": "auto", "recompute_limit_gib": LIMIT_GB * 1e9 / 2**30}
@@ -97,14 +99,14 @@ def experts_ep(scene: Scene) -> Iterator[Figure]:
     GPUs."""
     small = not query_gpus()
     raw = TRIED if small else {**SLICE, "num_hidden_layers": EP_LAYERS}
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=raw)
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=raw)
     length, count, sizes = (32, 8, (64, 32)) if small else (LENGTH, RANKS * SEQUENCES, (32768, 16384))
     flops = ours.flops_per_token(length)
 
     def measured(label: str, *, stacked: bool, **settings: Any) -> dict[int, Measured]:
         updates = Updates(
             layout={"dp": RANKS, "ep": RANKS}, batches={size: [length] * count for size in sizes}, count=EP_UPDATES,
-            label=label, settings=settings, stacked=stacked,
+            label=f"experts_ep, {label}", settings=settings, stacked=stacked,
         )  # fmt: skip
         return measure_updates(ours, updates)
 
@@ -124,24 +126,24 @@ def experts_ep(scene: Scene) -> Iterator[Figure]:
 
 def experts_whole(scene: Scene) -> Iterator[Figure]:
     """Yield updates of all 48 layers over four expert-parallel ranks, 65,536 tokens each, with masters and moments in
-    up to 490 GB of host memory: with balanced experts, and as the router chooses. MFU of all together. Four GPUs."""
+    378 GB of host memory: with balanced experts, and as the router chooses. MFU of all together. Four GPUs."""
     small = not query_gpus()
     raw = TRIED if small else {**SLICE, "num_hidden_layers": WHOLE_LAYERS}
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=raw)
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=raw)
     length, count, size = (32, 8, 64) if small else (LENGTH, WHOLE_RANKS * WHOLE_SEQUENCES, 16384)
     flops = ours.flops_per_token(length)
-    for name, balanced in (("experts_whole_balanced", True), ("experts_whole", False)):
-        updates = Updates(
-            layout={"dp": WHOLE_RANKS, "ep": WHOLE_RANKS}, batches={size: [length] * count}, count=EP_UPDATES,
-            label=name, balanced=balanced, settings={"recompute": "auto", "optimizer": {"offload": not small}},
-            patience_seconds=WHOLE_PATIENCE_SECONDS,
-        )  # fmt: skip
-        found = measure_updates(ours, updates)[size]
+    routings = {"experts_whole_balanced": True, "experts_whole": False}
+    updates = Updates(
+        layout={"dp": WHOLE_RANKS, "ep": WHOLE_RANKS}, batches={size: [length] * count}, count=EP_UPDATES,
+        label="experts_whole", balanced=tuple(routings.values()), patience_seconds=WHOLE_PATIENCE_SECONDS,
+        settings={"recompute": "auto", "optimizer": {"offload": not small}},
+    )  # fmt: skip
+    for (name, balanced), found in zip(routings.items(), measure_routings(ours, updates), strict=True):
         for row in mfu_rows(
-            f"update.{name}", found, None, flops_per_token=flops, peak_flops=WHOLE_RANKS * PEAK_FLOPS, target=""
+            f"update.{name}", found[size], None, flops_per_token=flops, peak_flops=WHOLE_RANKS * PEAK_FLOPS, target=""
         ):
             yield replace(row, target=">= 20,000" if row.unit == "tokens/s" and not balanced else "")
-        yield from rows(name, found, None, target="<= 141")
+        yield from rows(name, found[size], None, target="<= 141")
 
 
 def _megatron(
@@ -170,9 +172,11 @@ def _measure(
         device.has_grouped_products = stacked
         batch = random_batch(scene, [length] * count)
         engine = make_engine(scene, parallel, device, **settings)
-        label = f"{settings['recompute']}, {'stacked' if stacked else 'grouped layers'}"
+        label = f"experts, {settings['recompute']}, {'stacked' if stacked else 'grouped layers'}"
         measured = {
-            size: measure(engine, device, batch, size, updates=WARM_UP + ROUNDS, label=f"{label}, {size}")
+            size: measure(
+                engine, device, batch, size, updates=WARM_UP + ROUNDS, label=f"{label}, {size}", profile=scene.profile
+            )
             for size in sizes
         }
         del engine

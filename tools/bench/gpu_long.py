@@ -41,7 +41,9 @@ def long(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates on one sequence of 65,536 tokens, against recomputation of all layers as a whole, and on one of
     131,072 tokens, against the same without host memory for activations. A microbatch each. One GPU."""
     small = not query_gpus()
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
+    ours = WidthsScene(
+        folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=TRIED if small else WIDTHS
+    )
     lengths = (64, 128) if small else LENGTHS
     auto = _measure(ours, lengths, recompute="auto")
     bare = {
@@ -63,13 +65,13 @@ def long_cp(scene: Scene) -> Iterator[Figure]:
     each, against recomputation of all layers as a whole; MFU of both together. Two GPUs."""
     small = not query_gpus()
     raw = TRIED if small else config_of(CP_SHAPE)
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=raw)
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=raw)
     batches = {64: [64] * 2, 128: [128]} if small else CP_BATCHES
 
     def measured(recompute: str) -> dict[int, Measured]:
-        settings = {"recompute": recompute}
+        settings, label = {"recompute": recompute}, f"long_cp, {recompute}"
         return measure_updates(
-            ours, Updates(layout={"cp": RANKS}, batches=batches, count=3, label=recompute, settings=settings)
+            ours, Updates(layout={"cp": RANKS}, batches=batches, count=3, label=label, settings=settings)
         )
 
     auto, whole = measured("auto"), measured("full")
@@ -90,9 +92,11 @@ def _measure(scene: WidthsScene, lengths: tuple[int, ...], **settings: Any) -> d
         for length in lengths:
             batch = random_batch(scene, [length])
             updates = 3 if settings["recompute"] == "auto" and length == LENGTHS[0] else 2
-            label = f"{settings}, {length} tokens"
+            label = f"long, {settings}, {length} tokens"
             try:
-                measured[length] = measure(engine, device, batch, length, updates=updates, label=label)
+                measured[length] = measure(
+                    engine, device, batch, length, updates=updates, label=label, profile=scene.profile
+                )
             except StepOutOfMemory as e:
                 logger.warning("%s: %s", label, e)
                 break

@@ -18,6 +18,7 @@ from model_specs.config import ModelConfig
 from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, ppo_update, seconds_of
+from tools.bench.profiles.kernels import write_profile
 
 GB = 1e9
 
@@ -82,14 +83,20 @@ class Measured:
     """With recompute="auto": the last that were measured."""
 
 
-def measure(engine: Any, device: Any, batch: Any, tokens_per_mb: int, *, updates: int, label: str) -> Measured:
+def measure(
+    engine: Any, device: Any, batch: Any, tokens_per_mb: int, *, updates: int, label: str, profile: Path | None
+) -> Measured:
     """Run updates, log each, and return the fastest of the second half. The first of a size take memory, and correct
-    the choice."""
+    the choice. With a folder, profile one more."""
+
+    def timed() -> float:
+        return seconds_of(device, lambda: ppo_update(engine, batch, tokens_per_mb))
+
     found: list[Measured] = []
     for number in range(updates):
         device.forget_peak()
         held = device.memory_stats()["allocated_gib"] * 2**30
-        seconds = seconds_of(device, lambda: ppo_update(engine, batch, tokens_per_mb))
+        seconds = timed()
         stats = device.memory_stats()
         one = Measured(
             tokens_per_second=batch.num_tokens / seconds, peak=stats["peak_gib"] * 2**30, held=held,
@@ -101,7 +108,10 @@ def measure(engine: Any, device: Any, batch: Any, tokens_per_mb: int, *, updates
             one.activations and one.activations.choice,
         )  # fmt: skip
         found.append(one)
-    return max(found[updates // 2 :], key=lambda one: one.tokens_per_second)
+    fastest = max(found[updates // 2 :], key=lambda one: one.tokens_per_second)
+    if profile is not None:
+        write_profile(profile, label, timed, fastest_seconds=batch.num_tokens / fastest.tokens_per_second)
+    return fastest
 
 
 def rows(name: str, ours: Measured, bare: Measured | None, *, target: str) -> Iterator[Figure]:

@@ -119,28 +119,36 @@ class Updates:
     settings: Mapping[str, Any] = field(default_factory=dict)
     stacked: bool = True
     """Experts are stacked where the device can; False: TransformerEngine's grouped layers."""
-    balanced: bool = False
-    """Every expert gets as many tokens, whatever the router chooses."""
+    balanced: tuple[bool, ...] = (False,)
+    """Routings, one after the other. True: every expert gets as many tokens, whatever the router chooses."""
     patience_seconds: float = _PATIENCE_SECONDS
-    """For all updates, and for what is built before them."""
+    """For all updates of a routing, and for what is built before them."""
 
 
 def measure_updates(scene: Scene, updates: Updates) -> dict[int, Measured]:
-    """Return the updates by the tokens of a microbatch: the rate of all ranks together, memory of the rank that has
-    the largest peak. Raises RuntimeError when a rank ends."""
+    """Return the updates of the only routing, as measure_routings yields them."""
+    (found,) = measure_routings(scene, updates)
+    return found
+
+
+def measure_routings(scene: Scene, updates: Updates) -> Iterator[dict[int, Measured]]:
+    """Yield the updates of each routing when they are there, by the tokens of a microbatch: the rate of all ranks
+    together, memory of the rank that has the largest peak. Raises RuntimeError when a rank ends."""
     num_ranks = ParallelLayout(**updates.layout).world_size
     ranks = TrainerRanks(scene, _updating_rank, updates, num_ranks=num_ranks)
     try:
-        found = ranks.results(updates.patience_seconds)
+        for _ in updates.balanced:
+            # Updates are collective: no rank ends those of the next routing before all have put these.
+            found = ranks.results(updates.patience_seconds)
+            yield {
+                size: replace(
+                    max((of_rank[size] for of_rank in found.values()), key=lambda one: one.peak),
+                    tokens_per_second=min(of_rank[size].tokens_per_second for of_rank in found.values()),
+                )
+                for size in updates.batches
+            }
     finally:
         ranks.kill()
-    return {
-        size: replace(
-            max((of_rank[size] for of_rank in found.values()), key=lambda one: one.peak),
-            tokens_per_second=min(of_rank[size].tokens_per_second for of_rank in found.values()),
-        )
-        for size in updates.batches
-    }
 
 
 def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, updates: Updates) -> None:
@@ -149,13 +157,16 @@ def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, upd
         if not updates.stacked:
             device.has_grouped_products = False
         engine = make_engine(scene, parallel, device, **updates.settings)
-        measured = {}
-        for size, lens in updates.batches.items():
-            batch, label = random_batch(scene, lens), f"{updates.label}, {size}"
-            if updates.balanced:
-                batch = with_balanced_experts(batch, engine.model_config)
-            measured[size] = measure(engine, device, batch, size, updates=updates.count, label=label)
-        results.put((rank, measured))
+        for balanced in updates.balanced:
+            measured = {}
+            for size, lens in updates.batches.items():
+                batch, label = random_batch(scene, lens), f"{updates.label}, {size}"
+                if balanced:
+                    batch, label = with_balanced_experts(batch, engine.model_config), f"{label}, balanced"
+                measured[size] = measure(
+                    engine, device, batch, size, updates=updates.count, label=label, profile=scene.profile
+                )
+            results.put((rank, measured))
         engine.logprobs(batch, max_tokens_per_mb=size)  # no rank leaves while another one communicates
 
 

@@ -1,0 +1,1 @@
+"""Profiles of updates: what their kernels take, by torch's profiler."""
