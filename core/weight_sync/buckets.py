@@ -106,6 +106,11 @@ class Buckets:
         """Return what was sent of an exhausted iterator."""
         return Sent(expected=self.expected, quantized=self.quantizes, num_bytes=num_bytes, num_buckets=num_buckets)
 
+    @property
+    def num_staged(self) -> int:
+        """Number of buckets that are made and not taken."""
+        return len(self._staged)
+
     def stage(self, count: int) -> None:
         """Make up to `count` buckets ahead."""
         self._staged.extend(map(self._flat, islice(self._source, count)))

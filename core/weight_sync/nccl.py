@@ -2,8 +2,8 @@
 
 For trainers and generators on GPUs of their own. One rank sends everything, or one of each pipeline stage and
 expert-parallel rank sends what is there, each through a group of its own and in turns (turns.py). While a bucket is in
-flight the next one is gathered and laid out. A server that refuses an update leaves the broadcast waiting for it, so
-every answer is watched and a failure or the deadline aborts the communicator.
+flight the next one is gathered and laid out, and announced to the servers. A server that refuses an update leaves the
+broadcast waiting for it, so every answer is watched and a failure or the deadline aborts the communicator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +30,7 @@ from core.weight_sync.errors import PushError
 from core.weight_sync.turns import Turns
 from rollout.inference.backend import GroupMembership, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
+from tracing import add_span
 
 logger = logging.getLogger(__name__)
 
@@ -126,23 +127,26 @@ class NcclSender(BucketSender):
 
     def _send_all(self, buckets: Buckets, deadline: Deadline) -> Sent:
         """Send every bucket of this rank, each in its turn; return what was sent."""
-        num_bytes, number, alone = 0, 0, len(self._settings.senders) == 1
+        num_bytes, alone = 0, len(self._settings.senders) == 1
+        at_once = 2 if buckets.num_staged > 1 else 1  # a server has memory for two
+        sent: list[_Broadcast] = []
         current = next(buckets, _END)
         while current is not _END:
             self._turns.wait(deadline)
-            answers, work = {}, None
             if isinstance(current, FlatBucket):
-                number, num_bytes = number + 1, num_bytes + current.num_bytes
-                answers = self._receive(current, deadline)
-                work = dist.broadcast(current.flat, src=0, group=self._group, async_op=True)
-            # Not in its turn where there are others: they may gather with this rank only when it has ended.
+                for broadcast in sent[: len(sent) + 1 - at_once]:
+                    broadcast.finish(deadline)
+                num_bytes += current.num_bytes
+                sent.append(self._broadcast(current, len(sent) + 1, deadline))
+            # Not in its turn where there are others: they gather with this rank only when it has ended.
             following = next(buckets, _END) if alone else None
-            if work is not None:
-                deadline.wait(answers, f"bucket {number} of the weight push", also=work.is_completed)
-                _finish(work, number)
+            if isinstance(current, FlatBucket):
+                sent[-1].wait_for_servers(deadline)
             self._turns.end()
             current = following if alone else next(buckets, _END)
-        return buckets.sent(num_bytes, number)
+        for broadcast in sent:
+            broadcast.finish(deadline)
+        return buckets.sent(num_bytes, len(sent))
 
     def close(self) -> None:
         """Leave the group. The servers may be gone already. After a failure it is collective with the ranks that still
@@ -171,13 +175,15 @@ class NcclSender(BucketSender):
             self._abort()
         self._turns.end()
 
-    def _receive(self, bucket: FlatBucket, deadline: Deadline) -> dict[str, Future[None]]:
-        """Let every server wait for the broadcast of this bucket."""
+    def _broadcast(self, bucket: FlatBucket, number: int, deadline: Deadline) -> _Broadcast:
+        """Send a bucket to every server; return at once."""
 
         def receive(server: WeightEndpoint, timeout_seconds: float) -> None:
             server.receive_bucket(bucket, group=self._name, timeout_seconds=timeout_seconds)
 
-        return call_all(self._servers, receive, deadline)
+        answers = call_all(self._servers, receive, deadline)
+        work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+        return _Broadcast(number, bucket.num_bytes, answers, work)
 
     def _make_group(self, backend: str, store: dist.Store, world: int, timeout_seconds: float) -> dist.ProcessGroup:
         """Return a group beside the trainer's own world, as the servers make it: same store prefixes, same helper."""
@@ -201,9 +207,27 @@ class NcclSender(BucketSender):
             in_background(group._get_backend(self._device).abort).exception(timeout=30)
 
 
-def _finish(work: dist.Work, number: int) -> None:
-    """Wait for a broadcast that has completed. Raises PushError where it failed."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise PushError(f"bucket {number} of the weight push: {error}") from error
+class _Broadcast:
+    """A bucket on its way. A server answers when it has begun to receive (on a GPU) or has the weights (on a CPU)."""
+
+    def __init__(self, number: int, num_bytes: int, answers: Mapping[str, Future[None]], work: dist.Work) -> None:
+        self._number, self._num_bytes, self._answers = number, num_bytes, answers
+        self._work: dist.Work | None = work
+        self._begin = time.perf_counter()
+
+    def wait_for_servers(self, deadline: Deadline) -> None:
+        """Return when every server has answered: it takes buckets in the order of its answers. Raises PushError."""
+        deadline.wait(self._answers, f"bucket {self._number} of the weight push")
+
+    def finish(self, deadline: Deadline) -> None:
+        """Return when the bucket has been sent. Raises PushError where that failed or takes too long."""
+        if self._work is None:
+            return
+        deadline.wait(self._answers, f"bucket {self._number} of the weight push", also=self._work.is_completed)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PushError(f"bucket {self._number} of the weight push: {error}") from error
+        self._work = None
+        seconds = time.perf_counter() - self._begin
+        add_span("bucket", seconds, lane=f"buckets {self._number % 2 + 1}", number=self._number, bytes=self._num_bytes)

@@ -10,9 +10,11 @@ import argparse
 import base64
 import json
 import pickle
+from collections.abc import Sequence
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from rollout.inference.sglang.hooks import position_checksum
+from rollout.inference.sglang.received_buckets import ReceivedBuckets
 
 
 class Receiver:
     def __init__(self, refuse_from: int) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.groups: dict[str, dist.ProcessGroup] = {}
+        self.buckets = ReceivedBuckets()
         self.updates, self.refuse_from = 0, refuse_from
 
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
@@ -44,15 +48,15 @@ class Receiver:
         dist.destroy_process_group(self.groups.pop(body["group_name"]))
 
     def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
-        dtypes = [getattr(torch, name) for name in body["dtypes"]]
-        sizes = [
-            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(dtypes, body["shapes"], strict=True)
-        ]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(flat, src=0, group=self.groups[body["group_name"]])
+        updater = SimpleNamespace(device="cpu", _model_update_group=self.groups, get_model=lambda: self)
+        arguments = (body[name] for name in ("names", "dtypes", "shapes", "group_name"))
+        succeeded, message = self.buckets.receive(None, updater, *arguments)
+        if not succeeded:
+            raise ValueError(message)
+
+    def load_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         self._count()
-        for name, dtype, shape, part in zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True):
-            self.tensors[name] = part.view(dtype).view(shape).clone()
+        self.tensors |= {name: tensor.clone() for name, tensor in tensors}
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
         self._count()

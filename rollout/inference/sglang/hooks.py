@@ -18,6 +18,7 @@ the HTTP interface lacks:
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
 - projections of latent attention are loaded one by one too, and it runs without a GPU (latent_attention.py);
 - a folder of changes is applied to the weights of the push before (changes.py);
+- a bucket of weights is received while the one before it is copied into the model (received_buckets.py);
 - what running and waiting requests have sampled so far is returned on request (in_flight.py);
 - whether the scheduler works is reported without waiting for a second;
 - modules that the model does not need are not imported (start/unused_imports.py), and kernels are compiled in parallel
@@ -355,6 +356,12 @@ def install_hooks() -> None:
         (
             "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
             folders.load,
+            HookType.AROUND,
+        ),
+        (
+            "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+            "_update_bucketed_weights_from_distributed",
+            beside("received_buckets.py").ReceivedBuckets().receive,
             HookType.AROUND,
         ),
         (updater + "update_weights_from_disk", folders.report_any_failure, HookType.AFTER),

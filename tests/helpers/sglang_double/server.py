@@ -66,6 +66,9 @@ class SGLangDouble:
         self.most_updates_at_once = 0
         """A real server handles one after the other, and waits in each for its sender."""
         self.push: str | None = None
+        self.receives_later = False
+        """As on a GPU, a broadcast is answered before it is received: by receive_next()."""
+        self._announced: list[dict[str, Any]] = []
         self._samples = samples
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -99,9 +102,19 @@ class SGLangDouble:
         while not await self._inside(lambda: holds(self)):
             await asyncio.sleep(0.001)
 
+    async def receive_next(self) -> None:
+        """Receive the first of the broadcasts that have been answered."""
+        receiving = self._load(BROADCAST, self._announced.pop(0))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(receiving, self._loop))
+
     def bodies(self, path: str) -> list[dict[str, Any]]:
         """Of the calls of one path so far."""
         return [call.body for call in list(self.calls) if call.path == path]
+
+    @property
+    def num_announced(self) -> int:
+        """Broadcasts that have been answered and not received."""
+        return len(self._announced)
 
     @property
     def num_requests(self) -> int:
@@ -266,8 +279,10 @@ class SGLangDouble:
         self._updates_now += 1
         self.most_updates_at_once = max(self.most_updates_at_once, self._updates_now)
         try:
-            for rank, tensors in enumerate(await self._received(path, body)):
-                self.parameters.load(tensors, rank)
+            if path == BROADCAST and self.receives_later:
+                self._announced.append(body)
+            else:
+                await self._load(path, body)
         except (ValueError, RuntimeError, OSError, KeyError) as e:  # ChangesError among them
             return 400, {"success": False, "message": f"Failed to update weights: {e}", **more}
         finally:
@@ -276,6 +291,10 @@ class SGLangDouble:
         if flip := self._flips.pop(self._num_updates, None):
             self.parameters.flip(**flip)
         return 200, {"success": True, "message": "Succeeded to update weights.", **more}
+
+    async def _load(self, path: str, body: dict[str, Any]) -> None:
+        for rank, tensors in enumerate(await self._received(path, body)):
+            self.parameters.load(tensors, rank)
 
     async def _received(self, path: str, body: dict[str, Any]) -> list[dict[str, Tensor]]:
         """Full tensors for each rank."""

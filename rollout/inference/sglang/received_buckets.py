@@ -1,0 +1,64 @@
+"""How a SGLang server receives a bucket of weights by a broadcast: while the bucket before it is copied into the model.
+
+SGLang itself makes every tensor of a bucket and concatenates them before it receives over them, and receives nothing
+while it copies. Read by the server's processes beside hooks.py, and stands alone as it does. Invariant: the device
+memory of at most two buckets is in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class ReceivedBuckets:
+    """The buckets of one scheduler process."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        """In which broadcasts run."""
+        self._copied: deque[torch.cuda.Event] = deque()
+        """Of the last two buckets: the ends of their copies."""
+
+    def receive(
+        self, original: Any, updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Any, group_name: str
+    ) -> tuple[bool, str]:
+        """Receive a bucket in place of WeightUpdater._update_bucketed_weights_from_distributed; return (whether it
+        succeeded, message). On a GPU the broadcast and the copies may be running when it returns."""
+        try:
+            formats = [d if isinstance(d, torch.dtype) else getattr(torch, d) for d in dtypes]
+            sizes = [d.itemsize * math.prod(shape) for d, shape in zip(formats, shapes, strict=True)]
+            flat = self._broadcast(sum(sizes), updater.device, updater._model_update_group[group_name])
+            parts = zip(names, flat.split(sizes), formats, shapes, strict=True)
+            updater.get_model().load_weights([(name, part.view(d).view(*shape)) for name, part, d, shape in parts])
+            if flat.is_cuda:
+                self._copied.append(torch.cuda.current_stream().record_event())
+        except Exception as error:  # noqa: BLE001  reported to the sender, as SGLang does
+            logger.exception("a bucket of weights")
+            return False, f"Failed to update parameter online: {error}. Weights are partially updated."
+        return True, "Succeeded to update parameter online."
+
+    def _broadcast(self, num_bytes: int, device: Any, group: Any) -> Tensor:
+        """Return the bytes that rank 0 of the group sends; what the current stream does next waits for them."""
+        if torch.device(device).type != "cuda":
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            torch.distributed.broadcast(flat, src=0, group=group)
+            return flat
+        if len(self._copied) == 2:
+            self._copied.popleft().synchronize()
+        current = torch.cuda.current_stream()
+        self._stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            torch.distributed.broadcast(flat, src=0, group=group)
+        current.wait_stream(self._stream)
+        flat.record_stream(current)  # read by the copies there, after this function's caller has dropped it
+        return flat

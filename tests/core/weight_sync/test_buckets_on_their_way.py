@@ -1,0 +1,106 @@
+"""How many buckets of one push are on their way at a time, into servers that answer before they receive, as on GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.weight_sync.calls import in_background
+from helpers.push_doubles import buckets, holds, paused, push, sender_of
+from helpers.sglang_double import model
+from helpers.sglang_double.server import SGLangDouble
+from helpers.sglang_double.updates import BROADCAST
+from tracing import record_spans
+from tracing.spans import FOLDER
+
+SOON = 0.3
+"""In this many seconds a sender that did not wait would have gone on."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model.write(tmp_path / "model")
+
+
+def sending_later(doubles: Sequence[SGLangDouble], servers: Sequence[Any], folder: Path, **settings: Any) -> Any:
+    """Return a sender that has prepared a push to servers which receive when they are told to."""
+    for double in doubles:
+        double.receives_later = True
+    sender: Any = sender_of("nccl", folder, **settings)
+    sender.connect(servers)
+    sender.prepare(buckets(1), verify=False)
+    return sender
+
+
+def announced(double: SGLangDouble) -> int:
+    return len(double.bodies(BROADCAST))
+
+
+async def receive(doubles: Sequence[SGLangDouble]) -> None:
+    """Receive a broadcast in every server, once all have answered it."""
+    for double in doubles:
+        await double.until(lambda double: double.num_announced)
+    await asyncio.gather(*(double.receive_next() for double in doubles))
+
+
+@pytest.mark.parametrize(("staged_bytes", "at_once"), [(None, 2), (0, 1)], ids=["made ahead", "made one by one"])
+def test_servers_are_told_of_a_bucket_while_the_one_before_it_is_on_its_way_and_of_no_third(
+    staged_bytes: int | None, at_once: int, folder: Path
+) -> None:
+    async def check() -> None:
+        with paused(1, 2) as (doubles, servers):
+            sender = sending_later(doubles, servers, folder, staged_bytes=staged_bytes)
+            sending = in_background(sender.send)
+            for received in range(3):
+                expected = min(3, received + at_once)
+                for double in doubles:
+                    await double.until(lambda double, n=expected: announced(double) >= n)
+                await asyncio.sleep(SOON)
+                assert [announced(double) for double in doubles] == [expected, expected] and not sending.done()
+                await receive(doubles)
+            report = await asyncio.wrap_future(sending)
+            assert report.num_buckets == 3 and all(holds(double, 1) for double in doubles)
+            sender.close()
+
+    asyncio.run(check())
+
+
+def test_no_server_is_told_of_a_bucket_before_every_server_has_answered_for_the_one_before_it(folder: Path) -> None:
+    """Servers that took two buckets in different orders would wait for each other."""
+
+    async def check() -> None:
+        with paused(1, 1) as (doubles, servers):
+            hold = doubles[1].faults.hold_answer(BROADCAST)
+            sender = sending_later(doubles, servers, folder)
+            sending = in_background(sender.send)
+            await hold.reached()
+            await asyncio.sleep(SOON)
+            assert [announced(double) for double in doubles] == [1, 1]
+            hold.release()
+            for _ in range(3):
+                await receive(doubles)
+            await asyncio.wrap_future(sending)
+            sender.close()
+
+    asyncio.run(check())
+
+
+def test_every_bucket_is_a_span_with_its_number_and_size(folder: Path, tmp_path: Path) -> None:
+    record_spans("trainer", tmp_path, limit_mib=1)
+    try:
+        with paused(1) as (_, servers):
+            sender = sender_of("nccl", folder)
+            sender.connect(servers)
+            report = push(sender, 1)
+            sender.close()
+    finally:
+        record_spans("nothing", tmp_path, limit_mib=0)
+    rows = [json.loads(line) for line in (tmp_path / FOLDER / "trainer.jsonl").read_text().splitlines()]
+    of_buckets = [row[-1] for row in rows if isinstance(row, list) and row[0] == "bucket"]
+    assert [one["number"] for one in of_buckets] == [1, 2, 3]
+    assert sum(one["bytes"] for one in of_buckets) == report.num_bytes
