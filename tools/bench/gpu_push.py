@@ -25,6 +25,7 @@ from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
 from tools.bench.gpu import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
 from tools.bench.gpu_servers import generator, load, prompts, server_settings
+from tracing import record_spans
 
 STREAMS = 64
 """Requests in flight on each server."""
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 def push(scene: Scene) -> Iterator[Figure]:
     """Yield pushes while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
+    if scene.profile is not None:
+        record_spans("push", scene.profile, limit_mib=16)
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device)
         engine.offload()

@@ -27,6 +27,7 @@ from tools.bench.gpu import Scene, become_rank, make_engine, median_seconds, ppo
 from tools.bench.gpu_memory import Measured, measure, with_balanced_experts
 from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
 from tools.bench.gpu_servers import generator, server_settings
+from tracing import record_spans
 
 RANKS = 2
 BUCKET_BYTES = 4 << 30
@@ -70,8 +71,11 @@ async def _senders_against_one(scene: Scene, name: str, layout: Mapping[str, int
 async def _servers(scene: Scene, count: int, stack: AsyncExitStack) -> list[SGLangGenerator]:
     """Return servers behind the ranks' GPUs, or on the CPU."""
     gpus = (scene.server_gpus[1 : 1 + count] if query_gpus() else []) or [None] * count
-    starting = [stack.enter_async_context(generator(server_settings(scene, gpu))) for gpu in gpus]
-    return await asyncio.gather(*starting)
+    settings = [
+        replace(server_settings(scene, gpu), name=f"generator-{i}", log_file=scene.folder / f"server-{i}.log")
+        for i, gpu in enumerate(gpus)
+    ]
+    return await asyncio.gather(*(stack.enter_async_context(generator(one)) for one in settings))
 
 
 async def _figures(
@@ -263,6 +267,8 @@ def _sending_rank(
 ) -> None:
     with _joined(rank, port, scene, **layout) as (parallel, device):
         engine = make_engine(scene, parallel, device, trains=False)
+        if scene.profile is not None:
+            record_spans(f"push-{'-'.join(layout)}-{senders}-rank{rank}", scene.profile, limit_mib=16)
         allocation = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
         transport = choose_transport("auto", allocation)
         plan = SenderPlan(
