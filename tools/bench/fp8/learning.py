@@ -1,13 +1,15 @@
-"""The demo's additions, learnt from answers of a server in bfloat16 and of one in FP8: held-out accuracy by step.
+"""The demo's additions, learnt from answers of a server in bfloat16 and of one in FP8, from these also by a trainer in
+FP8: held-out accuracy by step.
 
-One supervised warm-up, then GRPO from its weights with each server: 32 prompts of 8 answers a step, one update, with
-truncated importance weights between the trainer and the server. Engine, push, server and loss are those of a run.
+One supervised warm-up, then GRPO from its weights with each side and seed: 32 prompts of 8 answers a step, one update,
+with truncated importance weights between the trainer and the server. Engine, push, server and loss are those of a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,17 +21,21 @@ import torch
 from core.algorithms.losses import policy_loss, sft_loss
 from core.algorithms.settings import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from mcore_adapter.settings import EngineSettings, Fp8Recipe, OptimizerSettings
 from rollout.inference.gpus import query_gpus
 from rollout.types import Completion, GenerateRequest, Generator, SamplingParams
 from tools.bench.figure import Figure
-from tools.bench.fp8.servers import serving
+from tools.bench.fp8.servers import Served, serving
 from tools.bench.gpu import Scene, trainer_world
 from tools.bench.gpu_mismatch import trainer_logprobs
 from tools.bench.gpu_push import drive
 from tools.demo.data import EOS, NUM_HELD_OUT, answer_of, make_tokenizer, problems
 
 GROUP = 8
+TRAINER: Fp8Recipe = "blockwise"
+"""FP8 in the trainer: factors for blocks, as in the server."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,8 @@ class Size:
     """Supervised updates between evaluations of the warm-up."""
     warm_accuracy: float = 0.35
     """Where the warm-up ends."""
+    seeds: tuple[int, ...] = (1, 2)
+    """Of the order of prompts; curves are means over them."""
 
 
 class Server(Protocol):
@@ -74,8 +82,10 @@ class Sums:
 
 
 def learning(scene: Scene) -> Iterator[Figure]:
-    """Yield the accuracy with FP8 at each evaluation, with that of bfloat16 as baseline. One GPU."""
-    size = Size() if query_gpus() else Size(steps=2, prompts=2, held_out=4, every=1, lessons=1, warm_accuracy=0.0)
+    """Yield the accuracy with FP8 at each evaluation, in the server and at both ends, with that of bfloat16 as
+    baseline. One GPU."""
+    trial = Size(steps=2, prompts=2, held_out=4, every=1, lessons=1, warm_accuracy=0.0, seeds=(1,))
+    size = Size() if query_gpus() else trial
     with trainer_world() as (parallel, device):
         yield from drive(_measured(replace(scene, shape="sums"), parallel, device, size))
 
@@ -94,9 +104,18 @@ async def _measured(scene: Scene, parallel: Any, device: Any, size: Size) -> Asy
         await warm_up(warm, both[0], sums, size)
         folder = str(scene.folder / "warm")
         warm.save_hf(folder, tokenizer_from=str(scene.model))
-        curves = [await learn(engine_of(folder, 2e-4), served, sums, size) for served in both]
-    for figure in figures("fp8.sums", curves, size):
-        yield figure
+
+        async def curve(served: Served, **changes: Any) -> list[float]:
+            of = [await learn(engine_of(folder, 2e-4, **changes), served, sums, size, seed=n) for n in size.seeds]
+            logger.info("%s in the server, %s in the trainer, seed by seed: %s", served.weight_format, changes, of)
+            return list(np.mean(of, axis=0))
+
+        curves = [await curve(served) for served in both]
+        for figure in figures("fp8.sums", curves, size):
+            yield figure
+        if len(both) > 1:
+            for figure in figures("fp8.sums_both_ends", [curves[0], await curve(both[1], fp8=TRAINER)], size):
+                yield figure
 
 
 def figures(name: str, curves: Sequence[Sequence[float]], size: Size) -> Iterator[Figure]:
@@ -122,9 +141,9 @@ async def warm_up(engine: Any, served: Server, sums: Sums, size: Size) -> None:
             return
 
 
-async def learn(engine: Any, served: Server, sums: Sums, size: Size) -> list[float]:
+async def learn(engine: Any, served: Server, sums: Sums, size: Size, *, seed: int = 1) -> list[float]:
     """Return the held-out accuracy before the first step and after each `size.every` steps."""
-    rng, first = np.random.default_rng(1), 100
+    rng, first = np.random.default_rng(seed), 100
     loss = partial(policy_loss, settings=AlgorithmSettings(correction="tis"))
     curve: list[float] = []
     for step in range(size.steps + 1):
