@@ -49,8 +49,10 @@ class HostPages:
         return free[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _slab(self, least: int) -> Tensor:
-        size = max(least, min(self._slab_bytes, self._expected))
-        return torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device="cpu", pin_memory=True)
+        """Return a slab of a power of two: the largest that the rest of all pages fills, unless one page takes more."""
+        rest = max(1, min(self._slab_bytes, self._expected))
+        size = max(1 << (least - 1).bit_length(), 1 << (rest.bit_length() - 1))
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class OptimizerState:

@@ -25,6 +25,7 @@ from core.weight_sync.errors import PushError
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from tracing import span
 
 
 class IpcSender(BucketSender):
@@ -55,7 +56,8 @@ class IpcSender(BucketSender):
             if shared is None:
                 continue
             number, num_bytes = number + 1, num_bytes + shared.num_bytes
-            self._hand_over(shared, number, deadline)
+            with span("bucket", lane="buckets", number=number, bytes=shared.num_bytes):
+                self._hand_over(shared, number, deadline)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
         if self._settings.rank != 0:

@@ -2,8 +2,9 @@
 
 For trainers and generators on GPUs of their own. One rank sends everything, or one of each pipeline stage and
 expert-parallel rank sends what is there, each through a group of its own and in turns (turns.py). While a bucket is in
-flight the next one is gathered and laid out, and announced to the servers. A server that refuses an update leaves the
-broadcast waiting for it, so every answer is watched and a failure or the deadline aborts the communicator.
+flight the next one is gathered and laid out, and, where there is one sender, announced to the servers. A server that
+refuses an update leaves the broadcast waiting for it, so every answer is watched, and a failure or the deadline aborts
+the communicator.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from tracing import add_span
 logger = logging.getLogger(__name__)
 
 _groups = itertools.count()
-_END = object()
 
 
 class NcclSender(BucketSender):
@@ -126,27 +126,39 @@ class NcclSender(BucketSender):
         )
 
     def _send_all(self, buckets: Buckets, deadline: Deadline) -> Sent:
-        """Send every bucket of this rank, each in its turn; return what was sent."""
-        num_bytes, alone = 0, len(self._settings.senders) == 1
-        at_once = 2 if buckets.num_staged > 1 else 1  # a server has memory for two
+        """Send every bucket of this rank; return what was sent."""
+        several = len(self._settings.senders) > 1
+        sent = self._send_in_turns(buckets, deadline) if several else self._send_overlapping(buckets, deadline)
+        return buckets.sent(sum(broadcast.num_bytes for broadcast in sent), len(sent))
+
+    def _send_overlapping(self, buckets: Buckets, deadline: Deadline) -> list[_Broadcast]:
+        """Announce a bucket when every server has answered for the one before, which may still be on its way. The next
+        one is made meanwhile: three exist then, so at least as many must have been made ahead."""
+        at_once = 2 if buckets.num_staged > 2 else 1
         sent: list[_Broadcast] = []
-        current = next(buckets, _END)
-        while current is not _END:
-            self._turns.wait(deadline)
-            if isinstance(current, FlatBucket):
-                for broadcast in sent[: len(sent) + 1 - at_once]:
-                    broadcast.finish(deadline)
-                num_bytes += current.num_bytes
-                sent.append(self._broadcast(current, len(sent) + 1, deadline))
-            # Not in its turn where there are others: they gather with this rank only when it has ended.
-            following = next(buckets, _END) if alone else None
-            if isinstance(current, FlatBucket):
+        for bucket in buckets:
+            if bucket is None:
+                continue
+            if sent:
                 sent[-1].wait_for_servers(deadline)
-            self._turns.end()
-            current = following if alone else next(buckets, _END)
+            for broadcast in sent[: len(sent) + 1 - at_once]:
+                broadcast.finish(deadline)
+            sent.append(self._broadcast(bucket, len(sent) + 1, deadline))
         for broadcast in sent:
             broadcast.finish(deadline)
-        return buckets.sent(num_bytes, len(sent))
+        return sent
+
+    def _send_in_turns(self, buckets: Buckets, deadline: Deadline) -> list[_Broadcast]:
+        """Send each bucket in its turn. The next one is made when the turn has ended: other ranks gather with this
+        one only then."""
+        sent: list[_Broadcast] = []
+        for bucket in buckets:
+            self._turns.wait(deadline)
+            if bucket is not None:
+                sent.append(self._broadcast(bucket, len(sent) + 1, deadline))
+                sent[-1].finish(deadline)
+            self._turns.end()
+        return sent
 
     def close(self) -> None:
         """Leave the group. The servers may be gone already. After a failure it is collective with the ranks that still
@@ -208,15 +220,17 @@ class NcclSender(BucketSender):
 
 
 class _Broadcast:
-    """A bucket on its way. A server answers when it has begun to receive (on a GPU) or has the weights (on a CPU)."""
+    """A bucket that is being sent. A server answers when it has begun to receive it (on a GPU) or has its weights (on a
+    CPU)."""
 
     def __init__(self, number: int, num_bytes: int, answers: Mapping[str, Future[None]], work: dist.Work) -> None:
-        self._number, self._num_bytes, self._answers = number, num_bytes, answers
+        self._number, self.num_bytes, self._answers = number, num_bytes, answers
         self._work: dist.Work | None = work
         self._begin = time.perf_counter()
 
     def wait_for_servers(self, deadline: Deadline) -> None:
-        """Return when every server has answered: it takes buckets in the order of its answers. Raises PushError."""
+        """Return when every server has answered, so that all of them receive buckets in the same order. Raises
+        PushError."""
         deadline.wait(self._answers, f"bucket {self._number} of the weight push")
 
     def finish(self, deadline: Deadline) -> None:
@@ -230,4 +244,5 @@ class _Broadcast:
             raise PushError(f"bucket {self._number} of the weight push: {error}") from error
         self._work = None
         seconds = time.perf_counter() - self._begin
-        add_span("bucket", seconds, lane=f"buckets {self._number % 2 + 1}", number=self._number, bytes=self._num_bytes)
+        lane = "odd buckets" if self._number % 2 else "even buckets"  # they overlap
+        add_span("bucket", seconds, lane=lane, number=self._number, bytes=self.num_bytes)

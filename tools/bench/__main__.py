@@ -132,7 +132,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument(
         "--profile", type=cli.new_folder, metavar="FOLDER",
-        help="gpu: write there what the kernels of an update take, in update, experts*, long and long_cp",
+        help="gpu: write there the kernels of an update (update, experts*, long*) and spans of buckets (push*)",
     )  # fmt: skip
     given = parser.parse_args()
     if given.device == "gpu" and not given.trial and not query_gpus():

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -36,9 +37,7 @@ logger = logging.getLogger(__name__)
 
 def push(scene: Scene) -> Iterator[Figure]:
     """Yield pushes while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
-    if scene.profile is not None:
-        record_spans("push", scene.profile, limit_mib=16)
-    with trainer_world() as (parallel, device):
+    with trainer_world() as (parallel, device), recorded("push", scene.profile):
         engine = make_engine(scene, parallel, device)
         engine.offload()
         free(device)
@@ -46,6 +45,16 @@ def push(scene: Scene) -> Iterator[Figure]:
             yield from asyncio.run(_push_beside(scene, engine, device))
         else:
             yield from drive(_push_apart(scene, engine, device, scene.server_gpus[:2]))
+
+
+@contextmanager
+def recorded(name: str, folder: Path | None) -> Iterator[None]:
+    """Record the spans of this process inside the block, where there is a folder for them."""
+    if folder is not None:
+        record_spans(name, folder, limit_mib=16)
+    yield
+    if folder is not None:
+        record_spans(name, folder, limit_mib=0)
 
 
 def drive(figures: AsyncIterator[Figure]) -> Iterator[Figure]:

@@ -1,8 +1,8 @@
 """How a SGLang server receives a bucket of weights by a broadcast: while the bucket before it is copied into the model.
 
 SGLang itself makes every tensor of a bucket and concatenates them before it receives over them, and receives nothing
-while it copies. Read by the server's processes beside hooks.py, and stands alone as it does. Invariant: the device
-memory of at most two buckets is in use.
+while it copies. Read by the server's processes beside hooks.py, and stands alone as it does. Invariant: when a bucket
+begins to arrive, at most one other is being copied.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ReceivedBuckets:
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        """In which broadcasts run."""
+        """Broadcasts run in this stream."""
         self._copied: deque[torch.cuda.Event] = deque()
-        """Of the last two buckets: the ends of their copies."""
+        """The ends of the copies of the last two buckets."""
 
     def receive(
         self, original: Any, updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Any, group_name: str
@@ -38,7 +38,7 @@ class ReceivedBuckets:
             sizes = [d.itemsize * math.prod(shape) for d, shape in zip(formats, shapes, strict=True)]
             flat = self._broadcast(sum(sizes), updater.device, updater._model_update_group[group_name])
             parts = zip(names, flat.split(sizes), formats, shapes, strict=True)
-            updater.get_model().load_weights([(name, part.view(d).view(*shape)) for name, part, d, shape in parts])
+            updater.get_model().load_weights([(name, part.view(d).view(shape)) for name, part, d, shape in parts])
             if flat.is_cuda:
                 self._copied.append(torch.cuda.current_stream().record_event())
         except Exception as error:  # noqa: BLE001  reported to the sender, as SGLang does

@@ -1,4 +1,4 @@
-"""How many buckets of one push are on their way at a time, into servers that answer before they receive, as on GPUs."""
+"""Several buckets of one push at a time, into servers that answer before they receive, as on GPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from core.weight_sync.calls import in_background
+from core.weight_sync.errors import PushError
 from helpers.push_doubles import buckets, holds, paused, push, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
@@ -49,7 +50,7 @@ async def receive(doubles: Sequence[SGLangDouble]) -> None:
 
 
 @pytest.mark.parametrize(("staged_bytes", "at_once"), [(None, 2), (0, 1)], ids=["made ahead", "made one by one"])
-def test_servers_are_told_of_a_bucket_while_the_one_before_it_is_on_its_way_and_of_no_third(
+def test_a_bucket_is_announced_while_the_one_before_it_is_being_sent_and_no_third(
     staged_bytes: int | None, at_once: int, folder: Path
 ) -> None:
     async def check() -> None:
@@ -70,8 +71,8 @@ def test_servers_are_told_of_a_bucket_while_the_one_before_it_is_on_its_way_and_
     asyncio.run(check())
 
 
-def test_no_server_is_told_of_a_bucket_before_every_server_has_answered_for_the_one_before_it(folder: Path) -> None:
-    """Servers that took two buckets in different orders would wait for each other."""
+def test_no_bucket_is_announced_before_every_server_has_answered_for_the_one_before_it(folder: Path) -> None:
+    """Servers that received two buckets in different orders would wait for each other."""
 
     async def check() -> None:
         with paused(1, 1) as (doubles, servers):
@@ -88,6 +89,25 @@ def test_no_server_is_told_of_a_bucket_before_every_server_has_answered_for_the_
             sender.close()
 
     asyncio.run(check())
+
+
+def test_a_server_that_answers_and_does_not_receive_is_not_waited_for_beyond_the_deadline(folder: Path) -> None:
+    with paused(1) as (doubles, servers):
+        sender = sending_later(doubles, servers, folder, timeout_seconds=2.0)
+        with pytest.raises(PushError, match="the sender, although every server responded"):
+            sender.send()
+        sender.close()
+
+
+def test_a_server_that_ends_after_its_answer_makes_the_push_fail_at_once(folder: Path) -> None:
+    with paused(1) as (doubles, servers):
+        sender = sending_later(doubles, servers, folder)
+        sending = in_background(sender.send)
+        asyncio.run(doubles[0].until(lambda double: double.num_announced))
+        doubles[0].groups.clear()  # closes its connections
+        with pytest.raises(PushError, match="bucket 1 of the weight push: .*[Cc]onnection"):
+            sending.result(20)
+        sender.close()
 
 
 def test_every_bucket_is_a_span_with_its_number_and_size(folder: Path, tmp_path: Path) -> None:

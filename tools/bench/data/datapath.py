@@ -116,7 +116,7 @@ class MockRollout(RolloutActor):
         self._log_file, self._service = log_file, MockService(settings)  # type: ignore[assignment]
 
     async def start(self) -> DataFacts:
-        return DataFacts(num_prompts=0, mean_prompt_tokens=0.0, first_prompt="", num_eval_prompts=0)
+        return DataFacts(num_prompts=0, mean_prompt_tokens=0.0, first_prompt="", num_eval_prompts=0, left_out=())
 
     async def set_version(self, version: int) -> None:
         append(self._log_file, gib=peak_gib())

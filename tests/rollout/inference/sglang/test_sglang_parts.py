@@ -38,7 +38,14 @@ from rollout.inference.errors import GeneratorCallError, GeneratorGone, Generato
 from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.hooks import EXIT_USAGE, many_at_once, no_cache_scales, position_checksum, reason_for
+from rollout.inference.sglang.hooks import (
+    EXIT_USAGE,
+    install_hooks,
+    many_at_once,
+    no_cache_scales,
+    position_checksum,
+    reason_for,
+)
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
 from rollout.inference.sglang.weights import ServerAddress, payload_of, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -129,6 +136,25 @@ def test_fp8_weights_come_without_scales_of_a_cache() -> None:
 
     assert chosen(RadixAttention(), [128, 128]) is None
     assert chosen(RadixAttention(), None) == "RadixAttention p" and chosen(Other(), [128, 128]) == "Other p"
+
+
+def test_the_server_receives_buckets_in_the_way_that_overlaps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights would arrive in SGLang's own way too, only later."""
+    registered: dict[str, tuple[Any, Any]] = {}
+
+    class HookRegistry:
+        @staticmethod
+        def register(target: str, hook: Any, kind: Any, *, source: Any) -> None:
+            registered[target.rpartition(".")[2]] = (hook, kind)
+
+    kinds = SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
+    registry = SimpleNamespace(HookRegistry=HookRegistry, HookSource=lambda *names: names, HookType=kinds)
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
+    for package in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace())
+    install_hooks()
+    hook, kind = registered["_update_bucketed_weights_from_distributed"]
+    assert (type(hook.__self__).__name__, hook.__name__, kind) == ("ReceivedBuckets", "receive", "around")
 
 
 def test_a_head_dimension_without_kernels_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
