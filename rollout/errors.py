@@ -19,7 +19,7 @@ class ErrorPolicy:
     def __init__(
         self, *, on_error: OnError, max_share: float = 0.1, always_fatal: tuple[type[Exception], ...] = ()
     ) -> None:
-        self._on_error, self._max_share, self._always_fatal = on_error, max_share, always_fatal
+        self._on_error, self._max_share, self.always_fatal = on_error, max_share, always_fatal
         self._last: deque[bool] = deque(maxlen=_WINDOW)
 
     def count(self, *, failed: bool) -> None:
@@ -28,7 +28,7 @@ class ErrorPolicy:
 
     def skips(self, error: Exception) -> bool:
         """Return whether the prompt that failed with `error`, and is counted, is skipped."""
-        return self._on_error == "skip" and not isinstance(error, self._always_fatal) and not self.exceeded()
+        return self._on_error == "skip" and not isinstance(error, self.always_fatal) and not self.exceeded()
 
     def exceeded(self) -> str:
         """Return what to report when too many prompts were skipped; empty while they are few enough."""

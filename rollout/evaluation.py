@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,9 +29,9 @@ from rollout.types import (
     Generator,
     Prompt,
     SamplingParams,
-    Trajectory,
     Workflow,
 )
+from rollout.workflow_calls import outcome_of
 
 logger = logging.getLogger(__name__)
 
@@ -181,20 +182,17 @@ async def run_episodes(
     async def work() -> None:
         for key, prompt, workflow, generator in remaining:  # shared by all workers: each takes the next one
             outcomes = rewards.begin()
-            try:
-                group = check_group(
-                    await workflow.run(prompt, generator), prompt, version=_ANY_VERSION, limits=GroupLimits()
-                )
-                episode = _episode(group, outcomes, tokenizer)
-            except fatal:
-                raise
-            except Exception as error:  # noqa: BLE001 - user code
+            sample = partial(_episode, workflow, prompt, generator, outcomes, tokenizer)
+            outcome = await outcome_of(sample, fatal=fatal)
+            if isinstance(outcome, fatal):
+                raise outcome
+            if isinstance(outcome, Exception):
                 nonlocal num_failed
                 num_failed += 1
                 if num_failed <= _MAX_LOGGED_ERRORS:
-                    logger.warning("%s counts as wrong: its workflow raised", prompt.query_id, exc_info=error)
-                episode = Episode(text="", score=WRONG, tokens=0, finish_reason="stop", outcomes=(Outcome.ERROR,))
-            on_done(key, prompt, episode)
+                    logger.warning("%s counts as wrong: its workflow raised", prompt.query_id, exc_info=outcome)
+                outcome = Episode(text="", score=WRONG, tokens=0, finish_reason="stop", outcomes=(Outcome.ERROR,))
+            on_done(key, prompt, outcome)
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -204,7 +202,12 @@ async def run_episodes(
         raise failures.exceptions[0] from None
 
 
-def _episode(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome], tokenizer: Tokenizer) -> Episode:
+async def _episode(
+    workflow: Workflow, prompt: Prompt, generator: Generator, outcomes: Sequence[Outcome], tokenizer: Tokenizer
+) -> Episode:
+    """Run the workflow. `outcomes`: the list that RecordedRewards fills in meanwhile."""
+    answer = await workflow.run(prompt, generator)
+    trajectories = check_group(answer, prompt, version=_ANY_VERSION, limits=GroupLimits())
     last = trajectories[-1]
     sampled = np.flatnonzero(last.loss_mask)
     first = sampled[0] if len(sampled) else len(last.token_ids)

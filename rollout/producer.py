@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rollout.data.prompts import PromptDataset
@@ -27,6 +28,7 @@ from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
 from rollout.plugins import user_place
 from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import Generator, Prompt, Workflow
+from rollout.workflow_calls import as_failure, outcome_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class RolloutProducer:
         self._known: dict[int, list[Entry]] = {}  # what they had
         self._ledgers: dict[int, PromptLedger] = {}  # by position, of the prompts that run
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failing: set[asyncio.Task[None]] = set()
         self._running = False
         self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_failures": 0, "num_skipped": 0}
 
@@ -203,7 +206,7 @@ class RolloutProducer:
             ledger = self._open_ledger(position)
             task = asyncio.create_task(self._run_prompt(position, prompt, ledger))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._on_task_end, position))
 
     def _open_ledger(self, position: int) -> PromptLedger:
         known = self._known.pop(position, ())
@@ -219,20 +222,14 @@ class RolloutProducer:
     async def _run_prompt(self, position: int, prompt: Prompt, ledger: PromptLedger) -> None:
         """Run the workflow until it succeeds once; end with put() or, out of retries, with drop() or fail()."""
         for attempt in range(1, self._max_retries + 2):
-            try:
-                # Tokens of a version that is pushed, and not yet announced to the producer, are no mistake.
-                answer = await self._workflow.run(prompt, ledger)
-                group = check_group(answer, prompt, version=self._version + 1, limits=self._limits)
-            except BaseException as error:  # noqa: BLE001 - user code: counted, bounded, propagated
-                if _is_cancelled() or isinstance(error, GeneratorExit):
-                    raise
-                failure = _as_error(error)
+            outcome = await outcome_of(partial(self._sample, prompt, ledger), fatal=self._errors.always_fatal)
+            if isinstance(outcome, Exception):
                 self._counts["num_failures"] += 1
                 logger.warning(
-                    "%s: attempt %d of %d failed: %s", prompt.query_id, attempt, self._max_retries + 1, _shown(failure)
+                    "%s: attempt %d of %d failed: %s", prompt.query_id, attempt, self._max_retries + 1, _shown(outcome)
                 )
                 if attempt > self._max_retries:
-                    await self._give_up(position, prompt, failure)
+                    await self._give_up(position, prompt, outcome)
                     return
                 failed, ledger = ledger, self._open_ledger(position)
                 failed.end()
@@ -240,14 +237,39 @@ class RolloutProducer:
             else:
                 self._errors.count(failed=False)
                 self._counts["num_prompts"] += 1
-                self._counts["num_trajectories"] += len(group)
-                self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in group)
-                logger.debug("prompt %d has %d finished trajectories", position, len(group))
-                await self._store.put(position, group)
+                self._counts["num_trajectories"] += len(outcome)
+                self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in outcome)
+                logger.debug("prompt %d has %d finished trajectories", position, len(outcome))
+                await self._store.put(position, outcome)
                 del self._ledgers[position]
                 ledger.end()
                 self._start_prompts()  # a dropped group makes room
                 return
+
+    async def _sample(self, prompt: Prompt, ledger: PromptLedger) -> Group:
+        answer = await self._workflow.run(prompt, ledger)
+        # Tokens of a version that is pushed, and not yet announced to the producer, are no mistake.
+        return check_group(answer, prompt, version=self._version + 1, limits=self._limits)
+
+    def _on_task_end(self, position: int, task: asyncio.Task[None]) -> None:
+        """Fail the rollout when the task of a prompt has ended in any other way than _run_prompt has planned: otherwise
+        its step would wait for the prompt forever."""
+        self._tasks.discard(task)
+        if task.cancelled():
+            if not self._running:
+                return
+            error: BaseException = RuntimeError("the task of a prompt was cancelled from outside of the producer")
+        elif (raised := task.exception()) is None:
+            return
+        else:
+            error = raised
+        self._running = False
+        failure = as_failure(error)
+        failure.add_note(f"the task of prompt {position} of the stream ended unexpectedly")
+        logger.error("prompt %d: its task ended unexpectedly: %s", position, _shown(failure), exc_info=failure)
+        failing = asyncio.get_running_loop().create_task(self._store.fail(_portable(failure)))
+        self._failing.add(failing)  # the event loop alone would let it be collected
+        failing.add_done_callback(self._failing.discard)
 
     async def _give_up(self, position: int, prompt: Prompt, error: Exception) -> None:
         """Drop a prompt whose workflow kept failing, or end the run with its error."""
@@ -295,18 +317,6 @@ class _Load:
         return mean
 
 
-def _as_error(error: BaseException) -> Exception:
-    """Return the failure of a workflow as what take() can raise: an exit of the workflow is none of the process, nor is
-    its cancellation that of its task."""
-    if isinstance(error, Exception):
-        return error
-    if isinstance(error, asyncio.CancelledError):
-        return RuntimeError("something that the workflow awaited was cancelled")
-    failure = RuntimeError(f"the workflow raised {type(error).__name__}({error}): it must return or raise an Exception")
-    failure.__cause__ = error
-    return failure
-
-
 def _shown(error: Exception) -> str:
     """Return the error in one line, with the place in the user's code where it was raised."""
     place = user_place(error)
@@ -324,9 +334,3 @@ def _portable(error: Exception) -> Exception:
         for note in (*getattr(error, "__notes__", ()), "".join(traceback.format_exception(error))):
             failure.add_note(note)
         return failure
-
-
-def _is_cancelled() -> bool:
-    """Return whether the current task itself is being cancelled, not a task that it awaited."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

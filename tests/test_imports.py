@@ -46,7 +46,7 @@ ORDER = {
     "rollout": (
         "types plugins errors",
         "answer_file",
-        "trajectory_checks data rewards experience ledger",
+        "trajectory_checks data rewards experience ledger workflow_calls",
         "inference.errors inference.gpus inference.bucket inference.changes inference.changed inference.router",
         "inference.backend",
         "inference.sglang inference.embedded inference.mock",
@@ -125,6 +125,7 @@ MOST_FILES = 20
 LATE_IMPORTS: dict[str, dict[str, str]] = {
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.monitoring.monitor": "torch",
+        "rollout.data.left_out": "rollout.data.tokenizer",
         "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",
         "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
         "tools.chaos_compare": "torch",

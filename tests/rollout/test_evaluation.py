@@ -217,3 +217,42 @@ def test_an_answer_is_in_the_file_before_the_next_one_is_known(tmp_path: Path) -
     with AnswerFile(tmp_path / "set" / "answers.jsonl") as file:
         file.add(answer)
         assert read_answers(tmp_path / "set" / "answers.jsonl") == [answer]  # as after a kill
+
+
+class FailsInATaskGroup(SingleTurnMathWorkflow):
+    """Samples in an asyncio.TaskGroup, in which question 0 raises `error`."""
+
+    error: BaseException = ZeroDivisionError("of the prompt")
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        async with asyncio.TaskGroup() as group:
+            sample = group.create_task(self._sample(prompt, generator))
+        return await sample
+
+    async def _sample(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        found = await super().run(prompt, generator)
+        if prompt.query_id == "0":
+            raise self.error
+        return found
+
+
+def test_a_sample_that_fails_in_a_task_group_counts_as_wrong_and_one_without_generator_ends_the_evaluation(
+    monkeypatch,
+) -> None:
+    found = asyncio.run(answers_of([questions("a", 3)], Waiting(needed=1), max_in_flight=1, workflow=FailsInATaskGroup))
+    assert [(answer.query_id, answer.unjudged) for answer in found["a"]] == [
+        (query, "error" if query == "0" else None) for query in ("0", "0", "1", "1", "2", "2")
+    ]
+    monkeypatch.setattr(FailsInATaskGroup, "error", ConnectionError("generator-0"))
+    with pytest.raises(ConnectionError, match="generator-0"):
+        asyncio.run(answers_of([questions("a", 3)], Waiting(needed=1), workflow=FailsInATaskGroup))
+
+
+class CancelsItself(SingleTurnMathWorkflow):
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        raise asyncio.CancelledError
+
+
+def test_an_answer_whose_workflow_awaited_something_cancelled_is_not_lost() -> None:
+    found = asyncio.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=CancelsItself))
+    assert [answer.unjudged for answer in found["a"]] == ["error"] * 4

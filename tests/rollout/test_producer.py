@@ -394,6 +394,140 @@ def test_a_workflow_that_exits_fails_like_any_other() -> None:
     run_virtual(main())
 
 
+class TaskGroupWorkflow:
+    """Three samples in an asyncio.TaskGroup, as docs/customization.md has it; the second of them calls `body`."""
+
+    def __init__(self, body: Callable[[Prompt, int], object], *, tidy: bool = True) -> None:
+        """Without `tidy`, a sample that is cancelled raises another error."""
+        self.calls: Counter[str] = Counter()
+        self.version = 0
+        self._body, self._tidy = body, tidy
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        self.calls[prompt.query_id] += 1
+        calls, began_at = self.calls[prompt.query_id], self.version
+
+        async def sample(i: int) -> Trajectory:
+            try:
+                await asyncio.sleep(1.0 + i)
+                if i == 1:
+                    self._body(prompt, calls)
+                return trajectory(prompt, np.array([began_at]))
+            except asyncio.CancelledError:
+                if self._tidy:
+                    raise
+                raise ZeroDivisionError("cleaning up") from None
+
+        async with asyncio.TaskGroup() as group:
+            samples = [group.create_task(sample(i)) for i in range(3)]
+        return [task.result() for task in samples]
+
+
+def test_a_sample_that_keeps_failing_in_a_task_group_costs_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    """Up to Python 3.12, asyncio.TaskGroup leaves the task with a count of cancellations."""
+
+    async def main() -> None:
+        workflow = TaskGroupWorkflow(fails_for(1, 6))
+        async with make_producer(workflow, errors=skipping(), num_epochs=1) as producer:
+            taken = await train(producer, workflow, range(5))
+        assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
+        assert producer.stats()["rollout/num_skipped"] == 2
+        assert workflow.calls["q1"] == 4
+
+    run_virtual(main())
+    assert "q1: attempt 1 of 4 failed: ZeroDivisionError('this prompt') (test_producer.py, line" in caplog.text
+
+
+def test_samples_that_fail_in_every_task_group_end_the_run_with_their_error() -> None:
+    async def main() -> None:
+        workflow = TaskGroupWorkflow(fails_for(*range(20)))
+        with pytest.raises(ZeroDivisionError, match="this prompt") as error:
+            async with make_producer(workflow, errors=skipping(0.05)) as producer:
+                await producer.take(0)
+        assert "more than workflow.max_error_share=0.05" in "".join(traceback.format_exception(error.value))
+
+    run_virtual(main())
+
+
+def test_a_sample_that_fails_in_a_task_group_now_and_then_is_run_again() -> None:
+    def flaky(prompt: Prompt, calls: int) -> None:
+        if calls <= 3 and prompt.index % 3 == 0:
+            raise ConnectionError("try again")
+
+    async def main() -> None:
+        workflow = TaskGroupWorkflow(flaky)
+        async with make_producer(workflow, num_epochs=1) as producer:
+            taken = await train(producer, workflow, range(5))
+        assert sorted(taken) == sorted(f"q{i}@0" for i in range(20))
+        assert producer.stats()["rollout/num_failures"] == 3 * 7
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("tidy", [True, False])
+@pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["while_samples_run", "as_one_fails"])
+def test_leaving_cancels_task_groups_also_those_in_which_a_sample_fails(seconds: float, tidy: bool) -> None:
+    """An error out of the cancellation is no reason to begin again."""
+
+    async def main() -> None:
+        workflow = TaskGroupWorkflow(fails_for(*range(20)), tidy=tidy)
+        async with make_producer(workflow, errors=skipping()) as producer:
+            await asyncio.sleep(seconds)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert asyncio.get_running_loop().time() == pytest.approx(seconds)
+        assert workflow.calls.total() == 8 and producer.stats()["rollout/num_failures"] == 0
+        assert producer._store._error is None
+
+    run_virtual(main())
+
+
+def test_a_task_group_of_errors_of_the_run_itself_is_not_skipped() -> None:
+    async def main(body: Callable[[Prompt, int], object]) -> None:
+        workflow = CallWorkflow(body)
+        async with make_producer(workflow, max_retries=0, errors=skipping()) as producer:
+            await producer.take(0)
+
+    def raises(*errors: Exception) -> Callable[[Prompt, int], object]:
+        def body(prompt: Prompt, calls: int) -> None:
+            if prompt.index == 3:
+                raise ExceptionGroup("in a TaskGroup", [ExceptionGroup("in another", list(errors))])
+
+        return body
+
+    gone = ConnectionError("generator-0"), ConnectionError("generator-1")
+    with pytest.raises(ConnectionError, match="generator-0") as raised:
+        run_virtual(main(raises(*gone)))
+    sent = pickle.loads(pickle.dumps(raised.value))
+    assert "raised together with 1 more: ConnectionError('generator-1')" in "".join(traceback.format_exception(sent))
+    run_virtual(main(raises(gone[0], ZeroDivisionError("of the prompt"))))
+
+
+def test_an_unexpected_end_of_a_prompt_ends_the_run_at_once() -> None:
+    async def full(position: int, group: list[Trajectory]) -> None:
+        raise MemoryError("no room for the group")
+
+    async def main() -> None:
+        producer = make_producer(CallWorkflow())
+        producer._store.put = full
+        async with producer:
+            await producer.take(0)
+
+    with pytest.raises(MemoryError, match="no room for the group") as raised:
+        run_virtual(main())
+    assert "of the stream ended unexpectedly" in "".join(traceback.format_exception(raised.value))
+
+
+def test_a_prompt_that_is_cancelled_from_outside_ends_the_run_at_once() -> None:
+    async def main() -> None:
+        async with make_producer(CallWorkflow()) as producer:
+            await settle()
+            next(iter(producer._tasks)).cancel()
+            await producer.take(0)
+
+    with pytest.raises(RuntimeError, match="cancelled from outside"):
+        run_virtual(main())
+
+
 class TwoArgumentError(Exception):
     def __init__(self, file: str, line: int) -> None:
         super().__init__(f"{file}:{line} is wrong")
