@@ -30,7 +30,7 @@ from core.launch.watchdog import start_watchdog
 from core.meeting import LOOPBACK
 from core.monitoring.logs import worker_environment
 from core.monitoring.worker_warnings import WorkerWarnings
-from core.processes.signals import Interrupts
+from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import collect_stacks
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
 from rollout.plugins import python_path
@@ -99,6 +99,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             "runtime_env": {"env_vars": {**self._envs, "PYTHONPATH": python_path()}},
         }
         self._guard = start_watchdog(SHARED_MEMORY_NAMES)
+        self._interrupts = Interrupts()
+        self._interrupts.__enter__()
         try:
             if self._joined is None:
                 # Ray counts by itself where all GPUs may be used.
@@ -109,26 +111,32 @@ class Cluster(AbstractContextManager["Cluster"]):
         except (LaunchError, KeyboardInterrupt):
             self._end()
             raise
-        # After ray.init, which puts a handler of its own there.
-        self._interrupts = Interrupts()
-        self._interrupts.__enter__()
+        self._interrupts.install_again()  # ray.init has installed a handler of SIGTERM
         return self
 
     def __exit__(self, error_type: object, error: BaseException | None, *traceback: object) -> None:
         """Disconnect from Ray. Raises LaunchError in place of Ray's own errors, such as a full object store."""
-        self._interrupts.__exit__(error_type, error, *traceback)
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        for group in self._groups:
-            remove_placement_group(group)
-        self._end()
+        begin_shutdown()
+        try:
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+            for group in self._groups:
+                remove_placement_group(group)
+        finally:
+            self._end()
         self._show_warnings()  # those of the last second
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             raise LaunchError(f"Ray: {type(error).__name__}: {first_line(error)}") from error
 
     def _end(self) -> None:
-        ray.shutdown()
-        self._guard.end()
+        """End Ray and the watchdog, which ends what is left; a signal interrupts neither, unless Ray hangs."""
+        begin_shutdown()
+        try:
+            ray.shutdown()
+        finally:
+            begin_shutdown()
+            self._guard.end()
+            self._interrupts.__exit__()
 
     def reserve(self, allocation: Allocation) -> None:
         """Reserve one bundle per node of the device map, with the GPUs that roles compute on; actors are placed on the

@@ -16,12 +16,13 @@ INTERRUPTED = 130
 NOTHING_STARTED = "Interrupted. Nothing was started."
 
 _ending = False
+_is_command = False
 
 
 def end_at_signals() -> None:
     """Let SIGINT and SIGTERM end this process with INTERRUPTED and one line on stderr, until `raise_at_signals`."""
-    global _ending
-    _ending = True
+    global _ending, _is_command
+    _ending = _is_command = True
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
 
@@ -34,6 +35,11 @@ def raise_at_signals() -> None:
         _ending = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
+
+
+def is_command() -> bool:
+    """Return whether this process is a command that `end_at_signals` was called for, not a caller in Python."""
+    return _is_command
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -34,6 +34,10 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         while self._before:
             signal.signal(*self._before.popitem())
 
+    def keep(self) -> None:
+        """Leave the handlers in place until this process, which has nothing else to do, has ended."""
+        self._before.clear()
+
     def forget_child(self) -> None:
         """Send no more signals to a child that has ended: its number may be another process's by now."""
         self._child = None

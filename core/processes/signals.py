@@ -4,7 +4,8 @@ Python turns a signal into an exception wherever the main thread happens to be. 
 Ray's own code, that exception is printed and lost. Invariant: a signal is therefore remembered as well, and everything
 that waits for workers asks for it.
 
-A step that has begun is finished first, so that its state can be saved: see `postponed`.
+A step that has begun is finished first, so that its state can be saved: see `postponed`. A process that shuts down
+already is not interrupted: see `begin_shutdown`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ _seconds: float | None = None
 _began = 0.0
 """When that block began."""
 _logged = False
+_SHUTDOWN_SECONDS = 10.0
+"""That a shutdown may take before another signal interrupts it."""
+_shutdown_began: float | None = None
+"""Time (time.monotonic) of the last begin_shutdown() since Interrupts was entered; None: without one."""
 
 
 class EndNow(KeyboardInterrupt):
-    """A second signal, or a first one whose time to finish is over: what runs is not in a state to be saved."""
+    """A second signal, or a first one whose time to finish is over: what runs is not in a state to be saved. Or one
+    that comes while a shutdown hangs."""
 
 
 class Interrupts(AbstractContextManager["Interrupts"]):
@@ -40,10 +46,17 @@ class Interrupts(AbstractContextManager["Interrupts"]):
     thread this does nothing: Python leaves signals to the main one."""
 
     def __enter__(self) -> Interrupts:
+        global _shutdown_began
+        _shutdown_began = None
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._before = {s: signal.signal(s, _interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
+
+    def install_again(self) -> None:
+        """Replace handlers that a library has installed since."""
+        for number in self._before:
+            signal.signal(number, _interrupt)
 
     def __exit__(self, *exc_info: object) -> None:
         global _seconds, _logged
@@ -97,8 +110,19 @@ def raise_if_interrupted() -> None:
         raise EndNow(f"signal {_received[0][0]}, and not finished {_seconds:g} s later")
 
 
+def begin_shutdown() -> None:
+    """Let signals interrupt nothing from now on: the process ends already, and a second Ctrl-C must not leave parts of
+    it running. A signal that comes more than _SHUTDOWN_SECONDS later raises EndNow, as the shutdown hangs."""
+    global _shutdown_began
+    _shutdown_began = time.monotonic()
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     _received.append((number, time.monotonic()))
+    if _shutdown_began is not None:
+        if _received[-1][1] > _shutdown_began + _SHUTDOWN_SECONDS:
+            raise EndNow(f"signal {number}, in a shutdown that takes longer than {_SHUTDOWN_SECONDS:g} s")
+        return
     if _seconds is None:
         raise KeyboardInterrupt(f"signal {number}")
     if _received[-1][1] - _received[0][1] > _SAME_SECONDS:

@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 
 import psutil
 
-from core.processes.before_start import INTERRUPTED
+from core.processes.before_start import INTERRUPTED, is_command
 from core.processes.driver_watch import DRIVER, Limits, Watch
 from core.processes.forwarding import Forwarding
 from core.processes.orphans import adopt_orphans, die_with, end_orphans
-from core.processes.signals import Interrupts
+from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import register_process
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,10 @@ def run_attempts(
     """
     with Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
         limits = Limits(driver_seconds=driver_seconds, end_seconds=end_seconds)
-        return _supervise(run, interrupted, retries, limits, log_folder, forwarding)
+        code = _supervise(run, interrupted, retries, limits, log_folder, forwarding)
+        if is_command():
+            forwarding.keep()  # the exit code is known: another Ctrl-C must not change it
+        return code
 
 
 def _supervise(
@@ -155,10 +158,13 @@ def _run_as_driver(
     """Run an attempt in this process and end it: what follows in the caller is for the process that the user
     started."""
     code = FAILED
+    Interrupts().__enter__()  # until this process ends: a signal must not change how it does
     try:
-        with Interrupts():  # from the first import on: one that is lost there is found by what waits later
-            forwarding.unblock()
+        try:
+            forwarding.unblock()  # a signal that is lost in the imports is found by what waits later
             code = _drive(run, attempt, log_folder)
+        finally:
+            begin_shutdown()
     except KeyboardInterrupt:
         code = interrupted(attempt)
     except BaseException:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +16,13 @@ from allocation import parse
 from core.config.runtime import DeadlineConfig
 from core.errors import LaunchError
 from core.experiments.process_settings import threads_per_process
+from core.launch import cluster as launch_cluster
 from core.launch import wait as launch_wait
 from core.launch.cluster import Cluster
 from core.launch.wait import Waiter, as_driver_sees
 from core.monitoring.logs import LineFormatter
-from core.processes.signals import Interrupts
+from core.processes import signals
+from core.processes.signals import EndNow, Interrupts
 from core.weight_sync.errors import PushError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
@@ -93,6 +97,48 @@ def test_leaving_the_cluster_shows_what_workers_warned_of_in_the_last_second(
     with caplog.at_level(logging.WARNING):
         cluster.__exit__(None, None, None)
     assert [r.getMessage() for r in caplog.records] == ["rollout: step 7: 80 of 128 could not"]
+
+
+@pytest.mark.parametrize(("seconds", "last"), [(9.0, None), (11.0, EndNow)], ids=["ends", "hangs"])
+def test_a_second_signal_while_ray_ends_waits_for_the_watchdog_and_one_to_a_ray_that_hangs_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, last: type[BaseException] | None
+) -> None:
+    now, ended, raised = 0.0, [], None
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def shutdown() -> None:
+        nonlocal now
+        for moment in (1.0, seconds):
+            now = moment
+            os.kill(os.getpid(), signal.SIGINT)
+        ended.append("ray")
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.append("watchdog")
+
+    def start_own(**options: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has a handler of its own
+
+    fakes = {"ray": SimpleNamespace(shutdown=shutdown), "start_own": start_own}
+    fakes["start_watchdog"] = lambda names: SimpleNamespace(end=end)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(launch_cluster, name, fake)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with suppress(EndNow):
+        try:
+            with Cluster(
+                joined=None, envs={}, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(),
+                log_folder=tmp_path,
+            ) as cluster:  # fmt: skip
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGTERM)
+                assert cluster
+        except BaseException as error:
+            raised = type(error)
+            raise
+    assert raised is last and ended == (["watchdog"] if last else ["ray", "watchdog"])
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_results_are_in_the_order_of_the_calls_whichever_comes_first(

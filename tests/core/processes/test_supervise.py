@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from core import quickstart
+from core.errors import first_line
 from core.paths import RunPaths
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
 
@@ -59,6 +60,12 @@ def attempt(self):
     assert "attempt 1: began with 0 steps done, reached 5, 0." in table
     assert "attempt 5: began with 8 steps done, reached 13, 0." in table
     assert table.count("the driver was killed by SIGKILL") == 5
+
+
+def test_a_cause_that_is_a_sentence_stands_in_another_one_without_its_full_stop() -> None:
+    assert first_line(RuntimeError("The actor died before finishing this task.\nmore")).endswith("finishing this task")
+    assert first_line(RuntimeError("waiting ...")) == "waiting ..."
+    assert first_line(RuntimeError(".")) == "RuntimeError"
 
 
 def test_a_final_failure_and_success_are_not_tried_again() -> None:
@@ -315,6 +322,45 @@ def attempt(self):
 """
     code, said = run(body, retries=0)
     assert code == INTERRUPTED and "Exception ignored" in said
+
+
+def test_a_second_signal_does_not_interrupt_the_end_of_a_driver() -> None:
+    body = """
+import atexit
+
+def second():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+    print("the exit handlers have ended", flush=True)
+
+def attempt(self):
+    atexit.register(second)
+    raise KeyboardInterrupt
+"""
+    code, said = run(body, retries=0)
+    assert code == INTERRUPTED and "the exit handlers have ended" in said and "KeyboardInterrupt" not in said
+
+
+@pytest.mark.parametrize("is_command", [True, False])
+def test_a_second_signal_changes_no_exit_code_of_a_command_and_a_caller_in_python_keeps_its_handlers(
+    is_command: bool,
+) -> None:
+    body = """
+from core.processes.before_start import end_at_signals, raise_at_signals
+
+def attempt(self):
+    raise KeyboardInterrupt
+
+def called(attempt, **settings):
+    code = started(attempt, **settings)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+    return code
+
+started, run_attempts = run_attempts, called
+"""
+    code, said = run(body + ("end_at_signals(); raise_at_signals()\n" if is_command else ""), retries=0)
+    assert (code == INTERRUPTED and "Traceback" not in said) == is_command, said
 
 
 def test_what_follows_in_the_callers_script_is_not_for_the_driver() -> None:
