@@ -3,10 +3,10 @@
     python -m tools.convert --checkpoint_path CHECKPOINT --output_path HF_FOLDER [--dtype bf16] [--check]
     python -m tools.convert --checkpoint_path HF_FOLDER --output_path CHECKPOINT --to-megatron [--layout d1m2p2]
 
-CHECKPOINT is an engine's folder (any layout may have written it) or a recover checkpoint, of which the actor is taken
-(--engine critic: the critic). It carries its config.json and tokenizer, so nothing else is needed. A recover checkpoint
-that differs from its checksums is refused. The output folder appears only when complete. With --check it is read again
-before, and appears only if every tensor is equal byte for byte.
+CHECKPOINT is an engine's folder (any layout may have written it) or a recover checkpoint, of which the only engine or
+the actor is taken (--engine: another one). It carries its config.json and tokenizer, so nothing else is needed. A
+recover checkpoint that differs from its checksums is refused. The output folder appears only when complete. With
+--check it is read again before, and appears only if every tensor is equal byte for byte.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from allocation.grammar import parse_layout
 from core.recovery.manifest import MANIFEST, MARKER, DamagedError, verify
 from model_specs.hf_config import read_config
 from tools.arguments import program
+from tools.eval.engines import ENGINE_NAMES, default_engine, engine_folders
 
 if not __package__:  # run by its path: the project's folder is not where Python looks for modules
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -77,15 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--to-megatron", action="store_true", help="from Hugging Face to Megatron")
     parser.add_argument("--layout", help="with --to-megatron: cut as ranks of this layout would, as in d1m2p2e2")
     parser.add_argument("--dtype", choices=[*_DTYPES, *_DTYPES.values()], help="of the output; default: as the input")
-    parser.add_argument("--engine", default="actor", help="of a recover checkpoint: actor (default) or critic")
+    parser.add_argument("--engine", help=f"of a recover checkpoint: {ENGINE_NAMES}; default: its only engine, or actor")
     parser.add_argument("--check", action="store_true", help="compare the output byte for byte before it appears")
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder of an earlier conversion")
     return parser
 
 
-def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
-    """Return the folder to read: of a recover checkpoint (or a folder of several, then the newest) that of one
-    engine."""
+def _source(path: Path, engine: str | None, *, to_megatron: bool) -> Path:
+    """Return the folder to read: of a recover checkpoint (or a folder of several, then the newest) that of one engine,
+    by default the only one or the actor."""
     if not path.is_dir():
         raise FileNotFoundError(f"--checkpoint_path={path}: no such folder")
     is_checkpoint = (path / "metadata.json").is_file()
@@ -97,12 +98,13 @@ def _source(path: Path, engine: str, *, to_megatron: bool) -> Path:
         return path
     steps = [p for p in path.glob("globalstep*") if p.is_dir() and p.name.removeprefix("globalstep").isdecimal()]
     newest = max(steps, key=lambda p: int(p.name.removeprefix("globalstep")), default=path)
-    engines = sorted(p.parent.relative_to(newest) for p in newest.glob("**/metadata.json"))
-    for found in engines:
-        if found.name == engine:
-            return newest / found
+    engines = engine_folders(newest)
+    name = default_engine(engines) if engine is None else engine
+    if name in engines:
+        return engines[name]
     if engines:
-        raise ValueError(f"--engine={engine}: {newest} holds {', '.join(map(str, engines))}")
+        given = "--engine is missing" if engine is None else f"--engine={engine}"
+        raise ValueError(f"{given}: {newest} has {', '.join(engines)}; give --engine {' or '.join(engines)}")
     if any(path.glob("iter_*/mp_rank_*")) or any(path.glob("mp_rank_*")):
         raise ValueError(
             f"--checkpoint_path={path} is a checkpoint of Megatron-LM (mp_rank_*), which this command does not read; "

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.convert import _source
+from core.experiments.sft import ENGINE
+from tools.convert import _parser, _source
 
 
 @pytest.mark.parametrize("layout", ["iter_0000100/mp_rank_00", "mp_rank_00"])
@@ -30,3 +31,36 @@ def test_of_several_recover_checkpoints_the_one_of_the_last_step_is_taken(
             (folder / "metadata.json").write_text("{}")
     for engine in ("actor", "critic"):
         assert _source(tmp_path, engine, to_megatron=False) == tmp_path / f"globalstep{max(steps)}" / engine
+
+
+def test_the_only_engine_of_a_recover_checkpoint_is_taken_without_its_name(tmp_path: Path) -> None:
+    folder = write_engine(tmp_path / "globalstep3", "default")
+    assert _parser().parse_args(["--checkpoint_path", "c", "--output_path", "o"]).engine is None
+    for engine in (None, "default"):
+        assert _source(tmp_path, engine, to_megatron=False) == folder
+        assert _source(tmp_path / "globalstep3", engine, to_megatron=False) == folder
+    with pytest.raises(ValueError, match="^--engine=actor: .*globalstep3 has default; give --engine default$"):
+        _source(tmp_path, "actor", to_megatron=False)
+
+
+def test_of_several_engines_the_actor_is_taken_or_one_must_be_named(tmp_path: Path) -> None:
+    for engine in ("first", "second"):
+        write_engine(tmp_path, engine)
+    with pytest.raises(ValueError, match="^--engine is missing: .* has first, second; give --engine first or second$"):
+        _source(tmp_path, None, to_megatron=False)
+    actor = write_engine(tmp_path, "actor")
+    assert _source(tmp_path, None, to_megatron=False) == actor
+
+
+def test_the_help_names_the_engines_of_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"actor or critic of a PPO run, {ENGINE} of an SFT or DPO run; default: its only engine, or actor" in words
+
+
+def write_engine(checkpoint: Path, engine: str) -> Path:
+    folder = checkpoint / engine
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text("{}")
+    return folder

@@ -150,6 +150,7 @@ def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
             "--sglang mem_fracton_static: SGLang 0.5.17 has no such server argument; did you mean",
         ),
         (["--model_path", "{data}"], "neither a Hugging Face folder"),
+        (["--model_path", "{data}"], "it contains own.jsonl, sums"),
         (["--temperature", "0"], "must be greater than 0"),
         (["--prompt_template", "Q:"], "has no {prompt}"),
         (["--data_names", "sums,sums"], "sums twice"),
@@ -392,12 +393,13 @@ def test_a_folder_with_nothing_but_a_conversion_may_be_overwritten(
     assert converted_from(output) == "two"
 
 
+@pytest.mark.parametrize("engine", ["actor", "default"])
 def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(
-    evaluated: Path, model: Path, data: Path, tmp_path: Path
+    engine: str, evaluated: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:
     convert = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(model), "--to-megatron"]
-    subprocess.run([*convert, "--output_path", str(tmp_path / "run" / "actor")], cwd=ROOT, check=True)
+    subprocess.run([*convert, "--output_path", str(tmp_path / "run" / engine)], cwd=ROOT, check=True)
     assert main(arguments(tmp_path / "run", data, tmp_path / "out")) == 0
     made_from = json.loads((tmp_path / "out" / "model" / "made_from.json").read_text())
-    assert made_from["checkpoint"] == str(tmp_path / "run" / "actor")
+    assert made_from["checkpoint"] == str(tmp_path / "run" / engine)
     assert by_name(tmp_path / "out" / "sums.jsonl") == by_name(evaluated / "sums.jsonl")

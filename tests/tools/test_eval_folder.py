@@ -11,7 +11,7 @@ import pytest
 
 from tools.eval.data import EvalError
 from tools.eval.folder import check_same
-from tools.eval.model import SETTINGS, weights_identity
+from tools.eval.model import SETTINGS, find_model, weights_identity
 
 
 def settings(**questions: str) -> dict[str, Any]:
@@ -39,3 +39,31 @@ def test_weights_that_were_trained_on_are_other_weights_though_their_files_are_a
     assert weights_identity(tmp_path) == before
     os.utime(tmp_path / "model.safetensors", ns=(10**18, 10**18 + 1))
     assert weights_identity(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("engines", "found"), [(["actor"], "actor"), (["default"], "default"), (["critic", "actor"], "actor")]
+)
+def test_of_a_recover_checkpoint_the_only_engine_or_the_actor_is_evaluated(
+    tmp_path: Path, engines: list[str], found: str
+) -> None:
+    write_engines(tmp_path / "globalstep7", engines)
+    assert find_model(tmp_path / "globalstep7") == (tmp_path / "globalstep7" / found, False)
+    for engine in engines:
+        assert find_model(tmp_path / "globalstep7" / engine) == (tmp_path / "globalstep7" / engine, False)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_with_what_it_contains(tmp_path: Path) -> None:
+    with pytest.raises(EvalError, match="actor or critic of a PPO run, default of an SFT or DPO run.; it is empty$"):
+        find_model(tmp_path)
+    write_engines(tmp_path / "globalstep7", ["critic", "default"])
+    with pytest.raises(EvalError, match="several engines and no actor: critic, default; give the folder of one"):
+        find_model(tmp_path / "globalstep7")
+    with pytest.raises(EvalError, match="it contains globalstep7: give one of these folders"):
+        find_model(tmp_path)
+
+
+def write_engines(checkpoint: Path, engines: list[str]) -> None:
+    for engine in engines:
+        (checkpoint / engine).mkdir(parents=True)
+        (checkpoint / engine / "metadata.json").write_text("{}")

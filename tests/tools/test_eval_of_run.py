@@ -85,6 +85,43 @@ def test_answers_are_judged_by_the_reward_of_the_run(saved: Path, data: Path, tm
     assert answers == {"2+2=": (1.0, 0.5), "3+3=": (0.0, -1.0)}
 
 
+def test_the_table_names_a_reward_that_is_not_the_default_and_two_rewards_are_not_compared(
+    saved: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    few = ("--n_sampling", "0", "--num_questions", "2", "--workflow", "math", "--instruction", "")
+    assert main(arguments(saved, data, tmp_path / "own", *few)) == 0
+    assert "\nReward: eval_plugins:half\n" in capsys.readouterr().out
+    assert (tmp_path / "own" / "results.md").read_text().endswith("|\n\nReward: eval_plugins:half\n")
+    assert main(arguments(saved, data, tmp_path / "math", *few, "--reward", "math")) == 0
+    assert "Reward:" not in capsys.readouterr().out
+    assert "Reward:" not in (tmp_path / "math" / "results.md").read_text()
+    folders = [str(tmp_path / "own"), str(tmp_path / "math")]
+    assert main(["compare", *folders]) == BAD_INPUT
+    assert "incomparable: reward='eval_plugins:half' in A and 'math' in B. Evaluate" in capsys.readouterr().err
+    assert main(["compare", folders[0], folders[0]]) == 0
+
+
+@pytest.mark.parametrize(("option", "name"), [("reward", "half"), ("workflow", "Own")])
+def test_a_reward_or_workflow_of_the_run_that_is_not_here_is_reported_with_the_ways_out(
+    saved: Path, data: Path, tmp_path: Path, capsys, option: str, name: str
+) -> None:
+    config = tmp_path / "root/logs/user/e/t/config.yaml"
+    config.write_text(CONFIG.replace(f"eval_plugins:{name}", f"elsewhere:{name}"))
+    assert main(arguments(saved, data, tmp_path / "out")) == BAD_INPUT
+    *_, error = capsys.readouterr().err.splitlines()
+    assert f"elsewhere:{name}: there is no module 'elsewhere'" in error and f"of the run ({config}): run this" in error
+    for way_out in ("contains elsewhere.py or elsewhere/", "PYTHONPATH", f"--{option} math", "(--ignore_run)"):
+        assert way_out in error
+    for words in ((f"--{option}", "math"), ("--ignore_run",)):
+        judging_from(given(saved, *words))
+    assert main(arguments(saved, data, tmp_path / "out", "--config", str(config))) == BAD_INPUT
+    *_, error = capsys.readouterr().err.splitlines()
+    assert "--ignore_run" not in error and error.endswith("or give another --config")
+    assert main(arguments(saved, data, tmp_path / "out", f"--{option}", f"elsewhere:{name}")) == BAD_INPUT
+    *_, error = capsys.readouterr().err.splitlines()
+    assert "there is no module 'elsewhere'" in error and "of the run" not in error
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

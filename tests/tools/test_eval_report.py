@@ -89,13 +89,13 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsy
     questions = [f"q{i}" for i in range(20)]
     a = write(tmp_path / "a", [answer(q, float(q in right_in_a)) for q in questions])
     b = write(tmp_path / "b", [answer(q, float(q in right_in_b), tokens=12) for q in questions])
-    differences, flips, left_out = compare(a, b)
-    assert not left_out
-    accuracy, length = differences
+    found = compare(a, b)
+    assert not found.left_out
+    accuracy, length = found.differences
     assert (accuracy.measure, accuracy.a, accuracy.b, accuracy.num_questions) == ("greedy_acc", 10.0, 20.0, 20)
     assert accuracy.low < 10.0 < accuracy.high and -10 <= accuracy.low <= 0 and 20 <= accuracy.high <= 35
     assert (length.b - length.a, length.low, length.high) == (2.0, 2.0, 2.0), "every question is 2 tokens longer"
-    assert {(f.query_id, f.now_right) for f in flips} == {("q1", False), ("q3", True), ("q4", True), ("q5", True)}
+    assert {(f.query_id, f.now_right) for f in found.flips} == {("q1", False), ("q3", True), ("q4", True), ("q5", True)}
     assert main(["compare", str(a), str(b)]) == 0
     printed = capsys.readouterr().out
     assert "3 questions answered right in B only" in printed and "1 questions answered right in A only" in printed
@@ -111,6 +111,99 @@ def test_two_files_of_one_name_are_not_compared(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().err
     assert "used different files with that name: d-1 is '1+1=' in A and '2*3=' in B" in said
     assert main(["compare", a, c]) == 0, "the same questions in another template"
+
+
+SETTINGS: dict[str, Any] = {
+    "reward": "math", "workflow": "math", "max_gen_tokens": 6, "temperature": 0.6, "top_p": 0.95, "seed": 1,
+    "prompt_format": {
+        "template": None, "system": None, "instruction": "", "chat_template": None, "chat_options": {},
+    },
+    "generator": "embedded", "dtype": None, "sglang": {}, "stop_token_ids": [1], "questions": {"d": "1f"},
+}  # fmt: skip
+
+
+def two_evaluations(tmp_path: Path, changed: dict[str, Any], *, samples: int) -> list[str]:
+    """Return the folders of two evaluations, the second with changed settings."""
+    folders = []
+    for name, settings in (("a", SETTINGS), ("b", SETTINGS | changed)):
+        answers = [answer("q", 1.0), *(answer("q", 1.0, number=i) for i in range(samples))]
+        folders.append(str(write(tmp_path / name, answers)))
+        (tmp_path / name / "settings.json").write_text(json.dumps(settings))
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("changed", "both_values", "option"),
+    [
+        ({"reward": "own:half"}, "reward='math' in A and 'own:half' in B", "--reward"),
+        ({"workflow": "own:W"}, "workflow='math' in A and 'own:W' in B", "--workflow"),
+        ({"max_gen_tokens": 8}, "max_gen_tokens=6 in A and 8 in B", "--max_gen_tokens"),
+        ({"temperature": 1.0}, "temperature=0.6 in A and 1.0 in B", "--temperature"),
+        ({"top_p": 1.0}, "top_p=0.95 in A and 1.0 in B", "--top_p"),
+        (
+            {"prompt_format": {**SETTINGS["prompt_format"], "template": "Q: {prompt}"}},
+            "prompt_format.template=None in A and 'Q: {prompt}' in B", "--prompt_template",
+        ),
+        (
+            {"prompt_format": {**SETTINGS["prompt_format"], "chat_options": {"think": True}}},
+            "prompt_format.chat_options={} in A and {'think': True} in B", "--config",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_evaluations_with_settings_that_change_the_measures_are_compared_only_on_request(
+    changed: dict[str, Any], both_values: str, option: str, tmp_path: Path, capsys
+) -> None:
+    folders = two_evaluations(tmp_path, changed, samples=1)
+    assert main(["compare", *folders]) == BAD_INPUT
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f": {both_values}. Evaluate one of the models again with the settings of the other ({option};" in printed.err
+    assert "add --allow_different" in printed.err
+    assert main(["compare", *folders, "--allow_different"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"warning: the results are not comparable: {both_values}" and shown[1].startswith("+-")
+
+
+def test_every_differing_setting_is_in_the_message(tmp_path: Path, capsys) -> None:
+    folders = two_evaluations(tmp_path, {"reward": "own:half", "max_gen_tokens": 8}, samples=0)
+    assert main(["compare", *folders]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "reward='math' in A and 'own:half' in B; max_gen_tokens=6 in A and 8 in B. Evaluate" in said
+    assert "(--reward, --max_gen_tokens; " in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "samples", "warnings"),
+    [
+        ({}, 1, []),
+        ({"seed": 2}, 1, []),
+        ({"temperature": 1.0, "top_p": 1.0}, 0, []),
+        ({"dtype": "float32"}, 1, []),
+        ({"dtype": "bfloat16"}, 1, ["dtype='float32' in A and 'bfloat16' in B"]),
+        ({"stop_token_ids": [1, 5]}, 1, ["stop_token_ids=[1] in A and [1, 5] in B"]),
+        (
+            {"generator": "sglang"}, 1,
+            ["generator='embedded' in A and 'sglang' in B", "dtype='float32' in A and 'bfloat16' in B"],
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_leave_the_measures_as_they_are_are_compared_with_a_warning_or_none(
+    changed: dict[str, Any], samples: int, warnings: list[str], tmp_path: Path
+) -> None:
+    assert compare(*map(Path, two_evaluations(tmp_path, changed, samples=samples))).warnings == warnings
+
+
+def test_numbers_of_questions_and_samples_that_differ_and_unknown_settings_are_reported(tmp_path: Path) -> None:
+    a, b = map(Path, two_evaluations(tmp_path, {}, samples=2))
+    write(b, [answer(q, 1.0) for q in ("q", "r")] + [answer("q", 1.0, number=0), answer("r", 1.0, number=0)])
+    (b / "settings.json").write_text(json.dumps({k: v for k, v in SETTINGS.items() if k not in ("reward", "top_p")}))
+    assert compare(a, b).warnings == [
+        "settings.json of B lacks reward, top_p, which cannot be checked",
+        "d: 1 questions in A and 2 in B; the 1 in both are compared",
+        "d: 2 samples per question in A and 1 in B",
+    ]
 
 
 def test_resamples_are_the_same_however_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +263,8 @@ def test_pass_at_k_is_compared_where_every_question_of_both_has_k_samples(
         answers = [answer(f"q{i}", 1.0) for i in range(len(samples))]
         answers += [answer(f"q{i}", 1.0, number=j) for i, n in enumerate(samples) for j in range(n)]
         folders.append(write(tmp_path / name, answers))
-    differences, _, _ = compare(*folders)
-    assert {d.measure for d in differences} == {"greedy_acc", "greedy_length"} | measures
+    found = compare(*folders)
+    assert {d.measure for d in found.differences} == {"greedy_acc", "greedy_length"} | measures
 
 
 def test_a_report_is_made_of_the_answers_that_are_requested_not_of_all_that_are_there(tmp_path: Path) -> None:

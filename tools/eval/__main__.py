@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["compare"]:
             given = _compare_parser().parse_args(argv[1:])
-            print(report(*compare(given.A, given.B)))
+            print(report(compare(given.A, given.B, allow_different=given.allow_different)))
             return 0
         return _evaluate(_parser().parse_args(argv))
     except (ValueError, *_BAD_PATHS) as error:  # CompareError, EvalError and DatasetError are ValueErrors
@@ -74,7 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         prog=arguments.program("tools.eval"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model_path", type=Path, required=True, help="Hugging Face folder, saved step, or recover checkpoint")
+    add(
+        "--model_path",
+        type=Path,
+        required=True,
+        help="Hugging Face folder, saved step, recover checkpoint (of several engines its actor), or engine in one",
+    )
     add("--output_path", type=arguments.new_folder, required=True, help="folder for completions and tables")
     add("--data_names", default="math_500,aime24,amc23", help="names, paths or Hugging Face ids, with commas")
     add("--max_gen_tokens", type=_positive, default=32768, help="maximum tokens per completion")
@@ -127,6 +132,12 @@ def _compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("A", type=Path, help="--output_path of the first")
     parser.add_argument("B", type=Path, help="of the second")
+    parser.add_argument(
+        "--allow_different",
+        action="store_true",
+        help="also compare evaluations with other rewards, workflows, prompt formats or sampling settings, and print "
+        "the differences",
+    )
     return parser
 
 

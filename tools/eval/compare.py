@@ -1,12 +1,13 @@
 """Two evaluations side by side: `python -m tools.eval compare A B`.
 
+Evaluations with settings that make their results incomparable are refused (tools/eval/comparable.py).
 Every difference comes with a 95 % bootstrap interval over questions: both folders answer the same questions, so those
 are drawn together (paired), and what the questions' difficulty adds to both cancels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from rollout.answer_file import Answer, read_answers
+from tools.eval.comparable import setting_differences
 from tools.eval.model import SETTINGS, read_json
 from tools.eval.report import PASS_AT, by_question, pass_at_k, text_table
 
 _RESAMPLES = 10_000
 _MOST_DRAWN = 1 << 22
 """Questions drawn at once: the resamples of a large dataset are drawn in blocks."""
+_SAMPLED = "sample_pass@1"
+"""The measure that exists wherever sampled completions are compared."""
 _COLUMNS = ("dataset", "measure", "A", "B", "B - A", "95 % interval", "questions")
 
 
@@ -55,15 +59,28 @@ class Flip:
     answer_b: str
 
 
-def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[Flip], dict[str, str]]:
-    """Return every dataset that both folders answered, and dataset -> why it is left out for the others. Raises
-    CompareError where nothing is left, or where two files have one name."""
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two evaluations side by side."""
+
+    differences: list[Difference]
+    flips: list[Flip]
+    left_out: dict[str, str]
+    """Dataset -> why it is not compared."""
+    warnings: list[str]
+    """Differences other than those of the models, each with both values."""
+
+
+def compare(a: Path, b: Path, *, allow_different: bool = False, seed: int = 0) -> Comparison:
+    """Compare every dataset that both folders answered. Raises CompareError where there is none, where two files have
+    one name, and where settings differ that change what the measures mean, unless allow_different is set."""
     for folder in (a, b):
         if not folder.is_dir():
             raise CompareError(f"{folder}: no such folder; give the --output_path of an evaluation")
     differences: list[Difference] = []
     flips: list[Flip] = []
     left_out: dict[str, str] = {}
+    counts: list[str] = []
     for name in sorted({p.stem for folder in (a, b) for p in folder.glob("*.jsonl")}):
         paths = [folder / f"{name}.jsonl" for folder in (a, b)]
         left, right = (read_answers(path) if path.exists() else [] for path in paths)
@@ -76,6 +93,8 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[
         found = _differences(name, left, right, np.random.default_rng(seed))
         if not found:
             left_out[name] = "no question in common; the data files differ"
+        else:
+            counts += _other_counts(name, left, right)
         differences += found
         flips += _flips(name, left, right)
     if not differences:
@@ -83,18 +102,55 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> tuple[list[Difference], list[
         raise CompareError(
             f"{a} and {b} have no dataset in common (DATASET.jsonl in both); evaluate both models on one{why}"
         )
-    return differences, flips, left_out
+    sampled = any(d.measure == _SAMPLED for d in differences)
+    warnings = [*_other_settings(a, b, sampled=sampled, allow_different=allow_different), *counts]
+    return Comparison(differences=differences, flips=flips, left_out=left_out, warnings=warnings)
 
 
-def report(differences: Sequence[Difference], flips: Sequence[Flip], left_out: Mapping[str, str]) -> str:
+def report(found: Comparison) -> str:
     """Return the report for the terminal."""
-    lines = [text_table(_COLUMNS, [d.cells() for d in differences])]
-    lines += [f"{name} is left out: {reason}" for name, reason in left_out.items()]
+    lines = [f"warning: {warning}" for warning in found.warnings]
+    lines.append(text_table(_COLUMNS, [d.cells() for d in found.differences]))
+    lines += [f"{name} is left out: {reason}" for name, reason in found.left_out.items()]
     for now_right, title in ((True, "right in B only"), (False, "right in A only")):
-        found = [f for f in flips if f.now_right == now_right]
-        lines.append(f"\n{len(found)} questions answered {title} (greedy):")
-        lines += [f"  {f.dataset} {f.query_id}: A {_short(f.answer_a)} | B {_short(f.answer_b)}" for f in found]
+        flips = [f for f in found.flips if f.now_right == now_right]
+        lines.append(f"\n{len(flips)} questions answered {title} (greedy):")
+        lines += [f"  {f.dataset} {f.query_id}: A {_short(f.answer_a)} | B {_short(f.answer_b)}" for f in flips]
     return "\n".join(lines)
+
+
+def _other_settings(a: Path, b: Path, *, sampled: bool, allow_different: bool) -> list[str]:
+    """Return the warnings about settings that differ. Raises CompareError for those that make results incomparable,
+    unless they are allowed."""
+    differ = setting_differences(read_json(a / SETTINGS), read_json(b / SETTINGS), sampled=sampled)
+    if differ.refused and not allow_different:
+        options = ", ".join(dict.fromkeys(differ.refused.values()))
+        raise CompareError(
+            f"A={a} and B={b} were evaluated with different settings, which make their results incomparable: "
+            f"{'; '.join(differ.refused)}. Evaluate one of the models again with the settings of the other ({options}; "
+            "--config takes workflow, reward and prompt from the config.yaml of a run) and another --output_path, or "
+            "add --allow_different to compare them anyway"
+        )
+    return [f"the results are not comparable: {difference}" for difference in differ.refused] + list(differ.reported)
+
+
+def _other_counts(dataset: str, a: Sequence[Answer], b: Sequence[Answer]) -> list[str]:
+    """Return the warnings about numbers of questions and of samples that differ. Both leave results comparable:
+    questions are paired, and pass@k has no bias for any number of samples."""
+    warnings = []
+    left, right = ({answer.query_id for answer in answers} for answers in (a, b))
+    if left != right:
+        shared = f"the {len(left & right)} in both are compared"
+        warnings.append(f"{dataset}: {len(left)} questions in A and {len(right)} in B; {shared}")
+    samples_a, samples_b = (_range([len(s) for s in by_question(x, "sample").values()]) for x in (a, b))
+    if samples_a != samples_b:
+        warnings.append(f"{dataset}: {samples_a} samples per question in A and {samples_b} in B")
+    return warnings
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts, default=0), max(counts, default=0)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _differences(dataset: str, a: Sequence[Answer], b: Sequence[Answer], rng: np.random.Generator) -> list[Difference]:
@@ -154,7 +210,7 @@ def _measures(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, Callable[[S
     counts = [len(s) for answers in (a, b) for s in by_question(answers, "sample").values()]
     for k in (1, *PASS_AT):
         if counts and k <= min(counts):
-            measures["sample_pass@1" if k == 1 else f"pass@{k}"] = partial(_pass_rates, k)
+            measures[_SAMPLED if k == 1 else f"pass@{k}"] = partial(_pass_rates, k)
     return measures
 
 

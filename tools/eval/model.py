@@ -24,6 +24,7 @@ from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.arguments import is_installed
 from rollout.types import Generator
 from tools.eval.data import EvalError, EvalFailure
+from tools.eval.engines import ENGINE_NAMES, default_engine, engine_folders
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +78,35 @@ class GeneratorChoice:
 
 def find_model(path: Path) -> tuple[Path, bool]:
     """Return (folder, whether it is a Hugging Face one): the given folder (a saved step is one), or the checkpoint in
-    it that is to be converted. Raises EvalError for anything else."""
+    it that is to be converted: of a recover checkpoint its only engine, or its actor. Raises EvalError for anything
+    else."""
     if not path.is_dir():
         raise EvalError(f"--model_path {path}: no such folder")
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return path, True
-    checkpoint = next((p for p in (path, path / "actor") if (p / "metadata.json").is_file()), None)
-    if checkpoint is None:
+    if (path / "metadata.json").is_file():
+        return path, False
+    engines = engine_folders(path)
+    name = default_engine(engines)
+    if name is not None:
+        return engines[name], False
+    if engines:
         raise EvalError(
-            f"--model_path {path}: neither a Hugging Face folder (config.json and *.safetensors) nor a recover "
-            "checkpoint (metadata.json, or actor/metadata.json)"
+            f"--model_path {path} has several engines and no actor: {', '.join(engines)}; give the folder of one"
         )
-    return checkpoint, False
+    raise EvalError(
+        f"--model_path {path}: neither a Hugging Face folder (config.json and *.safetensors) nor a recover "
+        f"checkpoint (metadata.json, or ENGINE/metadata.json of {ENGINE_NAMES}); {_content(path)}"
+    )
+
+
+def _content(path: Path) -> str:
+    """Return what a folder without a model contains, and which of it may be a model."""
+    names = sorted(p.name for p in path.iterdir())
+    steps = [name for name in names if "globalstep" in name and (path / name).is_dir()]
+    if steps:
+        return f"it contains {', '.join(steps)}: give one of these folders"
+    return f"it contains {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}" if names else "it is empty"
 
 
 def hugging_face_folder(path: Path, output: Path) -> Path:

@@ -109,15 +109,21 @@ def unjudged_line(answers: Iterable[Answer]) -> str | None:
     return f'{counts.total()} answers count as wrong because judging them failed ({why}): see "unjudged" in their rows.'
 
 
-def write_report(folder: Path, results: Sequence[Result], settings: Mapping[str, object]) -> str:
-    """Write results.json, results.md and results.png; returns the table for the terminal."""
+def write_report(
+    folder: Path, results: Sequence[Result], settings: Mapping[str, object], *, reward: str | None = None
+) -> str:
+    """Write results.json, results.md and results.png; return the table for the terminal.
+
+    reward: named below the table and in the title of the chart; None: the default one, which is not named.
+    """
     rows = [list(result.values().values()) for result in results]
     (folder / "results.json").write_text(
         json.dumps({"settings": settings, "results": [result.values() for result in results]}, indent=1) + "\n"
     )
-    (folder / "results.md").write_text(markdown_table(COLUMNS, rows))
-    draw_bars(folder / "results.png", results, title=str(settings["model_path"]))
-    return text_table(COLUMNS, rows)
+    below = "" if reward is None else f"\nReward: {reward}"
+    (folder / "results.md").write_text(markdown_table(COLUMNS, rows) + (f"{below}\n" if below else ""))
+    draw_bars(folder / "results.png", results, title=f"{settings['model_path']}{below}")
+    return text_table(COLUMNS, rows) + below
 
 
 def draw_bars(path: Path, results: Sequence[Result], *, title: str) -> None:

@@ -39,7 +39,7 @@ from tools.eval.model import (
     write_json,
 )
 from tools.eval.report import summarise, unjudged_line, write_report
-from tools.eval.settings import EvalSettings
+from tools.eval.settings import EvalSettings, Judging
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,11 @@ async def evaluate(settings: EvalSettings) -> str:
         write_json(output / SETTINGS, identity)
 
     answers = await _answer_all(settings, prompts, model, tokenizer, plan)
-    table = write_report(output, [summarise(name, of) for name, of in answers.items()], identity)
+    reward = settings.judging.reward
+    table = write_report(
+        output, [summarise(name, of) for name, of in answers.items()], identity,
+        reward=None if reward == Judging.reward else reward,
+    )  # fmt: skip
     unjudged = unjudged_line(answer for of in answers.values() for answer in of)
     return table if unjudged is None else f"{table}\n{unjudged}"
 

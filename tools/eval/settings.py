@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from core.config.parsing.yaml_tree import read_yaml
 from core.run_record import CONFIG
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.source import DataSource, Fields
-from rollout.plugins import load_plugin
+from rollout.plugins import PluginError, load_plugin
 from rollout.rewards.registry import REWARDS
 from rollout.types import SamplingParams
 from rollout.workflows import check_workflow
@@ -133,9 +134,28 @@ def judging_from(given: argparse.Namespace) -> Judging:
     if template is not None and "{prompt}" not in template:
         raise EvalError(f"--prompt_template {template!r} has no {{prompt}}; write it where the question belongs")
     if judging.reward not in REWARDS:
-        load_plugin(judging.reward, kind="reward function", arguments=("prompt", "text"))
-    check_workflow(judging.workflow)
+        with _way_out("reward", judging.reward, given, file):
+            load_plugin(judging.reward, kind="reward function", arguments=("prompt", "text"))
+    with _way_out("workflow", judging.workflow, given, file):
+        check_workflow(judging.workflow)
     return judging
+
+
+@contextmanager
+def _way_out(option: str, plugin: str, given: argparse.Namespace, file: Path | None) -> Iterator[None]:
+    """Raise a PluginError again as an EvalError that lists what to do, if the plug-in comes from `file`, the
+    configuration of the run, and not from the command line."""
+    try:
+        yield
+    except PluginError as error:
+        if file is None or getattr(given, option) is not None:
+            raise
+        module = plugin.partition(":")[0].partition(".")[0]
+        without = "use the defaults (--ignore_run)" if given.config is None else "give another --config"
+        raise EvalError(
+            f"{error}. It is the {option} of the run ({file}): run this command in the folder that contains "
+            f"{module}.py or {module}/, add that folder to PYTHONPATH, use another one (--{option} math), or {without}"
+        ) from error
 
 
 def config_of(model: Path) -> Path | None:
