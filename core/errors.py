@@ -25,8 +25,10 @@ class PushFailure(LaunchError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return str(error).strip().partition("\n")[0][:500] or type(error).__name__
+    """Return the first line of an error's message without a full stop at its end, which the sentence around it has, or
+    the error's type if it has none."""
+    line = str(error).strip().partition("\n")[0].rstrip()
+    return (line if line.endswith("..") else line.removesuffix("."))[:500] or type(error).__name__
 
 
 def what_user_code_raised(error: BaseException, log: Path) -> str:

@@ -2,8 +2,9 @@
 EXPERIMENT one of ppo-math, sft and dpo.
 
 Reads and checks everything, logs what it is going to do, then starts the experiment (core/experiments). Invariant:
-until then nothing is written and no process started, and neither torch nor Ray is imported; bad input ends with exit
-code 2 and one message on stderr.
+until then nothing is written and no process started, and neither torch nor Ray is imported, except that a dry run which
+has to tokenise prompts and an algorithm of the user import torch; bad input ends with exit code 2 and one message on
+stderr.
 """
 
 from __future__ import annotations

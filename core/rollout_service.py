@@ -89,11 +89,9 @@ class RolloutService:
             solved=settings.reward == "math",
         )
         self._dataset = load(settings.dataset, shuffle=settings.shuffle)
-        self._eval_prompts = {
-            name: load(source).prompts[: settings.num_eval_prompts]
-            for name, source in named(settings.eval_sets).items()
-        }
-
+        eval_sets = {name: load(source) for name, source in named(settings.eval_sets).items()}
+        self._eval_prompts = {name: read.prompts[: settings.num_eval_prompts] for name, read in eval_sets.items()}
+        self._left_out = [read.left_out for read in (self._dataset, *eval_sets.values()) if read.left_out is not None]
         self._demonstrations = _demonstrations(settings, self._encoder) if settings.demonstrations_path else None
 
     def _make_producer(self, settings: RolloutSettings, workflow: Workflow) -> RolloutProducer:
@@ -132,6 +130,7 @@ class RolloutService:
             mean_prompt_tokens=float(np.mean([len(p.token_ids) for p in prompts])),
             first_prompt=first_prompt(prompts[0], self._reward),
             num_eval_prompts=sum(len(prompts) for prompts in self._eval_prompts.values()),
+            left_out=self._left_out,
         )
 
     async def begin(self, version: int, state: Any, *, ignore_changes: bool) -> None:

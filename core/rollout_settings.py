@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from core.monitoring.samples import SampleSettings
 from rollout.data.encoder import PromptFormat
+from rollout.data.left_out import LeftOut
 from rollout.data.source import DataSource
 from rollout.errors import OnError
 from rollout.experience import OverAge
@@ -100,3 +101,5 @@ class DataFacts:
     first_prompt: str
     """The first prompt to train on, in words, and how its answers are scored."""
     num_eval_prompts: int
+    left_out: Sequence[LeftOut]
+    """Of the data set and of each evaluation set."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 CONFIG_KEYS = {
     "train_bs_n_seqs": "dataset.train_bs_n_seqs",
@@ -55,6 +56,17 @@ def read_run(checkpoint: Path) -> tuple[RunIdentity, Mapping[str, object]]:
     Raises OSError, and ValueError, TypeError, LookupError or RecursionError for a file that no run wrote."""
     saved = json.loads((checkpoint / "run.json").read_bytes())
     return RunIdentity(**saved["identity"]), saved["state"]
+
+
+def read_stream(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what a checkpoint holds of its data set, a PromptDataset's state or that of the rows of sft and dpo, and
+    the settings of its experience (rollout/experience/build.py), which sft and dpo do not have.
+
+    Raises as read_run()."""
+    saved = json.loads((checkpoint / "rollout.json").read_bytes())
+    if "producer" not in saved:
+        return dict(saved), {}
+    return dict(saved["producer"]["dataset"]), dict(saved["producer"]["settings"])
 
 
 def cannot_continue(checkpoint: Path) -> str:

@@ -264,8 +264,8 @@ class PPOTrainer:
             "staleness/ages": Histogram(ages),
         }
         self._monitor.step(
-            step=step + 1, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
-            steps_per_epoch=self._schedule.steps_per_epoch, mean_batch_tokens=self._mean_batch_tokens,
+            step=step + 1, epoch=epoch, total_epochs=self._schedule.num_epochs, epoch_step=epoch_step,
+            epoch_steps=self._schedule.steps_of_epoch(epoch), mean_batch_tokens=self._mean_batch_tokens,
             seconds=seconds, phases=phases,
             metrics={
                 **ordered, **figures, **ages_metrics, "tokens_per_second": metrics["n_tokens"] / seconds,

@@ -41,7 +41,7 @@ def _read(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None)
     if not folder.is_dir():
         raise ModelFolderError(
             f"{path}: no such folder; a model is a local Hugging Face folder, from "
-            "`huggingface-cli download <name> --local-dir <folder>` for instance"
+            "`hf download <name> --local-dir <folder>` for instance"
         )
     try:
         config = read_config(folder)

@@ -39,12 +39,18 @@ class PluginError(ValueError):
 
 
 def load_plugin(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
-    """Return the object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments.
+    """Return the object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments and
+    return its result when called: an async function is refused.
 
     `kind` and the names in `arguments` are for the error. Raises PluginError.
     """
     found = _find(spec, kind=kind)
     _check_call(found, spec, kind=kind, args=arguments, kwargs={})
+    if any(map(inspect.iscoroutinefunction, (found, type(found).__call__))):
+        raise PluginError(
+            f"{kind} {spec}: is `async def`, and what it returns would not be awaited; write `def`, with "
+            "asyncio.run(...) around what has to be awaited"
+        )
     return found
 
 
@@ -84,7 +90,11 @@ def check_methods(plugin: Any, spec: str, *, kind: str, methods: Mapping[str, Se
 def unknown_name(name: str, *, kind: str, known: Iterable[str], own: str) -> str:
     """Return the message for a name without a colon that is not in `known`. `own`: what an import path would name,
     "function" or "Class"."""
+    known = tuple(known)
     message = f"unknown {kind} {name!r}; use one of {', '.join(known)}, or package.module:{own}"
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"{message}; did you mean {near[0]}?"
     module, _, last = name.rpartition(".")
     if module and last != "py" and all(part.isidentifier() for part in name.split(".")):
         message += f"; did you mean {module}:{last}?"
@@ -94,19 +104,31 @@ def unknown_name(name: str, *, kind: str, known: Iterable[str], own: str) -> str
 def _find(spec: str, *, kind: str) -> Any:
     module_name, colon, name = spec.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise PluginError(f"{kind} {spec!r}: write it as package.module:Name")
+        raise PluginError(f"{kind} {spec!r}: write it as package.module:Name{_without_path(module_name, name)}")
     try:
         missing = _missing_module(module_name)
         module = None if missing else importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise PluginError(f"{kind} {spec}: {_import_failure(module_name, error)}") from error
     if missing:
-        raise PluginError(f"{kind} {spec}: there is no module {missing!r}; install it or add its folder to PYTHONPATH")
+        file = module_name.removesuffix(".py")
+        way_out = "install it or add its folder to PYTHONPATH"
+        if file != module_name:
+            way_out = f"a module is written without .py: did you mean {file}:{name}?"
+        raise PluginError(f"{kind} {spec}: there is no module {missing!r}; {way_out}")
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise PluginError(f"{kind} {spec}: module {module_name} has no {name!r}{hint}")
     return getattr(module, name)
+
+
+def _without_path(module: str, name: str) -> str:
+    """Return the hint with the import path for a `module` that is a path of a file; empty where there is none."""
+    parts = module.removesuffix(".py").removeprefix("./").split("/")
+    if module.isidentifier() or not all(part.isidentifier() for part in (*parts, name)):
+        return ""
+    return f"; did you mean {'.'.join(parts)}:{name}?"
 
 
 def _import_failure(module_name: str, error: BaseException) -> str:

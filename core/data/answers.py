@@ -17,6 +17,7 @@ from core.data.epochs import EpochBatches
 from mcore_adapter.data.batch import PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import MaskedSequence, encode_examples
+from rollout.data.left_out import level_of
 from rollout.data.rows import read_examples
 from rollout.data.source import DatasetError, DataSource, as_source
 
@@ -46,7 +47,8 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
                 f"{source.path}: none of {len(sequences)} rows has at most dataset.max_seqlen={max_seqlen} tokens; the "
                 f"shortest has {shortest}"
             )
-        logger.info(
+        logger.log(
+            level_of(len(sequences) - len(rows), len(sequences)),
             "%s: %d rows, %d sequences, %d left out: longer than max_seqlen=%d, or without prompt or answer",
             source.path, len(examples), len(rows), len(sequences) - len(rows), max_seqlen,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from core.data.epochs import EpochBatches
 from mcore_adapter.data.batch import PAIR, PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import encode_answers
+from rollout.data.left_out import level_of
 from rollout.data.preferences import Preference, PreferenceFields, read_preferences
 from rollout.data.source import DatasetError, DataSource, as_source
 
@@ -63,7 +64,8 @@ class PreferenceDataset(EpochBatches[_Pair]):
                 f"{path}: none of {len(read)} pairs is left: {num_equal} have equal answers, {num_long} are longer "
                 f"than dataset.max_seqlen={max_seqlen}"
             )
-        logger.info(
+        logger.log(
+            level_of(len(read) - len(pairs), len(read)),
             "%s: %d pairs, %d with equal answers, %d longer than max_seqlen=%d", path, len(pairs), num_equal, num_long,
             max_seqlen,
         )  # fmt: skip

@@ -52,6 +52,8 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         workers = start_ppo_workers(config, allocation, cluster, context.memory)
         workers.groups.wait_started(patience)
         facts = workers.rollout.wait_started(patience)
+        for left_out in facts.left_out:
+            left_out.report(logger)
         logger.info("%s", facts.first_prompt)
         schedule = schedule_from_control(
             config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.dataset.train_bs_n_seqs

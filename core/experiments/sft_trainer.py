@@ -76,8 +76,8 @@ class SFTTrainer:
         self._monitor.rpc("trainDefault", metrics)
         seconds, phases = timer.finish()
         self._monitor.step(
-            step=step, epoch=epoch, total_epochs=self._schedule.total_epochs, epoch_step=epoch_step,
-            steps_per_epoch=self._schedule.steps_per_epoch,
+            step=step, epoch=epoch, total_epochs=self._schedule.num_epochs, epoch_step=epoch_step,
+            epoch_steps=self._schedule.steps_of_epoch(epoch),
             mean_batch_tokens=self._train.mean_tokens * self._batch_size, seconds=seconds, phases=phases,
             metrics={
                 **metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences),

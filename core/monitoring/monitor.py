@@ -182,14 +182,15 @@ class Monitor:
         epoch: int,
         total_epochs: int,
         epoch_step: int,
-        steps_per_epoch: int,
+        epoch_steps: int,
         mean_batch_tokens: float,
         seconds: float,
         phases: Mapping[str, float],
         metrics: Row,
         headline: str,
     ) -> None:
-        """Report everything at the end of step `step` (counting from 1)."""
+        """Report everything at the end of step `step` (counting from 1). `epoch_steps`: steps of this epoch in the run.
+        `mean_batch_tokens`: of what a batch of the data set has, before anything is sampled; the same for each step."""
         self._elapsed += seconds
         add_span("step", seconds, lane="steps", step=step)
         self._finished_here += 1
@@ -202,7 +203,7 @@ class Monitor:
         logger.info(
             "Epoch %d/%d step %d/%d (global step %d) finishes. Average #tokens per batch is %d. "
             "#End to end# execution time: *%.3f*s. Total time consumption: %.3fs.%s",
-            epoch, total_epochs, epoch_step, steps_per_epoch, step, round(mean_batch_tokens), seconds, self._elapsed,
+            epoch, total_epochs, epoch_step, epoch_steps, step, round(mean_batch_tokens), seconds, self._elapsed,
             eta,
         )  # fmt: skip
         spent = ", ".join(f"{name} {value:.3f}s" for name, value in phases.items())

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from rollout.data.encoder import Encoder
-from rollout.data.rows import Row, scan_rows
+from rollout.data.left_out import LeftOut, count_left_out
+from rollout.data.rows import Row, identify, scan_rows
 from rollout.data.source import DatasetError, DataSource, as_source
 from rollout.types import Prompt
 
@@ -27,12 +28,22 @@ _SHOWN_CHARS = 2000
 class PromptDataset:
     """Tokenised prompts, by default in a new, seeded order every epoch, with a resumable cursor."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True, num_filtered: int = 0) -> None:
-        """`prompts[i].index` must be i. Raises DatasetError when there is no prompt."""
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        left_out: LeftOut | None = None,
+        rows: Mapping[str, int] | None = None,
+    ) -> None:
+        """`prompts[i].index` must be i. Of a data set that was read: `left_out` is what is not among them, `rows` what
+        identifies its rows. Raises DatasetError when there is no prompt."""
         if not prompts:
             raise DatasetError("a data set needs at least one prompt")
         self.prompts = tuple(prompts)
-        self.num_filtered = num_filtered
+        self.left_out = left_out
+        self._rows = dict(rows or {})
         self._seed = seed
         self._shuffle = shuffle
         self._cursor = 0
@@ -61,17 +72,13 @@ class PromptDataset:
         for row, (text, token_ids) in zip(rows, encoded, strict=True):
             if 0 < len(token_ids) <= max_prompt_len:
                 prompts.append(make_prompt(row, text, token_ids, index=len(prompts)))
-        num_filtered = len(rows) - len(prompts)
-        if not prompts:
-            shortest = min(len(token_ids) for _, token_ids in encoded)
-            raise DatasetError(
-                f"{source.path}: max_prompt_len={max_prompt_len} leaves none of {len(rows)} prompts; the shortest has "
-                f"{shortest} tokens: raise dataset.max_prompt_len to at least that"
-            )
+        lengths = [len(token_ids) for _, token_ids in encoded]
+        left_out = count_left_out(source.path, lengths, max_prompt_len=max_prompt_len)
         logger.info(
-            "%s: %d prompts, %d longer than max_prompt_len=%d", source.path, len(prompts), num_filtered, max_prompt_len
-        )
-        return cls(prompts, seed=seed, shuffle=shuffle, num_filtered=num_filtered)
+            "%s: %d prompts, %d left out, longer than max_prompt_len=%d",
+            source.path, len(prompts), left_out.num_left_out, max_prompt_len,
+        )  # fmt: skip
+        return cls(prompts, seed=seed, shuffle=shuffle, left_out=left_out, rows=identify(rows))
 
     def __len__(self) -> int:
         """Return the number of prompts per epoch."""
@@ -106,6 +113,7 @@ class PromptDataset:
             "shuffle": self._shuffle,
             "num_prompts": len(self),
             "checksum": self._checksum(),
+            **self._rows,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -122,7 +130,7 @@ class PromptDataset:
     def stats(self) -> dict[str, float]:
         return {
             "dataset/num_prompts": float(len(self)),
-            "dataset/num_filtered": float(self.num_filtered),
+            "dataset/num_filtered": float(self.left_out.num_left_out if self.left_out else 0),
             "dataset/epoch": self._cursor / len(self),
         }
 

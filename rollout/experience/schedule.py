@@ -32,6 +32,15 @@ class Schedule:
         return steps if self.total_steps_limit is None else min(steps, self.total_steps_limit)
 
     @property
+    def num_epochs(self) -> int:
+        """Epochs that the run begins."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    def steps_of_epoch(self, epoch: int) -> int:
+        """Return how many steps of `epoch`, which counts from 1, the run has; fewer where it ends within."""
+        return min(self.steps_per_epoch, self.total_steps - (epoch - 1) * self.steps_per_epoch)
+
+    @property
     def total_prompts(self) -> int:
         return self.first_prompt_of(self.total_steps)
 

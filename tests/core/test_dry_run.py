@@ -16,7 +16,12 @@ from core.config.checks import host, run_checks
 from core.config.load import load_config
 from core.paths import RunPaths
 from core.quickstart import main
-from helpers.config_inputs import write_run
+from core.recovery.plain_state import write_state
+from helpers.config_inputs import write_prompts, write_run
+from rollout.data.encoder import Encoder
+from rollout.data.prompts import PromptDataset
+from rollout.data.tokenizer import load_tokenizer
+from rollout.experience import make_experience
 from rollout.inference.sglang import arguments
 
 SERVERS = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2", "actor.sglang={}"]
@@ -156,6 +161,91 @@ def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_star
     capsys.readouterr()
     assert dry_run(path, *words, f"resume_from={elsewhere}") == 2
     assert f"{elsewhere} cannot be continued exactly" in capsys.readouterr().err
+
+
+def test_prompts_that_are_too_long_are_counted_and_none_that_fits_is_an_error(
+    assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, data = write_run(tmp_path), tmp_path / "prompts.jsonl"
+    model = f"actor.path={assets.model}"
+    rows = [{"prompt": "9" * (4 if i < 8 else 60), "solutions": ["1"]} for i in range(64)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert dry_run(path, model, "dataset.max_prompt_len=4", "dataset.train_bs_n_seqs=8") == 0
+    said = "56 of 64 prompts are left out: 56 with more than dataset.max_prompt_len=4 tokens (the longest has 60)"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert "WARNING" in line and line.endswith(f"{data}: {said}")
+    assert dry_run(path, model, "dataset.max_prompt_len=60", "dataset.train_bs_n_seqs=8") == 0
+    assert "left out" not in capsys.readouterr().out
+    assert dry_run(path, model, "dataset.max_prompt_len=3", "dataset.train_bs_n_seqs=8") == 2
+    assert f"dataset.path: {data}: max_prompt_len=3 leaves none of 64 prompts" in capsys.readouterr().err
+
+
+def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) -> None:
+    """A recover checkpoint of a run of `path` with the prompts of `data`."""
+    config = load_config("ppo-math", path, words).config
+    encoder = Encoder(load_tokenizer(config.actor.path))
+    dataset = PromptDataset.load(data, encoder, max_prompt_len=max_prompt_len, seed=config.seed)
+    staleness = config.staleness.max_staleness
+    experience = make_experience(num_prompts=len(dataset), batch_size=4, max_staleness=staleness)
+    fileroot = config.external_configs.cluster_config.fileroot
+    recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
+    recover.mkdir(parents=True, exist_ok=True)
+    (recover / "run.json").write_text(json.dumps({"identity": asdict(config.run_identity), "state": {}}))
+    write_state(
+        recover,
+        "rollout",
+        {"group_size": 1, "producer": {"dataset": dataset.state_dict(), "settings": experience.settings}},
+    )
+
+
+def test_another_data_set_than_that_of_the_newest_checkpoint_is_seen_before_the_start(
+    assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, data = write_run(tmp_path), tmp_path / "prompts.jsonl"
+    auto = ("recover_mode=auto", f"actor.path={assets.model}")
+    saved_with(path, data, *auto)
+
+    def refused(*words: str) -> str:
+        assert dry_run(path, *auto, *words) == 2
+        err = capsys.readouterr().err
+        assert "globalstep10 cannot be continued exactly" in err
+        assert main(["ppo-math", "--config", str(path), *auto, *words]) == 2, "a start, without a dry run"
+        assert capsys.readouterr().err == err
+        assert dry_run(path, *auto, *words, "recover_ignore_changes=true") == 0
+        capsys.readouterr()
+        return err
+
+    assert dry_run(path, *auto) == 0
+    fewer = f"dataset.path={write_prompts(tmp_path / 'fewer.jsonl', num_rows=3)}"
+    assert "dataset.path: the data set of the checkpoint has num_prompts=4, this one 3: " in refused(
+        fewer, "dataset.train_bs_n_seqs=4"
+    )
+    more = f"dataset.path={write_prompts(tmp_path / 'more.jsonl', num_rows=5)}"
+    assert "has num_prompts=4, this one 5: " in refused(more)
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text().replace("0 + 1", "1 + 1").replace("boxed{1}", "boxed{2}"))
+    assert "its rows are not those of the checkpoint's data set: " in refused(f"dataset.path={other}")
+    assert "seed: 7 (the checkpoint has 1): " in refused("seed=7")
+    assert "shuffle_dataset: false (the checkpoint has true): " in refused("shuffle_dataset=false")
+    assert "staleness.max_staleness: 9 (the checkpoint has " in refused("staleness.max_staleness=9")
+    assert "staleness.over_age: mask (the checkpoint has wait): " in refused("staleness.over_age=mask")
+    assert "staleness.in_order: true (the checkpoint has false): " in refused("staleness.in_order=true")
+    sampled = refused("algorithm.dynamic_sampling=true", "group_size=4", "recover_ignore_changes=false")
+    assert "algorithm.dynamic_sampling: true (the checkpoint has false): " in sampled
+
+
+def test_a_data_set_that_may_be_that_of_the_checkpoint_is_left_to_the_run(assets, tmp_path: Path) -> None:
+    path, data = write_run(tmp_path), tmp_path / "prompts.jsonl"
+    auto = ("recover_mode=auto", f"actor.path={assets.model}")
+    long = {"prompt": "9" * 60, "query_id": "long", "solutions": ["1"]}
+    rows = data.read_text()
+    data.write_text(rows + json.dumps(long) + "\n")
+    saved_with(path, data, *auto)
+    assert dry_run(path, *auto) == 0
+    data.write_text(rows)  # the one that was left out anyway is gone
+    assert dry_run(path, *auto) == 0
+    data.write_text(rows + json.dumps({**long, "prompt": "9" * 70}) + "\n")
+    assert dry_run(path, *auto) == 0
 
 
 def test_limits_of_the_shell_that_end_ray_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

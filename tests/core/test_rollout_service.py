@@ -76,6 +76,15 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
     assert {k: both[f"prompts/{k}"] for k in alone} == pytest.approx(alone)
 
 
+def test_the_driver_gets_what_every_data_set_leaves_out(assets, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [{"prompt": "9+9=", "solutions": ["18"]}, {"prompt": "9" * 30, "solutions": ["9"]}]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained, evaluated = service(assets, MockGenerator(assets.model), [str(held_out)]).describe().left_out
+    assert (trained.path, trained.num_left_out) == (str(assets.prompts), 0)
+    assert (evaluated.path, evaluated.num_rows, evaluated.num_too_long) == (str(held_out), 2, 1)
+
+
 class Recording:
     """Answers with one token; every second answer is cut off."""
 

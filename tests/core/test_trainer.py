@@ -602,6 +602,12 @@ def test_the_report_holds_the_figures_of_rollout_and_push_and_the_prompts_consum
     assert run.consumed == {1: [0, 1], 2: [100, 101]}
 
 
+def test_a_run_that_ends_within_an_epoch_counts_to_its_last_step(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    train(pair(1.0, 1.0), pair(1.0, 1.0), steps_of_an_epoch=19)
+    assert "Epoch 1/1 step 2/2 (global step 2) finishes." in caplog.text
+
+
 def test_the_log_holds_the_lines_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stale = Step(groups=[[Answer(sampled=[-1.0], reward=1.0, versions=[v]) for v in (1, 0, 1)]])

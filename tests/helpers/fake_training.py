@@ -194,15 +194,18 @@ def train(
     tokens_per_mb: int = 16384,
     fits: Mapping[str, int] | None = None,
     sample_steps: int | None = None,
+    steps_of_an_epoch: int | None = None,
     **settings: Any,
 ) -> Run:
     """Run the loop over `steps`; `settings` replace those of PLAIN under the names of the configuration.
 
     `checkpoints`: where a recover checkpoint is saved after every step but the first. `fits`: most tokens a microbatch
-    of "logprobs actor", "train actor" ... that do not run out of memory."""
+    of "logprobs actor", "train actor" ... that do not run out of memory. `steps_of_an_epoch`: of a run that ends within
+    its first epoch."""
     start = start or RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
     config, run = _config({**PLAIN, **settings}), Run()
-    schedule = Schedule(num_prompts=start.step + len(steps), batch_size=1, total_epochs=1)
+    last = start.step + len(steps)
+    schedule = Schedule(num_prompts=steps_of_an_epoch or last, batch_size=1, total_epochs=1, total_steps_limit=last)
     ranks = _Ranks(run, steps, start.step, fits or {})
 
     def engine(name: str) -> EngineRef:

@@ -1,7 +1,7 @@
 """Everything that can be known to go wrong before a process is started, of the recipe and of this host.
 
 Each check is a generator of problems; all of them run, so that all problems are seen at once. Nothing is written, and
-neither torch nor Ray is imported.
+neither torch nor Ray is imported, unless an algorithm of the user or prompts that have to be tokenised need torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ __all__ = ["run_checks"]
 def run_checks(config: ExperimentConfig, where: Callable[[str], str], *, connections: bool = False) -> list[Problem]:
     """Return every problem of this host (`of_host`), the files and the model that this configuration meets.
 
-    `where(key)` returns the line in which a key was given. `connections`: connect to the Ray cluster, too. Paths
-    that do not exist are facts of this host if the run starts on other machines."""
+    `where(key)` returns the line in which a key was given. `connections`: connect to the Ray cluster and measure the
+    prompts, too, which a start does anyway. Paths that do not exist are facts of this host if the run starts on other
+    machines."""
     checks = host_checks(config, connections=connections)
     host = [replace(p, where=where(p.key), of_host=True) for check in checks for p in check(config)]
-    recipe = [replace(p, where=where(p.key)) for check in recipe_checks(config) for p in check(config)]
+    recipe = [
+        replace(p, where=where(p.key)) for check in recipe_checks(config, lengths=connections) for p in check(config)
+    ]
     if is_elsewhere(host):
         recipe = [replace(p, of_host=p.missing_path) for p in recipe]
     return list(dict.fromkeys([*recipe, *host]))  # models of one folder have the same problems

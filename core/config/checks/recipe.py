@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from core.config.base import Problem
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.paths import RunPaths
-from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, recover_checkpoints
+from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, read_stream, recover_checkpoints
 from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
+from rollout.data.left_out import check_lengths, num_surely_fitting
 from rollout.data.preferences import read_preferences
-from rollout.data.rows import read_examples, scan_rows
+from rollout.data.rows import Row, identify, read_examples, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError, load_plugin, unknown_name
@@ -29,9 +31,11 @@ from rollout.rewards.registry import REWARDS
 from rollout.workflows import check_workflow
 
 
-def recipe_checks(config: ExperimentConfig) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
-    """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run."""
-    return (_models, *_CHECKS[config.NAME], _environment, _recover)
+def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
+    """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
+    measure prompts, in tokens, too."""
+    data = partial(_prompts, lengths=lengths) if config.NAME == "ppo-math" else _FILES[config.NAME]
+    return (_models, data, *_CHECKS.get(config.NAME, ()), _environment, _recover)
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
@@ -119,13 +123,68 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
                 yield Problem(key=error.key, message=message)
 
 
-def _prompts(config: PPOMATHConfig) -> Iterator[Problem]:
-    yield from _data_sets(config, partial(scan_rows, solved=config.reward.function == "math"))
+def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
+    """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
+    checkpoint can be continued with them."""
+    boxed = config.reward.function == "math"
+    measured: dict[str, Any] = {
+        "model": Path(config.actor.path),
+        "prompt_format": config.prompt.prompt_format(boxed=boxed),
+        "max_prompt_len": config.dataset.max_prompt_len,
+    }
+    trained: list[Row] = []
+    lengths = lengths and _has_tokenizer(config.actor.path)
+
+    def scan(source: DataSource) -> None:
+        rows = scan_rows(source, solved=boxed)
+        if not trained:
+            trained.extend(rows)
+        if lengths:
+            check_lengths(source.path, rows, **measured)
+
+    found = list(_data_sets(config, scan))
+    yield from found
+    if not found:
+        yield from _same_prompts(config, trained, lambda: num_surely_fitting(trained, **measured))
     if config.demonstrations.path:
         try:
             read_examples(config.demonstrations.path)
         except DatasetError as error:
             yield Problem(key="demonstrations.path", message=str(error))
+
+
+def _has_tokenizer(model: str) -> bool:
+    """Return whether there is a model's folder with a tokenizer. _models() reports what is missing."""
+    try:
+        read_model_folder(model, weights=False, tokenizer=True)
+    except ModelFolderError:
+        return False
+    return True
+
+
+def _same_prompts(config: PPOMATHConfig, rows: Sequence[Row], count_fitting: Callable[[], int]) -> Iterator[Problem]:
+    """Yield a data set that is certainly another one than that of the newest checkpoint. A run compares the prompts
+    that it does not leave out, once they are tokenised. `count_fitting`: of those that it certainly keeps."""
+    newest = _to_continue(config)
+    if newest is None:
+        return
+    try:
+        before, _ = read_stream(newest)
+        now, num_prompts = identify(rows), int(before["num_prompts"])
+        left_none_out = before.get("num_rows") == num_prompts == now["num_rows"]
+        changed = before.get("rows_checksum", now["rows_checksum"]) != now["rows_checksum"]
+    except _NOT_OF_A_RUN:
+        return
+    at_least = count_fitting()
+    if not at_least <= num_prompts <= len(rows):
+        count = at_least if num_prompts < at_least else len(rows)
+        bound = "at least " if num_prompts < at_least < len(rows) else ""
+        what = f"the data set of the checkpoint has num_prompts={num_prompts}, this one {bound}{count}"
+    elif left_none_out and changed:
+        what = "its rows are not those of the checkpoint's data set"
+    else:
+        return
+    yield Problem(key="dataset.path", message=f"{what}: {cannot_continue(newest)}")
 
 
 def _answers(config: SFTConfig) -> Iterator[Problem]:
@@ -174,26 +233,56 @@ def _environment(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-    "ppo-math": (_prompts, _reward, _workflow, _quantization, check_algorithm),
-    "sft": (_answers,),
-    "dpo": (_preferences,),
+    "ppo-math": (_reward, _workflow, _quantization, check_algorithm),
 }
 """The checks that only one experiment has, by its name."""
+_FILES: Mapping[str, Callable[[Any], Iterator[Problem]]] = {"sft": _answers, "dpo": _preferences}
+"""The checks of the data of experiments without generators."""
+_OF_THE_STREAM: Mapping[str, str] = {
+    "seed": "seed",
+    "shuffle_dataset": "shuffle",
+    "staleness.max_staleness": "max_staleness",
+    "staleness.over_age": "over_age",
+    "staleness.in_order": "in_order",
+    "algorithm.dynamic_sampling": "dynamic_sampling",
+}
+"""Keys that must be as in the recover checkpoint, and their names in it. sft and dpo save the first two."""
+_NOT_OF_A_RUN = (OSError, RuntimeError, ValueError, LookupError, TypeError)
+"""What reading a checkpoint raises that no run wrote: the start verifies checkpoints, and takes the one before."""
 
 
-def _recover(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield settings that the newest recover checkpoint of the trial, or that of resume_from, cannot follow."""
+def _to_continue(config: ExperimentConfig) -> Path | None:
+    """Return the recover checkpoint that a start would continue with exactly; None: there is none, or it may differ."""
     if not config.recovers or config.recover_ignore_changes:
-        return
+        return None
     cluster = config.external_configs.cluster_config
     try:
         paths = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name)
         found = recover_checkpoints(paths.recover)
-        if not found and config.resume_from is None:
-            return
-        newest = found[-1] if found else Path(str(config.resume_from)).expanduser()
+        if found:
+            return found[-1]
+        return None if config.resume_from is None else Path(config.resume_from).expanduser()
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def _recover(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield settings that the newest recover checkpoint of the trial, or that of resume_from, cannot follow."""
+    newest = _to_continue(config)
+    if newest is None:
+        return
+    try:
         identity, _ = read_run(newest)
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError):
-        return  # the start verifies checkpoints, and takes the one before
+    except _NOT_OF_A_RUN:
+        return
     for field, change in config.run_identity.changes_since(identity).items():
         yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(newest)}")
+    try:
+        data, settings = read_stream(newest)
+    except _NOT_OF_A_RUN:
+        return
+    before = {**data, **settings}
+    for key, field in _OF_THE_STREAM.items():
+        if field in before and before[field] != (now := attrgetter(key)(config)):
+            shown, had = str(now).lower(), str(before[field]).lower()
+            yield Problem(key=key, message=f"{shown} (the checkpoint has {had}): {cannot_continue(newest)}")

@@ -37,7 +37,7 @@ def test_a_run_that_can_start_has_no_problem(tmp_path: Path) -> None:
 def test_a_missing_model_folder_is_named_with_a_way_to_get_it(tmp_path: Path) -> None:
     (message,) = problems(write_run(tmp_path), "actor.path=Qwen/Qwen2.5-0.5B")
     assert message.startswith("override 'actor.path=Qwen/Qwen2.5-0.5B': actor.path: Qwen/Qwen2.5-0.5B: no such folder")
-    assert "huggingface-cli download" in message
+    assert "`hf download <name> --local-dir" in message
 
 
 def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
@@ -325,15 +325,43 @@ def build(**settings): ...
 """
 
 
+REWARDS_OF_A_USER = """
+def score(prompt, text):
+    return 0.0
+
+async def ask(prompt, text):
+    return 0.0
+
+class Judge:
+    async def __call__(self, prompt, text):
+        return 0.0
+
+judge = Judge()
+"""
+
+
 def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path)
-    (tmp_path / "mine.py").write_text("def score(prompt, text):\n    return 0.0\n")
+    (tmp_path / "mine.py").write_text(REWARDS_OF_A_USER)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert problems(path, "reward.function=mine:score") == []
     (message,) = problems(path, "reward.function=mine:scored")
     assert "reward.function: reward function mine:scored: module mine has no 'scored'; did you mean score?" in message
     (message,) = problems(path, "reward.function=maths")
-    assert message.endswith("reward.function: unknown reward 'maths'; use one of math, or package.module:function")
+    unknown = "reward.function: unknown reward 'maths'; use one of math, or package.module:function"
+    assert message.endswith(f"{unknown}; did you mean math?")
+    (message,) = problems(path, "algorithm.name=gspoo", "group_size=4")
+    assert message.endswith("or package.module:Class; did you mean gspo?")
+    (message,) = problems(path, "reward.function=mine.py:score")
+    assert message.endswith("no module 'mine.py'; a module is written without .py: did you mean mine:score?")
+    (message,) = problems(path, "reward.function=./rewards/mine.py:score")
+    assert message.endswith("write it as package.module:Name; did you mean rewards.mine:score?")
+    (message,) = problems(path, "reward.function=my-reward.py:score")
+    assert message.endswith("write it as package.module:Name")
+    (message,) = problems(path, "reward.function=mine:ask")
+    assert "reward function mine:ask: is `async def`" in message and "write `def`, with asyncio.run(...)" in message
+    (message,) = problems(path, "reward.function=mine:judge")
+    assert "reward function mine:judge: is `async def`" in message
     (message,) = problems(path, "reward.function=mine.rewards.score")
     assert message.endswith("or package.module:function; did you mean mine.rewards:score?")
     (message,) = problems(path, "reward.function=mine.py")

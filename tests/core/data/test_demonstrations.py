@@ -31,6 +31,7 @@ def test_rows_that_nothing_can_be_learnt_from_are_left_out_and_counted(
         data = AnswerDataset(path, encoder, max_seqlen=8, seed=1, shuffle=True)
     assert len(data) == 1
     assert "2 rows, 1 sequences, 1 left out: longer than max_seqlen=8, or without prompt or answer" in caplog.text
+    assert [r.levelname for r in caplog.records if "left out" in r.getMessage()] == ["WARNING"], "half of them"
 
 
 def shown(batch) -> list[int]:

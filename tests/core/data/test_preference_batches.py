@@ -67,6 +67,7 @@ def test_pairs_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path: Pat
     path = write(tmp_path / "pairs.jsonl", [("1+1=", "2", "2"), ("1+1=", "2", "1" * 20), *ROWS[:3]])
     assert len(load(path, tokenizer)) == 3
     assert "3 pairs, 1 with equal answers, 1 longer than max_seqlen=16" in caplog.text
+    assert [r.levelname for r in caplog.records if "equal answers" in r.getMessage()] == ["WARNING"]
     with pytest.raises(DatasetError, match="none of 1 pairs is left: 1 have equal answers, 0 are longer"):
         load(write(path, [("1+1=", "2", "2")]), tokenizer)
 

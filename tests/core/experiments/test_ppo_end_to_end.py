@@ -2,10 +2,13 @@
 
 import ast
 import itertools
+import json
 import os
 import re
 import shutil
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,9 +35,17 @@ def trained_steps(command) -> list[int]:
     return [m["step"] for m in metrics_of(command) if "task_reward" in m]
 
 
-def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_command) -> None:
-    evaluation = {"path": str(assets.prompts), "num_prompts": 5}
-    config = ppo(assets, evaluation=evaluation, monitor={"tensorboard": True}, exp_ctrl={"eval_freq_epochs": 1})
+def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_command, tmp_path: Path) -> None:
+    evaluation, data = {"path": str(assets.prompts), "num_prompts": 5}, tmp_path / "prompts.jsonl"
+    long = [json.dumps({"prompt": "9" * length, "solutions": ["9"]}) for length in (9, 10, 11, 12, 13)]
+    data.write_text("\n".join([assets.prompts.read_text().strip(), *long]))
+    config = ppo(
+        assets,
+        dataset={"path": str(data)},
+        evaluation=evaluation,
+        monitor={"tensorboard": True},
+        exp_ctrl={"eval_freq_epochs": 1},
+    )
     command = run_command("ppo-math", config, fresh=True)
     command.wait_for("global step 1")
     family = command.remember_family()
@@ -47,6 +58,9 @@ def test_a_run_logs_trains_saves_and_leaves_no_process_behind(assets, run_comman
     steps = STEP_LINE.findall(output)
     assert [tuple(map(int, s[:5])) for s in steps] == [(1, 1, i, 5, i) for i in range(1, 6)]
     assert [bool(s[5]) for s in steps] == [False, False, True, True, True]
+    num_rows = len(data.read_text().splitlines())
+    long_ones = rf"{data}: 5 of {num_rows} prompts are left out: 5 with more than dataset.max_prompt_len=8 tokens "
+    assert re.findall(rf"(\w+): {long_ones}\(the longest has 13\)", output) == ["WARNING"]
     line = re.search(STAMP + r"master worker INFO: RPC name actor_train returns (\{.*\})$", output, re.MULTILINE)
     assert line is not None and list(ast.literal_eval(line[1]))[: len(TUTORIAL_METRICS)] == TUTORIAL_METRICS
     phases = re.findall(r"Step time: (.*)", output)
@@ -164,6 +178,26 @@ def test_ctrl_c_saves_and_the_same_command_continues_where_it_was(assets, run_co
     rows = [m for m in metrics_of(second) if "lr" in m]
     assert [m["lr"] for m in rows] == pytest.approx([1e-3 * (1 - (m["step"] - 1) / 25) for m in rows])
     assert recover_checkpoints(second) == ["globalstep24", "globalstep25"]
+
+
+def test_further_ctrl_c_while_an_interrupted_run_shuts_down_change_nothing(assets, run_command) -> None:
+    config = ppo(
+        assets,
+        allocation_mode="mock.d1m1p1+d1m1p1",
+        recover_mode="auto",
+        exp_ctrl={"total_train_epochs": 10000, "save_freq_epochs": None},
+    )
+    command = run_command("ppo-math", config)
+    command.wait_for("global step 3)")
+    command.remember_family()
+    os.killpg(command.process.pid, signal.SIGINT)
+    command.wait_for("Dumped recover info to file.")
+    with suppress(ProcessLookupError):
+        while command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGINT)
+            time.sleep(0.05)
+    ended_by_signal(command)
+    assert command.output().count("Interrupted. ") == 1 and "KeyboardInterrupt" not in command.output()
 
 
 def test_a_lost_generator_that_is_the_only_one_comes_back_while_the_run_waits(

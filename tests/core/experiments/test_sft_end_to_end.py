@@ -59,8 +59,8 @@ def test_two_ranks_learn_the_pairs_save_what_they_report_and_refuse_another_seed
     assert total / count == pytest.approx(evaluated[-1][1], abs=1e-4)
 
     refused = run_command("sft", {**config, "seed": 2})
-    assert refused.finish() == 1, refused.output()[-4000:]
-    assert "the checkpoint's data set has seed=1, this one 2: restore seed" in refused.output()
+    assert refused.finish() == 2, refused.output()[-4000:]
+    assert "seed: 2 (the checkpoint has 1)" in refused.output()
 
 
 def test_only_answers_are_trained_and_an_epoch_is_a_function_of_its_number(assets) -> None:

@@ -48,7 +48,7 @@ def test_the_remaining_time_is_that_of_the_steps_that_are_left(caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         for step, seconds in ((5, 5.0), (6, 1.0), (7, 3.0), (8, 7.0)):
             monitor.step(
-                step=step, epoch=1, total_epochs=1, epoch_step=step, steps_per_epoch=10, mean_batch_tokens=8.0,
+                step=step, epoch=1, total_epochs=1, epoch_step=step, epoch_steps=10, mean_batch_tokens=8.0,
                 seconds=seconds, phases={"update": 1.0}, metrics={}, headline="",
             )  # fmt: skip
     finished = [record.getMessage() for record in caplog.records if "finishes" in record.getMessage()]

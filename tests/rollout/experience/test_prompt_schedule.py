@@ -45,6 +45,14 @@ def test_an_endless_schedule_has_a_batch_at_every_step() -> None:
     assert StalenessAdmission(schedule, 0).may_start(5 * 10**12, 3 * 10**12)
 
 
+def test_a_run_that_is_cut_short_has_fewer_steps_in_its_last_epoch() -> None:
+    whole = Schedule(num_prompts=10, batch_size=4, total_epochs=3)
+    assert (whole.num_epochs, [whole.steps_of_epoch(epoch) for epoch in (1, 2, 3)]) == (3, [3, 3, 3])
+    cut = replace(whole, total_steps_limit=4)
+    assert (cut.num_epochs, [cut.steps_of_epoch(epoch) for epoch in (1, 2)]) == (2, [3, 1])
+    assert replace(cut, total_steps_limit=3).num_epochs == 1
+
+
 def test_beyond_the_last_step_nothing_is_consumed_but_positions_go_on() -> None:
     schedule = Schedule(num_prompts=10, batch_size=4, total_epochs=2, total_steps_limit=4)
     assert (schedule.total_steps, schedule.total_prompts) == (4, 14)

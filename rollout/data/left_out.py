@@ -1,0 +1,145 @@
+"""Prompts that a run leaves out because of their length: counted and reported in one form by a run and by a dry run.
+
+Loads no heavy library unless prompts have to be tokenised to know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.data.encoder import Encoder, PromptFormat
+from rollout.data.rows import Row
+from rollout.data.source import DatasetError
+
+logger = logging.getLogger(__name__)
+
+_WARN_ABOVE = 0.1
+"""Share of the prompts."""
+_SAMPLE = 20_000
+"""Rows that are tokenised without a run, a few seconds of work; of more rows a sample, evenly spaced."""
+_START_TOKENS = 2
+"""What a tokenizer puts before a text, at most: its beginning-of-sequence token and a space."""
+_TEMPLATE_TOKENS = 512
+"""What the chat template of a model puts around one turn, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """How many prompts of one data set were left out, and why."""
+
+    path: str
+    num_rows: int
+    """Prompts that were tokenised."""
+    num_too_long: int
+    num_empty: int
+    """Prompts without a token."""
+    longest: int
+    """Tokens of the longest prompt."""
+    max_prompt_len: int
+    all_rows: int
+    """Prompts of the data set; more than num_rows where a sample was tokenised."""
+
+    @property
+    def num_left_out(self) -> int:
+        return self.num_too_long + self.num_empty
+
+    def report(self, log: logging.Logger) -> None:
+        """Log one line if any prompt was left out: a warning if more than a tenth was."""
+        if self.num_left_out == 0:
+            return
+        of = f"{self.num_rows} prompts"
+        if self.all_rows > self.num_rows:
+            of = f"a sample of {of} (the data set has {self.all_rows})"
+        why = []
+        if self.num_too_long:
+            why.append(
+                f"{self.num_too_long} with more than dataset.max_prompt_len={self.max_prompt_len} tokens "
+                f"(the longest has {self.longest})"
+            )
+        if self.num_empty:
+            why.append(f"{self.num_empty} without a token")
+        log.log(
+            level_of(self.num_left_out, self.num_rows),
+            "%s: %d of %s are left out: %s", self.path, self.num_left_out, of, ", ".join(why),
+        )  # fmt: skip
+
+
+def level_of(num_left_out: int, num_rows: int) -> int:
+    """Return the level of the log line about rows that were left out."""
+    return logging.WARNING if num_left_out > _WARN_ABOVE * num_rows else logging.INFO
+
+
+def count_left_out(path: str, lengths: Sequence[int], *, max_prompt_len: int, all_rows: int | None = None) -> LeftOut:
+    """Count the prompts of these lengths, in tokens, that are left out. Raises DatasetError where all are."""
+    fits = sum(0 < length <= max_prompt_len for length in lengths)
+    if not fits:
+        raise DatasetError(
+            f"{path}: max_prompt_len={max_prompt_len} leaves none of {len(lengths)} prompts; the shortest has "
+            f"{min(lengths)} tokens: raise dataset.max_prompt_len to at least that"
+        )
+    too_long = sum(length > max_prompt_len for length in lengths)
+    return LeftOut(
+        path=path,
+        num_rows=len(lengths),
+        num_too_long=too_long,
+        num_empty=len(lengths) - fits - too_long,
+        longest=max(lengths),
+        max_prompt_len=max_prompt_len,
+        all_rows=len(lengths) if all_rows is None else all_rows,
+    )
+
+
+def check_lengths(
+    path: str, rows: Sequence[Row], *, model: Path, prompt_format: PromptFormat, max_prompt_len: int
+) -> None:
+    """Report what a run with the tokenizer of the folder `model` would leave out, before it starts.
+
+    Prompts are tokenised, which loads transformers, unless their size in bytes shows that all of them fit. Raises
+    DatasetError as a run does: where no prompt fits, or tokenizer or template cannot take the prompts."""
+    if num_surely_fitting(rows, model=model, prompt_format=prompt_format, max_prompt_len=max_prompt_len) == len(rows):
+        return
+    from rollout.data.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(model)
+    except Exception as error:  # noqa: BLE001 (of the tokenizers library, whatever the files hold)
+        raise DatasetError(f"{path}: prompts cannot be tokenised; the tokenizer of {model}: {error}") from error
+    encoder = Encoder(tokenizer, prompt_format, folder=model)
+    sample = rows[:: -(-len(rows) // _SAMPLE)]
+    if len(sample) < len(rows):
+        logger.info("%s: tokenising %d of %d prompts to measure them", path, len(sample), len(rows))
+    lengths = [len(token_ids) for _, token_ids in encoder.encode(sample)]
+    if len(sample) < len(rows) and not any(0 < length <= max_prompt_len for length in lengths):
+        sample, lengths = rows, [len(token_ids) for _, token_ids in encoder.encode(rows)]
+    count_left_out(path, lengths, max_prompt_len=max_prompt_len, all_rows=len(rows)).report(logger)
+
+
+def num_surely_fitting(rows: Sequence[Row], *, model: Path, prompt_format: PromptFormat, max_prompt_len: int) -> int:
+    """Return how many prompts fit by their size in bytes; others fit or not, which only their tokens show."""
+    room = max_prompt_len - _around(prompt_format, model)
+    return sum(_size(row) <= room for row in rows)
+
+
+def _size(row: Row) -> int:
+    """Return the most tokens that a prompt itself can have, one a byte."""
+    turns = row.messages or ()
+    return len(row.prompt.encode(errors="replace")) + len(str(row.tools or "")) + _TEMPLATE_TOKENS * len(turns)
+
+
+def _around(prompt_format: PromptFormat, model: Path) -> int:
+    """Return the most tokens that are put around a prompt of one text."""
+    if prompt_format.template is not None:
+        return len(prompt_format.template.encode()) + _START_TOKENS
+    if not _has_chat_template(prompt_format, model):
+        return _START_TOKENS
+    return _TEMPLATE_TOKENS + len(f"{prompt_format.system or ''}{prompt_format.instruction}".encode())
+
+
+def _has_chat_template(prompt_format: PromptFormat, model: Path) -> bool:
+    if prompt_format.chat_template is not None or (model / "chat_template.jinja").is_file():
+        return True
+    config = model / "tokenizer_config.json"
+    return config.is_file() and b'"chat_template"' in config.read_bytes()

@@ -1,0 +1,105 @@
+"""Prompts that are too long are counted in one line, which warns where they are many."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.data import left_out
+from rollout.data.encoder import PromptFormat
+from rollout.data.left_out import check_lengths, count_left_out, num_surely_fitting
+from rollout.data.rows import Row
+from rollout.data.source import DatasetError
+
+CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }} {% endfor %}"
+
+
+def rows(*prompts: str) -> list[Row]:
+    return [
+        Row(place=f"d:{i}", query_id=str(i), task="math", prompt=p, solutions=("1",)) for i, p in enumerate(prompts)
+    ]
+
+
+def words_model(folder: Path, *, chat_template: str | None = None) -> Path:
+    """A tokenizer with one token per word."""
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<unk>")
+    made.chat_template = chat_template
+    made.save_pretrained(folder)
+    return folder
+
+
+def check(folder: Path, prompts: list[Row], *, max_prompt_len: int, **format_: Any) -> None:
+    prompt_format = PromptFormat(**format_)
+    check_lengths("d.jsonl", prompts, model=folder, prompt_format=prompt_format, max_prompt_len=max_prompt_len)
+
+
+@pytest.mark.parametrize(("num_long", "level"), [(1, "INFO"), (2, "WARNING")])
+def test_more_than_a_tenth_left_out_is_a_warning(caplog: pytest.LogCaptureFixture, num_long: int, level: str) -> None:
+    caplog.set_level(logging.INFO)
+    lengths = [4] * (10 - num_long) + [7, 9][-num_long:]
+    count_left_out("d.jsonl", lengths, max_prompt_len=4).report(logging.getLogger("here"))
+    said = f"d.jsonl: {num_long} of 10 prompts are left out: {num_long} with more than dataset.max_prompt_len=4 tokens "
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [(level, said + "(the longest has 9)")]
+
+
+def test_empty_prompts_are_counted_apart_and_none_left_out_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    count_left_out("d.jsonl", [1, 0, 4], max_prompt_len=4).report(logging.getLogger("here"))
+    assert caplog.messages == ["d.jsonl: 1 of 3 prompts are left out: 1 without a token"]
+    caplog.clear()
+    count_left_out("d.jsonl", [1, 4], max_prompt_len=4).report(logging.getLogger("here"))
+    assert caplog.messages == []
+
+
+def test_short_prompts_are_not_tokenised(tmp_path: Path) -> None:
+    check(tmp_path / "no tokenizer", rows("one " * 10), max_prompt_len=42)
+    with pytest.raises(DatasetError, match="prompts cannot be tokenised; the tokenizer of .*no tokenizer"):
+        check(tmp_path / "no tokenizer", rows("one " * 10), max_prompt_len=41)
+
+
+def test_a_dry_check_counts_as_the_run_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    words, prompts = words_model(tmp_path / "words"), rows(*["one " * 4] * 6, "one " * 20)
+    check(words, prompts, max_prompt_len=4)
+    check(words, prompts, max_prompt_len=20)
+    assert [r.getMessage().partition(" left out")[0] for r in caplog.records] == ["d.jsonl: 1 of 7 prompts are"]
+    with pytest.raises(DatasetError, match="max_prompt_len=3 leaves none of 7 prompts; the shortest has 4 tokens"):
+        check(words, prompts, max_prompt_len=3)
+    chat = words_model(tmp_path / "chat", chat_template=CHATML)
+    check(chat, prompts, max_prompt_len=6, system="one two")
+    with pytest.raises(DatasetError, match="leaves none of 7 prompts; the shortest has 6 tokens"):
+        check(chat, prompts, max_prompt_len=5, system="one two")
+
+
+def test_of_many_rows_a_sample_is_tokenised_and_the_rest_where_none_of_it_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(left_out, "_SAMPLE", 5)
+    words = words_model(tmp_path / "words")
+    check(words, rows(*["one " * 4, "one " * 30] * 5), max_prompt_len=4)
+    assert caplog.messages == ["d.jsonl: tokenising 5 of 10 prompts to measure them"]
+    caplog.clear()
+    check(words, rows(*["one " * 30, "one " * 4] * 5), max_prompt_len=4)
+    assert "d.jsonl: 5 of 10 prompts are left out: 5 with more" in caplog.text
+    check(words, rows(*["one " * 30] * 3, *["one " * 4] * 3, *["one " * 30] * 4), max_prompt_len=4)
+    assert "d.jsonl: 4 of a sample of 5 prompts (the data set has 10) are left out" in caplog.text
+
+
+def test_what_surrounds_a_prompt_counts_where_it_is_not_tokenised(tmp_path: Path) -> None:
+    def fitting(folder: Path, **format_: Any) -> int:
+        prompt_format = PromptFormat(**format_)
+        return num_surely_fitting(rows("x" * 100), model=folder, prompt_format=prompt_format, max_prompt_len=200)
+
+    assert fitting(tmp_path) == 1
+    assert fitting(tmp_path, template="{prompt}" + "y" * 100) == 0
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert fitting(tmp_path) == 0
