@@ -18,8 +18,12 @@ async def outcome_of(call: Callable[[], Awaitable[T]], *, fatal: tuple[type[Exce
     """Await `call()` to its end; return its result, or the error that it failed with, see as_failure().
 
     Cancelling the caller cancels the call and waits for its end."""
-    outcome = await asyncio.create_task(_caught(call))
+    outcome: T | BaseException
     task = asyncio.current_task()
+    try:
+        outcome = await asyncio.create_task(_caught(call))
+    except asyncio.CancelledError as error:  # of the caller, or of its own task by the call
+        outcome = error
     if task is not None and task.cancelling():
         raise asyncio.CancelledError  # the call has taken the cancellation for its own
     return as_failure(outcome, fatal=fatal) if isinstance(outcome, BaseException) else outcome
@@ -34,7 +38,7 @@ async def _caught(call: Callable[[], Awaitable[T]]) -> T | BaseException:
 
 def as_failure(error: BaseException, *, fatal: tuple[type[Exception], ...] = ()) -> Exception:
     """Return the failure of a workflow as an error to raise: an exit of the workflow does not end the process, nor does
-    a cancellation inside it cancel the caller.
+    a cancellation inside it cancel the caller. (An exit in a task that the workflow starts ends the event loop.)
 
     An exception group, as of asyncio.TaskGroup, becomes its first error, with the others in a note: an error of a type
     in `fatal` only if all of them are."""

@@ -25,6 +25,7 @@ MAY_NAME_DEVICES = (
     "core/config/push.py",
     "rollout/inference/backend.py",
     "rollout/inference/sglang/",
+    "tools/bench/profiles/",
 )
 
 DISTRIBUTION = {

@@ -103,8 +103,8 @@ def _source(path: Path, engine: str | None, *, to_megatron: bool) -> Path:
     if name in engines:
         return engines[name]
     if engines:
-        given = "--engine is missing" if engine is None else f"--engine={engine}"
-        raise ValueError(f"{given}: {newest} has {', '.join(engines)}; give --engine {' or '.join(engines)}")
+        given = "several engines and no actor" if engine is None else f"no engine {engine}"
+        raise ValueError(f"{newest} has {given}: {', '.join(engines)}; give --engine {' or '.join(engines)}")
     if any(path.glob("iter_*/mp_rank_*")) or any(path.glob("mp_rank_*")):
         raise ValueError(
             f"--checkpoint_path={path} is a checkpoint of Megatron-LM (mp_rank_*), which this command does not read; "

@@ -108,8 +108,10 @@ class Cluster(AbstractContextManager["Cluster"]):
                 start_own(num_cpus=self._num_actors, num_gpus=gpus, **common)
             else:
                 join(self._joined, **common)
-        except (LaunchError, KeyboardInterrupt):
+        except BaseException as error:
             self._end()
+            if isinstance(error, SystemExit):  # by the handler of SIGTERM that ray.init installs first
+                raise KeyboardInterrupt("signal SIGTERM") from error
             raise
         self._interrupts.install_again()  # ray.init has installed a handler of SIGTERM
         return self

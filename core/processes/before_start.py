@@ -38,7 +38,7 @@ def raise_at_signals() -> None:
 
 
 def is_command() -> bool:
-    """Return whether this process is a command that `end_at_signals` was called for, not a caller in Python."""
+    """Return whether this process runs a command, not a program of a user that calls this package."""
     return _is_command
 
 

@@ -35,7 +35,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
             signal.signal(*self._before.popitem())
 
     def keep(self) -> None:
-        """Leave the handlers in place until this process, which has nothing else to do, has ended."""
+        """Leave the handlers in place until this process ends. Only for a process that has nothing else to do."""
         self._before.clear()
 
     def forget_child(self) -> None:

@@ -31,9 +31,9 @@ _began = 0.0
 """When that block began."""
 _logged = False
 _SHUTDOWN_SECONDS = 10.0
-"""That a shutdown may take before another signal interrupts it."""
+"""Duration of a shutdown, or of a part of it, after which a signal interrupts it."""
 _shutdown_began: float | None = None
-"""Time (time.monotonic) of the last begin_shutdown() since Interrupts was entered; None: without one."""
+"""time.monotonic() at the last begin_shutdown() since Interrupts was entered; None without one."""
 
 
 class EndNow(KeyboardInterrupt):

@@ -22,8 +22,6 @@ _SAMPLE = 20_000
 """Rows that are tokenised without a run, a few seconds of work; of more rows a sample, evenly spaced."""
 _START_TOKENS = 2
 """What a tokenizer puts before a text, at most: its beginning-of-sequence token and a space."""
-_TEMPLATE_TOKENS = 512
-"""What the chat template of a model puts around one turn, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,24 +116,17 @@ def check_lengths(
 
 
 def num_surely_fitting(rows: Sequence[Row], *, model: Path, prompt_format: PromptFormat, max_prompt_len: int) -> int:
-    """Return how many prompts fit by their size in bytes; others fit or not, which only their tokens show."""
-    room = max_prompt_len - _around(prompt_format, model)
-    return sum(_size(row) <= room for row in rows)
+    """Return how many prompts fit by their size in bytes; others fit or not, which only their tokens show. A chat
+    template may put anything around a prompt: none fits for sure."""
+    if prompt_format.template is None and _has_chat_template(prompt_format, model):
+        return 0
+    around = len((prompt_format.template or "").encode()) + _START_TOKENS
+    return sum(_size(row) <= max_prompt_len - around for row in rows if not (row.messages or row.tools))
 
 
 def _size(row: Row) -> int:
     """Return the most tokens that a prompt itself can have, one a byte."""
-    turns = row.messages or ()
-    return len(row.prompt.encode(errors="replace")) + len(str(row.tools or "")) + _TEMPLATE_TOKENS * len(turns)
-
-
-def _around(prompt_format: PromptFormat, model: Path) -> int:
-    """Return the most tokens that are put around a prompt of one text."""
-    if prompt_format.template is not None:
-        return len(prompt_format.template.encode()) + _START_TOKENS
-    if not _has_chat_template(prompt_format, model):
-        return _START_TOKENS
-    return _TEMPLATE_TOKENS + len(f"{prompt_format.system or ''}{prompt_format.instruction}".encode())
+    return len(row.prompt.encode(errors="replace"))
 
 
 def _has_chat_template(prompt_format: PromptFormat, model: Path) -> bool:

@@ -75,7 +75,7 @@ class PromptDataset:
         lengths = [len(token_ids) for _, token_ids in encoded]
         left_out = count_left_out(source.path, lengths, max_prompt_len=max_prompt_len)
         logger.info(
-            "%s: %d prompts, %d left out, longer than max_prompt_len=%d",
+            "%s: %d prompts, %d left out (empty, or longer than max_prompt_len=%d)",
             source.path, len(prompts), left_out.num_left_out, max_prompt_len,
         )  # fmt: skip
         return cls(prompts, seed=seed, shuffle=shuffle, left_out=left_out, rows=identify(rows))

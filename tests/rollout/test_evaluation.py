@@ -253,6 +253,17 @@ class CancelsItself(SingleTurnMathWorkflow):
         raise asyncio.CancelledError
 
 
-def test_an_answer_whose_workflow_awaited_something_cancelled_is_not_lost() -> None:
-    found = asyncio.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=CancelsItself))
+class CancelsItsTask(SingleTurnMathWorkflow):
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return []
+
+
+@pytest.mark.parametrize("workflow", [CancelsItself, CancelsItsTask])
+def test_an_answer_whose_workflow_raises_a_cancellation_or_cancels_its_own_task_is_not_lost(
+    workflow: type[SingleTurnMathWorkflow],
+) -> None:
+    found = asyncio.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=workflow))
     assert [answer.unjudged for answer in found["a"]] == ["error"] * 4

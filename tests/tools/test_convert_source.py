@@ -39,14 +39,16 @@ def test_the_only_engine_of_a_recover_checkpoint_is_taken_without_its_name(tmp_p
     for engine in (None, "default"):
         assert _source(tmp_path, engine, to_megatron=False) == folder
         assert _source(tmp_path / "globalstep3", engine, to_megatron=False) == folder
-    with pytest.raises(ValueError, match="^--engine=actor: .*globalstep3 has default; give --engine default$"):
+    with pytest.raises(ValueError, match="globalstep3 has no engine actor: default; give --engine default$"):
         _source(tmp_path, "actor", to_megatron=False)
 
 
 def test_of_several_engines_the_actor_is_taken_or_one_must_be_named(tmp_path: Path) -> None:
     for engine in ("first", "second"):
         write_engine(tmp_path, engine)
-    with pytest.raises(ValueError, match="^--engine is missing: .* has first, second; give --engine first or second$"):
+    with pytest.raises(
+        ValueError, match="has several engines and no actor: first, second; give --engine first or second$"
+    ):
         _source(tmp_path, None, to_megatron=False)
     actor = write_engine(tmp_path, "actor")
     assert _source(tmp_path, None, to_megatron=False) == actor

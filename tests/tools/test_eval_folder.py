@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_it_contains(tmp_pat
     write_engines(tmp_path / "globalstep7", ["critic", "default"])
     with pytest.raises(EvalError, match="several engines and no actor: critic, default; give the folder of one"):
         find_model(tmp_path / "globalstep7")
+    write_engines(tmp_path / "other", ["critic"])
+    with pytest.raises(EvalError, match="a critic alone, which generates nothing: critic; give the folder of one"):
+        find_model(tmp_path / "other")
+    shutil.rmtree(tmp_path / "other")
     with pytest.raises(EvalError, match="it contains globalstep7: give one of these folders"):
         find_model(tmp_path)
 

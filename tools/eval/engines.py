@@ -7,6 +7,7 @@ from pathlib import Path
 
 ENGINE_NAMES = "actor or critic of a PPO run, default of an SFT or DPO run"
 """What users can choose from, for help texts."""
+CRITIC = "critic"
 _PREFERRED = "actor"
 
 

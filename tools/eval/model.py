@@ -24,7 +24,7 @@ from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.arguments import is_installed
 from rollout.types import Generator
 from tools.eval.data import EvalError, EvalFailure
-from tools.eval.engines import ENGINE_NAMES, default_engine, engine_folders
+from tools.eval.engines import CRITIC, ENGINE_NAMES, default_engine, engine_folders
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,11 @@ def find_model(path: Path) -> tuple[Path, bool]:
         return path, False
     engines = engine_folders(path)
     name = default_engine(engines)
-    if name is not None:
+    if name is not None and name != CRITIC:
         return engines[name], False
     if engines:
-        raise EvalError(
-            f"--model_path {path} has several engines and no actor: {', '.join(engines)}; give the folder of one"
-        )
+        why = "a critic alone, which generates nothing" if name else "several engines and no actor"
+        raise EvalError(f"--model_path {path} has {why}: {', '.join(engines)}; give the folder of one")
     raise EvalError(
         f"--model_path {path}: neither a Hugging Face folder (config.json and *.safetensors) nor a recover "
         f"checkpoint (metadata.json, or ENGINE/metadata.json of {ENGINE_NAMES}); {_content(path)}"

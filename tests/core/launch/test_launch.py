@@ -99,6 +99,27 @@ def test_leaving_the_cluster_shows_what_workers_warned_of_in_the_last_second(
     assert [r.getMessage() for r in caplog.records] == ["rollout: step 7: 80 of 128 could not"]
 
 
+def test_sigterm_while_ray_starts_is_an_interrupt_and_ends_the_watchdog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    def start_own(**options: object) -> None:
+        raise SystemExit(signal.SIGTERM)  # Ray's own handler
+
+    fakes = {"ray": SimpleNamespace(shutdown=lambda: ended.append("ray")), "start_own": start_own}
+    fakes["start_watchdog"] = lambda names: SimpleNamespace(end=lambda: ended.append("watchdog"))
+    for name, fake in fakes.items():
+        monkeypatch.setattr(launch_cluster, name, fake)
+    before = signal.getsignal(signal.SIGTERM)
+    cluster = Cluster(
+        joined=None, envs={}, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(), log_folder=tmp_path
+    )
+    with pytest.raises(KeyboardInterrupt), cluster:
+        pass
+    assert ended == ["ray", "watchdog"] and signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize(("seconds", "last"), [(9.0, None), (11.0, EndNow)], ids=["ends", "hangs"])
 def test_a_second_signal_while_ray_ends_waits_for_the_watchdog_and_one_to_a_ray_that_hangs_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, last: type[BaseException] | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,15 @@ def test_of_many_rows_a_sample_is_tokenised_and_the_rest_where_none_of_it_fits(
     assert "d.jsonl: 4 of a sample of 5 prompts (the data set has 10) are left out" in caplog.text
 
 
-def test_what_surrounds_a_prompt_counts_where_it_is_not_tokenised(tmp_path: Path) -> None:
+def test_what_surrounds_a_prompt_counts_and_with_a_chat_template_none_fits_for_sure(tmp_path: Path) -> None:
     def fitting(folder: Path, **format_: Any) -> int:
         prompt_format = PromptFormat(**format_)
         return num_surely_fitting(rows("x" * 100), model=folder, prompt_format=prompt_format, max_prompt_len=200)
 
     assert fitting(tmp_path) == 1
     assert fitting(tmp_path, template="{prompt}" + "y" * 100) == 0
+    (called,) = rows("x" * 100)
+    called = replace(called, messages=({"role": "assistant", "content": "", "tool_calls": ["y" * 300]},))
+    assert num_surely_fitting([called], model=tmp_path, prompt_format=PromptFormat(), max_prompt_len=200) == 0
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     assert fitting(tmp_path) == 0
