@@ -190,7 +190,7 @@ class Monitor:
         headline: str,
     ) -> None:
         """Report everything at the end of step `step` (counting from 1). `epoch_steps`: steps of this epoch in the run.
-        `mean_batch_tokens`: of what a batch of the data set has, before anything is sampled; the same for each step."""
+        `mean_batch_tokens`: mean tokens of a batch of the data set before sampling, the same in each step."""
         self._elapsed += seconds
         add_span("step", seconds, lane="steps", step=step)
         self._finished_here += 1

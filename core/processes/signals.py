@@ -37,8 +37,8 @@ _shutdown_began: float | None = None
 
 
 class EndNow(KeyboardInterrupt):
-    """A second signal, or a first one whose time to finish is over: what runs is not in a state to be saved. Or one
-    that comes while a shutdown hangs."""
+    """A second signal, a first one whose time to finish is over, or one while a shutdown hangs: what runs is not in a
+    state to be saved."""
 
 
 class Interrupts(AbstractContextManager["Interrupts"]):

@@ -120,13 +120,9 @@ def num_surely_fitting(rows: Sequence[Row], *, model: Path, prompt_format: Promp
     template may put anything around a prompt: none fits for sure."""
     if prompt_format.template is None and _has_chat_template(prompt_format, model):
         return 0
-    around = len((prompt_format.template or "").encode()) + _START_TOKENS
-    return sum(_size(row) <= max_prompt_len - around for row in rows if not (row.messages or row.tools))
-
-
-def _size(row: Row) -> int:
-    """Return the most tokens that a prompt itself can have, one a byte."""
-    return len(row.prompt.encode(errors="replace"))
+    room = max_prompt_len - len((prompt_format.template or "").encode()) - _START_TOKENS
+    plain = (row for row in rows if not (row.messages or row.tools))
+    return sum(len(row.prompt.encode(errors="replace")) <= room for row in plain)  # at most one token a byte
 
 
 def _has_chat_template(prompt_format: PromptFormat, model: Path) -> bool:

@@ -233,23 +233,6 @@ def test_a_failure_whose_requests_were_cancelled_costs_no_places() -> None:
     run_virtual(main())
 
 
-def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt() -> None:
-    def flaky(prompt: Prompt, calls: int) -> None:
-        if calls <= 2 and prompt.index % 3 == 0:
-            raise ConnectionError("try again")
-
-    async def main() -> None:
-        workflow = CallWorkflow(flaky)
-        async with make_producer(workflow, num_epochs=1) as producer:
-            taken = await train(producer, workflow, range(5))
-            assert sorted(taken) == sorted(f"q{i}@0" for i in range(20))
-            assert producer.stats()["rollout/num_failures"] == 2 * 7
-            assert workflow.calls["q3"] == 3
-            assert workflow.calls["q4"] == 1
-
-    run_virtual(main())
-
-
 def test_a_prompt_that_begins_again_is_due_as_late_as_one_that_begins_then() -> None:
     """Otherwise step 1 would wait for it: it began at version 0, which that step alone may train on."""
 
@@ -449,17 +432,22 @@ def test_samples_that_fail_in_every_task_group_end_the_run_with_their_error() ->
     run_virtual(main())
 
 
-def test_a_sample_that_fails_in_a_task_group_now_and_then_is_run_again() -> None:
+@pytest.mark.parametrize(("kind", "failures"), [(CallWorkflow, 2), (TaskGroupWorkflow, 3)])
+def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt(
+    kind: type[CallWorkflow | TaskGroupWorkflow], failures: int
+) -> None:
     def flaky(prompt: Prompt, calls: int) -> None:
-        if calls <= 3 and prompt.index % 3 == 0:
+        if calls <= failures and prompt.index % 3 == 0:
             raise ConnectionError("try again")
 
     async def main() -> None:
-        workflow = TaskGroupWorkflow(flaky)
+        workflow = kind(flaky)
         async with make_producer(workflow, num_epochs=1) as producer:
             taken = await train(producer, workflow, range(5))
-        assert sorted(taken) == sorted(f"q{i}@0" for i in range(20))
-        assert producer.stats()["rollout/num_failures"] == 3 * 7
+            assert sorted(taken) == sorted(f"q{i}@0" for i in range(20))
+            assert producer.stats()["rollout/num_failures"] == failures * 7
+            assert workflow.calls["q3"] == failures + 1
+            assert workflow.calls["q4"] == 1
 
     run_virtual(main())
 

@@ -25,9 +25,8 @@ from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, become_rank, make_engine, median_seconds, ppo_update, random_batch
 from tools.bench.gpu_memory import Measured, measure, with_balanced_experts
-from tools.bench.gpu_push import drive, push_figures, pushes_into_streams
+from tools.bench.gpu_push import drive, push_figures, pushes_into_streams, recorded
 from tools.bench.gpu_servers import generator, server_settings
-from tracing import record_spans
 
 RANKS = 2
 BUCKET_BYTES = 4 << 30
@@ -265,10 +264,9 @@ def _data_parallel_rank(rank: int, port: int, scene: Scene, _: Any, results: Any
 def _sending_rank(
     rank: int, port: int, scene: Scene, tasks: Any, results: Any, senders: str, layout: dict[str, int]
 ) -> None:
-    with _joined(rank, port, scene, **layout) as (parallel, device):
+    name = f"push-{'-'.join(layout)}-{senders}-rank{rank}"
+    with _joined(rank, port, scene, **layout) as (parallel, device), recorded(name, scene.profile):
         engine = make_engine(scene, parallel, device, trains=False)
-        if scene.profile is not None:
-            record_spans(f"push-{'-'.join(layout)}-{senders}-rank{rank}", scene.profile, limit_mib=16)
         allocation = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
         transport = choose_transport("auto", allocation)
         plan = SenderPlan(

@@ -34,8 +34,12 @@ from rollout.workflows import check_workflow
 def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, in tokens, too."""
-    data = partial(_prompts, lengths=lengths) if config.NAME == "ppo-math" else _FILES[config.NAME]
-    return (_models, data, *_CHECKS.get(config.NAME, ()), _environment, _recover)
+    of_experiment: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
+        "ppo-math": (partial(_prompts, lengths=lengths), _reward, _workflow, _quantization, check_algorithm),
+        "sft": (_answers,),
+        "dpo": (_preferences,),
+    }
+    return (_models, *of_experiment[config.NAME], _environment, _recover)
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
@@ -232,12 +236,6 @@ def _environment(config: ExperimentConfig) -> Iterator[Problem]:
             yield Problem(key="external_configs.envs", message=message)
 
 
-_CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-    "ppo-math": (_reward, _workflow, _quantization, check_algorithm),
-}
-"""The checks that only one experiment has, by its name."""
-_FILES: Mapping[str, Callable[[Any], Iterator[Problem]]] = {"sft": _answers, "dpo": _preferences}
-"""The checks of the data of experiments without generators."""
 _OF_THE_STREAM: Mapping[str, str] = {
     "seed": "seed",
     "shuffle_dataset": "shuffle",

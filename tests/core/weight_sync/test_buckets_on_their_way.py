@@ -49,7 +49,11 @@ async def receive(doubles: Sequence[SGLangDouble]) -> None:
     await asyncio.gather(*(double.receive_next() for double in doubles))
 
 
-@pytest.mark.parametrize(("staged_bytes", "at_once"), [(None, 2), (0, 1)], ids=["made ahead", "made one by one"])
+@pytest.mark.parametrize(
+    ("staged_bytes", "at_once"),
+    [(None, 2), (2 << 20, 1), (0, 1)],
+    ids=["all made ahead", "two made ahead beside a third", "made one by one"],
+)
 def test_a_bucket_is_announced_while_the_one_before_it_is_being_sent_and_no_third(
     staged_bytes: int | None, at_once: int, folder: Path
 ) -> None:
