@@ -34,7 +34,8 @@ class PushConfig(Section):
     )
     verify: Verify = key(
         "first",
-        "After which updates to compare the checksums of all tensors on the servers with what was sent",
+        "After which updates to compare the checksums of all tensors on the servers with what was sent. first: the "
+        "first two, because a server loads the second one by the copies that it recorded of the first",
         needs="servers",
     )
     changes: Changes = key(

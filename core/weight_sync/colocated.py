@@ -1,9 +1,10 @@
 """Trainer and generators on the same GPUs: they take turns, and each leaves its memory to the other.
 
 A turn of the trainer begins with offload_generators(): the servers stop, hand back what they were answering, and
-release weights and cache. It ends with push(): the servers take their memory back and load the trainer's weights, and
-the trainer moves its optimizer state, critic and reference to the host and drops its gradients.
-Invariant: the servers' weights are released and taken back once a turn; between the two nothing samples.
+release weights and cache. It ends with push(): the trainer moves its optimizer state, critic and reference to the host
+and drops its gradients, and the servers take their memory back and load the trainer's weights.
+Invariants: the servers' weights are released and taken back once a turn; between the two nothing samples. A server
+takes memory only after the trainer has left it, and buckets are laid out in what both leave free.
 """
 
 from __future__ import annotations
@@ -47,20 +48,21 @@ class ColocatedPush(ServerPush[ReleasingGenerators]):
         """Push the weights of `version`. Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused
         then; the run must end."""
         start = time.perf_counter()
-        self._prepare()
-        prepared = time.perf_counter()
+        self._trainer.offload(PUSHED)
+        offloaded = time.perf_counter()
         self._generators.resume_memory(_WEIGHTS, self._timeout)
         resumed = time.perf_counter()
+        self._prepare()
+        gather_seconds = time.perf_counter() - resumed
         sent = self._send()
-        offload = time.perf_counter()
-        self._trainer.offload(PUSHED)
         cache = time.perf_counter()
+        self._trainer.offload(PUSHED)  # now what the buckets took
         self._generators.resume_memory(_CACHE, self._timeout)
         pauses = self._generators.resume(version, self._timeout)
         self._num_pushes += 1
         logger.info(
-            "Servers resumed weights in %.3f s, the trainer offloaded its state in %.3f s, servers resumed cache and "
-            "generation in %.3f s",
-            resumed - prepared, cache - offload, time.perf_counter() - cache,
+            "The trainer offloaded its state in %.3f s, servers resumed weights in %.3f s, cache and generation in "
+            "%.3f s",
+            offloaded - start, resumed - offloaded, time.perf_counter() - cache,
         )  # fmt: skip
-        return push_report(version, sent, pauses, start=start, prepared=prepared)
+        return push_report(version, sent, pauses, start=start, gather_seconds=gather_seconds)

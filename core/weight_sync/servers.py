@@ -145,7 +145,7 @@ class ServerPush(Generic[G]):
         sent = self._send()
         pauses = self._generators.resume(version, self._timeout)
         self._num_pushes += 1
-        return push_report(version, sent, pauses, start=start, prepared=prepared)
+        return push_report(version, sent, pauses, start=start, gather_seconds=prepared - start)
 
     def _prepare(self) -> None:
         """Gather and lay out buckets on every rank of the trainer."""
@@ -159,18 +159,19 @@ class ServerPush(Generic[G]):
 
 
 def due(verify: Verify, num_pushes: int) -> bool:
-    """Return whether the push after `num_pushes` others is to be verified."""
-    return verify == "always" or (verify == "first" and num_pushes == 0)
+    """Return whether the push after `num_pushes` others is to be verified. The second one is the first that servers
+    copy to recorded places (rollout/inference/sglang/buckets/recorded_copies.py)."""
+    return verify == "always" or (verify == "first" and num_pushes < 2)
 
 
 def push_report(
-    version: int, sent: SendReport, pauses: Sequence[float], *, start: float, prepared: float
+    version: int, sent: SendReport, pauses: Sequence[float], *, start: float, gather_seconds: float
 ) -> PushReport:
-    """Log what a push cost that began at `start` and had its first buckets ready at `prepared`."""
+    """Log what a push cost that began at `start` and made its first buckets in `gather_seconds`."""
     report = PushReport(
         seconds=time.perf_counter() - start,
         longest_pause_seconds=max(pauses),
-        gather_seconds=prepared - start,
+        gather_seconds=gather_seconds,
         send_seconds=sent.seconds,
         num_bytes=sent.num_bytes,
         changed=sent.changed,

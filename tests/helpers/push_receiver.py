@@ -20,18 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
+from rollout.inference.sglang.buckets.received_buckets import ReceivedBuckets
+from rollout.inference.sglang.buckets.recorded_copies import RecordedCopies
 from rollout.inference.sglang.hooks import position_checksum
-from rollout.inference.sglang.received_buckets import ReceivedBuckets
 
 
-class Receiver:
+class Receiver(nn.Module):
     def __init__(self, refuse_from: int) -> None:
+        super().__init__()
         self.tensors: dict[str, Tensor] = {}
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.buckets = ReceivedBuckets()
+        self.buckets = ReceivedBuckets(RecordedCopies())
         self.updates, self.refuse_from = 0, refuse_from
 
     def init_weights_update_group(self, body: dict[str, Any]) -> None:

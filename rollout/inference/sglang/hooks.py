@@ -19,7 +19,8 @@ the HTTP interface lacks:
 - one greedy request makes the steps that it takes part in slower, not all that come after it;
 - projections of latent attention are loaded one by one too, and it runs without a GPU (latent_attention.py);
 - a folder of changes is applied to the weights of the push before (changes.py);
-- a bucket of weights is received while the one before it is copied into the model (received_buckets.py);
+- a bucket of weights is received while the one before it is copied into the model (buckets/received_buckets.py), and
+  from the second time by copies alone (buckets/recorded_copies.py);
 - what running and waiting requests have sampled so far is returned on request (in_flight.py);
 - whether the scheduler works is reported without waiting for a second;
 - modules that the model does not need are not imported (start/unused_imports.py), and kernels are compiled in parallel
@@ -94,6 +95,7 @@ def beside(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"slipstream_{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} is a Python file"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
     spec.loader.exec_module(module)
     return module
 
@@ -336,6 +338,8 @@ def install_hooks() -> None:
     )
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     deepseek, latent = "sglang.srt.models.deepseek_common.", beside("latent_attention.py")
+    copies = beside("buckets/recorded_copies.py").RecordedCopies()
+    buckets = beside("buckets/received_buckets.py").ReceivedBuckets(copies)
     delayer = "sglang.srt.managers.prefill_delayer.PrefillDelayer."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     for target, hook, kind in (
@@ -362,7 +366,13 @@ def install_hooks() -> None:
         (
             "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
             "_update_bucketed_weights_from_distributed",
-            beside("received_buckets.py").ReceivedBuckets().receive,
+            buckets.receive,
+            HookType.AROUND,
+        ),
+        (
+            "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+            "_update_weights_from_flattened_bucket",
+            buckets.copy_shared,
             HookType.AROUND,
         ),
         (updater + "update_weights_from_disk", folders.report_any_failure, HookType.AFTER),

@@ -46,7 +46,7 @@ def test_a_local_push_gathers_while_generators_sample_and_then_sends(clock: Simp
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [(ServerPush, 9.75), (ColocatedPush, 16.75)])
+@pytest.mark.parametrize(("kind", "seconds"), [(ServerPush, 9.75), (ColocatedPush, 19.75)])
 def test_a_push_to_servers_reports_what_its_sender_and_the_generators_measured(
     kind: Any, seconds: float, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,5 @@
-"""The loaders of the pinned SGLang hold FP8 weights as they were sent, push after push."""
+"""The loaders of the pinned SGLang hold weights as they were sent, push after push: the first push is loaded by the
+model, the second one copied to the same places."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from core.weight_sync.formats import wrong_formats
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
 from mcore_adapter.hf.block_fp8 import quantize_bucket
 from model_specs.hf_config import parse_config
+from rollout.inference.backend import Quantization
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.server import ServerSettings, server_flags
 
@@ -60,28 +62,36 @@ def weights(config: dict[str, Any], version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(size, generator=generator).to(torch.bfloat16) for name, size in sizes.items()}
 
 
+@pytest.mark.parametrize("weight_format", ["auto", "fp8_block"])
 @pytest.mark.parametrize("family", MODELS)
-def test_the_loader_of_a_family_holds_values_and_factors_as_they_were_sent(family: str, tmp_path: Path) -> None:
+def test_a_family_holds_values_and_factors_as_they_were_sent(
+    family: str, weight_format: Quantization, tmp_path: Path
+) -> None:
     config = {**MODELS[family], "model_type": family}
     if family == "qwen2":
         del config["head_dim"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = parse_config(config)
     settings = ServerSettings(
-        name="g", model_path=str(tmp_path), log_file=tmp_path / "log", gpus=(0,), weight_format="fp8_block"
+        name="g", model_path=str(tmp_path), log_file=tmp_path / "log", gpus=(0,), weight_format=weight_format
     )
-    override = server_flags(settings, model, port=1, nccl_port=2)["json_model_override_args"]
-    pushes = [quantize_bucket(weights(config, version)) for version in (1, 2)]
+    override = server_flags(settings, model, port=1, nccl_port=2).get("json_model_override_args", "{}")
+    pushes = [weights(config, version) for version in (1, 2)]
+    if weight_format == "fp8_block":
+        pushes = [quantize_bucket(push) for push in pushes]
     files = [tmp_path / f"{version}.safetensors" for version in (1, 2)]
     for push, file in zip(pushes, files, strict=True):
         save_file(push, file)
-    script = Path(__file__).parents[3] / "helpers/sglang_fp8_load.py"
+    script = Path(__file__).parents[3] / "helpers/sglang_load.py"
     words = [str(PYTHON), "-P", str(script), str(tmp_path), override, *map(str, files)]
     done = subprocess.run(words, env=os.environ | environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for push, (checksums, formats) in zip(pushes, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    loads = json.loads(done.stdout.splitlines()[-1])
+    assert [loaded for *_, loaded in loads] == [2, 0], "the model itself loads each bucket once"
+    for push, (checksums, formats, _) in zip(pushes, loads, strict=True):
         expected = ExpectedChecksums(ModelShape.from_config(model), tp=1)
         for name, tensor in push.items():
             expected.add(name, tensor)
         assert expected.mismatches([checksums]) == []
-        assert list(wrong_formats(expected.formats([formats]))) == []
+        if weight_format == "fp8_block":
+            assert list(wrong_formats(expected.formats([formats]))) == []

@@ -1,8 +1,9 @@
-"""How a SGLang server receives a bucket of weights by a broadcast: while the bucket before it is copied into the model.
+"""How a SGLang server receives a bucket of weights: by a broadcast, while the bucket before it is copied into the
+model, or in memory that it shares with the sender.
 
-SGLang itself makes every tensor of a bucket and concatenates them before it receives over them, and receives nothing
-while it copies. Read by the server's processes beside hooks.py, and stands alone as it does. Invariant: when a bucket
-begins to arrive, at most one other is being copied.
+SGLang itself makes every tensor of a broadcast bucket and concatenates them before it receives over them, and receives
+nothing while it copies. Read by the server's processes beside hooks.py, and stands alone as it does. Invariant: when a
+bucket begins to arrive, at most one other is being copied.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ logger = logging.getLogger(__name__)
 class ReceivedBuckets:
     """The buckets of one scheduler process."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Any) -> None:
+        """`copies`: RecordedCopies, which load a bucket into the model."""
+        self._copies = copies
         self._stream: torch.cuda.Stream | None = None
         """Broadcasts run in this stream."""
-        self._copied: deque[torch.cuda.Event] = deque()
+        self._ends: deque[torch.cuda.Event] = deque()
         """The ends of the copies of the last two buckets."""
 
     def receive(
@@ -38,13 +41,23 @@ class ReceivedBuckets:
             sizes = [d.itemsize * math.prod(shape) for d, shape in zip(formats, shapes, strict=True)]
             flat = self._broadcast(sum(sizes), updater.device, updater._model_update_group[group_name])
             parts = zip(names, flat.split(sizes), formats, shapes, strict=True)
-            updater.get_model().load_weights([(name, part.view(d).view(shape)) for name, part, d, shape in parts])
+            tensors = [(name, part.view(d).view(shape)) for name, part, d, shape in parts]
+            self._copies.load(updater.get_model(), flat, tensors)
             if flat.is_cuda:
-                self._copied.append(torch.cuda.current_stream().record_event())
+                self._ends.append(torch.cuda.current_stream().record_event())
         except Exception as error:  # noqa: BLE001  reported to the sender, as SGLang does
             logger.exception("a bucket of weights")
             return False, f"Failed to update parameter online: {error}. Weights are partially updated."
         return True, "Succeeded to update parameter online."
+
+    def copy_shared(
+        self, original: Any, updater: Any, flattened_tensor_bucket_dict: dict[str, Any]
+    ) -> tuple[bool, str]:
+        """Load a bucket in place of WeightUpdater._update_weights_from_flattened_bucket; return as receive() does."""
+        flat, parts = (flattened_tensor_bucket_dict[name] for name in ("flattened_tensor", "metadata"))
+        tensors = [(p.name, flat[p.start_idx : p.end_idx].view(p.dtype).view(p.shape)) for p in parts]
+        self._copies.load(updater.get_model(), flat, tensors)
+        return True, "Success"
 
     def _broadcast(self, num_bytes: int, device: Any, group: Any) -> Tensor:
         """Return the bytes that rank 0 of the group sends; what the current stream does next waits for them."""
@@ -52,8 +65,8 @@ class ReceivedBuckets:
             flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             torch.distributed.broadcast(flat, src=0, group=group)
             return flat
-        if len(self._copied) == 2:
-            self._copied.popleft().synchronize()
+        if len(self._ends) == 2:
+            self._ends.popleft().synchronize()
         current = torch.cuda.current_stream()
         self._stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(self._stream):

@@ -1,10 +1,10 @@
-"""Load quantized weights into a model of SGLang, twice, with the server's own interpreter and no GPU.
+"""Load weights into a model of SGLang, twice, in buckets, with the server's own interpreter and no GPU.
 
-    python sglang_fp8_load.py MODEL OVERRIDE FIRST.safetensors SECOND.safetensors
+    python sglang_load.py MODEL OVERRIDE FIRST.safetensors SECOND.safetensors
 
-MODEL has a config.json; OVERRIDE, as JSON, makes its weights FP8. Prints, as JSON on the last line, one
-pair for each file: {parameter: checksum} and {parameter: format}. Nothing is computed with the weights: a CPU without
-AMX has no kernels for them.
+MODEL has a config.json; OVERRIDE, as JSON, can make its weights FP8. Prints, as JSON on the last line, for each file
+{parameter: checksum}, {parameter: format} and the number of its buckets that the model itself loaded. Nothing is
+computed with the weights: a CPU without AMX has no kernels for FP8.
 """
 
 from __future__ import annotations
@@ -65,16 +65,22 @@ def main() -> None:
     module.install_hooks()
     load_plugins()
     model = build(folder, override)
+    load_weights, copies = model.load_weights, module.beside("buckets/recorded_copies.py").RecordedCopies()
     results = []
     for file in files:
+        loaded: list[Any] = []
+        model.load_weights = lambda tensors, loaded=loaded: (loaded.append(tensors), load_weights(tensors))
         items = list(load_file(file).items())
         for part in range(2):  # a bucket may hold a weight without its factors
-            model.load_weights(items[part::2])
+            flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in items[part::2]])
+            pieces = zip(items[part::2], flat.split([tensor.nbytes for _, tensor in items[part::2]]), strict=True)
+            copies.load(model, flat, [(name, piece.view(t.dtype).view(t.shape)) for (name, t), piece in pieces])
         named = dict(model.named_parameters())
         results.append(
             [
                 {name: int(module.position_checksum(p)) for name, p in named.items()},
                 {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()},
+                len(loaded),
             ]
         )
     print(json.dumps(results))

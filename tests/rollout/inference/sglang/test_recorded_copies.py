@@ -1,0 +1,172 @@
+"""A bucket that a model has loaded once is copied after that, to the same places or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout.inference.sglang.buckets import recorded_copies
+from rollout.inference.sglang.buckets.recorded_copies import RecordedCopies
+
+ROWS, PADDED, HIDDEN, EXPERTS, WIDTH = 5, 8, 6, 3, 4
+SIZES: dict[str, tuple[int, ...]] = {
+    "embedding": (ROWS, HIDDEN),
+    "norm": (HIDDEN,),
+    **{f"{e}.{part}": (2 * WIDTH, HIDDEN) for e in range(EXPERTS) for part in ("gate", "up")},
+    **{f"{e}.down": (HIDDEN, 2 * WIDTH) for e in range(EXPERTS)},
+}
+
+
+ELSEWHERE = torch.zeros(HIDDEN)
+
+
+class Model(nn.Module):
+    """The second of two tensor-parallel ranks; loads as SGLang's models do."""
+
+    def __init__(self, before_norm: Callable[[Model, Tensor], Tensor] = lambda _, norm: norm) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.full((PADDED, HIDDEN), torch.nan))
+        self.norm = nn.Parameter(torch.zeros(HIDDEN))
+        self.gate_up = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.bfloat16))
+        self.register_buffer("down", torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=torch.bfloat16))
+        self.loads, self._before_norm = 0, before_norm
+
+    def load_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        self.loads += 1
+        for name, tensor in tensors:
+            expert, _, part = name.partition(".")
+            if name == "embedding":
+                self.embedding[:ROWS].data.copy_(tensor)
+                self.embedding[ROWS:].data.fill_(0)
+            elif name == "norm":
+                self.norm.data.copy_(self._before_norm(self, tensor))
+            elif part == "down":
+                self.down[int(expert)].copy_(tensor[:, WIDTH:])
+            else:
+                begin = WIDTH if part == "up" else 0
+                self.gate_up.data[int(expert)].narrow(0, begin, WIDTH).copy_(tensor[WIDTH:])
+
+    def values(self) -> list[Tensor]:
+        return [self.embedding.data, self.norm.data, self.gate_up.data.float(), self.down.float()]
+
+
+def bucket(seed: int, names: Sequence[str] = tuple(SIZES)) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = {name: torch.bfloat16 if "." in name else torch.float32 for name in names}
+    made = {name: torch.randn(SIZES[name], generator=generator).to(dtypes[name]) for name in names}
+    flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in made.values()])
+    parts = flat.split([tensor.nbytes for tensor in made.values()])
+    return flat, [(n, part.view(dtypes[n]).view(SIZES[n])) for n, part in zip(names, parts, strict=True)]
+
+
+def load(copies: RecordedCopies, model: Model, seed: int, names: Sequence[str] = tuple(SIZES)) -> None:
+    """Load a bucket; every value must be what the model itself would load."""
+    flat, tensors = bucket(seed, names)
+    copies.load(model, flat, tensors)
+    alone = Model()
+    alone.load_weights(bucket(seed)[1])
+    for own, expected in zip(model.values(), alone.values(), strict=True):
+        assert own.equal(expected)
+
+
+def test_a_bucket_is_loaded_by_the_model_once_and_copied_after_that() -> None:
+    copies, model = RecordedCopies(), Model()
+    for seed in range(4):
+        load(copies, model, seed)
+    assert model.loads == 1
+
+
+def test_memory_that_was_released_gets_its_padding_again() -> None:
+    copies, model = RecordedCopies(), Model()
+    load(copies, model, 0)
+    model.embedding.data.fill_(torch.nan)
+    load(copies, model, 1)
+    assert model.loads == 1
+
+
+def test_a_bucket_in_another_order_is_loaded_by_the_model() -> None:
+    copies, model = RecordedCopies(), Model()
+    load(copies, model, 0)
+    flat, tensors = bucket(1, list(reversed(SIZES)))
+    copies.load(model, flat, tensors)
+    alone = Model()
+    alone.load_weights(tensors)
+    assert model.loads == 2
+    assert all(map(torch.equal, model.values(), alone.values()))
+
+
+def test_a_bucket_with_other_places_is_loaded_by_the_model() -> None:
+    copies, model = RecordedCopies(), Model()
+    for seed, begin in enumerate((0, 1, 1)):
+        norm = torch.randn(HIDDEN + begin, generator=torch.Generator().manual_seed(seed))
+        copies.load(model, norm, [("norm", norm[begin:])])
+        assert model.norm.equal(norm[begin:])
+    assert model.loads == 2
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda model: setattr(model, "norm", nn.Parameter(torch.zeros(HIDDEN))),
+        lambda model: setattr(model.norm, "data", torch.zeros(HIDDEN)),
+    ],
+    ids=["parameter", "memory"],
+)
+def test_a_parameter_that_was_replaced_is_found(replace: Callable[[Model], None]) -> None:
+    copies, model = RecordedCopies(), Model()
+    load(copies, model, 0)
+    replace(model)
+    load(copies, model, 1)
+    load(copies, model, 2)
+    assert model.loads == 2
+
+
+def twice(model: Model, norm: Tensor) -> Tensor:
+    model.norm.data[1:].copy_(norm[:-1])
+    return norm
+
+
+def elsewhere(model: Model, norm: Tensor) -> Tensor:
+    ELSEWHERE.copy_(norm)
+    return norm
+
+
+@pytest.mark.parametrize(
+    "before_norm",
+    [lambda _, norm: norm * 1, lambda _, norm: norm if norm.sum() else norm[:], twice, elsewhere],
+    ids=["computes", "decides by values", "writes one place twice", "writes elsewhere"],
+)
+def test_what_is_more_than_copies_is_loaded_by_the_model_every_time(
+    before_norm: Callable[[Model, Tensor], Tensor],
+) -> None:
+    copies, model = RecordedCopies(), Model(before_norm)
+    for seed in range(3):
+        load(copies, model, seed)
+    assert model.loads == 3
+
+
+def test_a_bucket_that_failed_is_not_recorded() -> None:
+    def fail(model: Model, norm: Tensor) -> Tensor:
+        if model.loads == 1:
+            raise ValueError("no memory")
+        return norm
+
+    copies, model = RecordedCopies(), Model(fail)
+    flat, tensors = bucket(0)
+    with pytest.raises(ValueError, match="no memory"):
+        copies.load(model, flat, tensors)
+    load(copies, model, 1)
+    load(copies, model, 2)
+    assert model.loads == 2
+
+
+def test_buckets_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_copies, "MOST_BUCKETS", 2)
+    copies, model = RecordedCopies(), Model()
+    for names in (["norm"], ["embedding"], ["0.gate"], ["norm"]):
+        copies.load(model, *bucket(0, names))
+    assert model.loads == 4
+    assert len(copies._recorded) == 2
