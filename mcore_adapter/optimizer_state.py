@@ -1,22 +1,24 @@
 """Where fp32 masters and Adam's moments lie: on the device, or in page-locked memory of the host.
 
 Invariant: every tensor is in one place; its page of the host is taken at the first move and used again. An optimizer
-sees parameters, gradients and moments of what it updates on the device.
+sees parameters, gradients and moments of what it updates on the device. When a method returns, the current stream is
+ordered behind every copy that it has queued.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 MASTER = ""
 """Beside the names of moments: the parameter of the optimizer itself, a fp32 copy of what the model computes with."""
-PIECE_BYTES = 1 << 30
-"""Most bytes of moments that step_in_pieces() has on the device at once, unless one parameter needs more."""
+PIECE_BYTES = 1 << 28
+"""Most bytes of moments in one piece of step_in_pieces(), unless one parameter needs more."""
 SLAB_BYTES = 4 << 30
 """The experts of Qwen3-30B-A3B over four ranks leave 2 % of each slab unused; of slabs of 1 GiB it would be 6 %."""
 ALIGNMENT = 256
@@ -55,6 +57,15 @@ class HostPages:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
+class _Piece(NamedTuple):
+    """Parameters that one call of an optimizer's step updates."""
+
+    group: dict[str, Any]
+    counter: dict[str, Any]
+    """The group's "step" before the update, where it has one."""
+    params: list[Tensor]
+
+
 class OptimizerState:
     """Masters and moments of Adam optimizers whose state is exactly exp_avg and exp_avg_sq."""
 
@@ -62,6 +73,8 @@ class OptimizerState:
         self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, slab_bytes: int = SLAB_BYTES
     ) -> None:
         self._optimizers, self._device = optimizers, device
+        self._module: Any = torch.get_device_module(device)  # torch.cpu's streams and events do nothing
+        self._h2d, self._d2h = self._module.Stream(device), self._module.Stream(device)
         masters = sum(_aligned(param.nbytes) for optimizer in optimizers for param in _params(optimizer))
         self._memory = HostPages(3 * masters, slab_bytes)  # two moments of each
         self._pages: dict[tuple[Tensor, str], Tensor] = {}
@@ -69,7 +82,8 @@ class OptimizerState:
     def to_host(self) -> None:
         """Move everything there; complete when it returns."""
         for optimizer in self._optimizers:
-            self._move(optimizer, _params(optimizer), partial(self._page, wait=True))
+            self._move(optimizer, _params(optimizer), self._page)
+        self._event(self._current_stream()).synchronize()
 
     def to_device(self) -> None:
         for optimizer in self._optimizers:
@@ -82,24 +96,72 @@ class OptimizerState:
 
     def step_in_pieces(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Run one `step` of `optimizer`, whose masters are on the device: its moments are copied in pieces, updated,
-        and copied back to the host."""
+        and copied back to the host. The device holds the moments of three consecutive pieces at most."""
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
+        pieces = [
+            _Piece(group, {"step": group["step"]} if "step" in group else {}, piece)
+            for group, params in zip(groups, whole, strict=True)
+            for piece in _pieces(params)
+        ]
+
+        def update(piece: _Piece) -> None:
+            piece.group.pop("step", None)  # every piece takes the same step
+            piece.group.update(piece.counter, params=piece.params)
+            step()
+            piece.group["params"] = []
+
         try:
             for group in groups:
                 group["params"] = []
-            for group, params in zip(groups, whole, strict=True):
-                counted = {"step": group["step"]} if "step" in group else {}
-                for piece in _pieces(params):
-                    group.pop("step", None)  # every piece takes the same step
-                    group.update(counted, params=piece)
-                    self._move(optimizer, piece, self._on_device, masters=False)
-                    step()
-                    self._move(optimizer, piece, self._page, masters=False)
-                group["params"] = []
+            self._overlap(optimizer, pieces, update)
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
+
+    def _overlap(
+        self, optimizer: torch.optim.Optimizer, pieces: Sequence[_Piece], update: Callable[[_Piece], None]
+    ) -> None:
+        """Call `update` for each piece while its moments are on the device. On a GPU the moments of the next piece are
+        copied to the device meanwhile, and those of the piece before to the host, each in a stream of its own."""
+        current, ahead = self._current_stream(), iter(pieces)
+        stored: deque[tuple[Any, list[Tensor]]] = deque()
+        try:
+            fetched = self._fetch(optimizer, next(ahead, None))
+            for piece in pieces:
+                if len(stored) > 1:
+                    stored[0][0].synchronize()
+                    stored.popleft()  # and with it the last reference to memory that is free now
+                next_fetched = self._fetch(optimizer, next(ahead, None))
+                current.wait_event(fetched)
+                update(piece)
+                stored.append(self._store(optimizer, piece))
+                fetched = next_fetched
+        finally:
+            current.wait_stream(self._h2d)
+            current.wait_stream(self._d2h)
+
+    def _fetch(self, optimizer: torch.optim.Optimizer, piece: _Piece | None) -> Any:
+        """Begin to copy the moments of a piece to the device; return the event of their arrival."""
+        # For earlier uses of the memory, which is the current stream's, and for the last step's writes to the pages.
+        self._h2d.wait_stream(self._current_stream())
+        params = piece.params if piece else []
+        self._move(optimizer, params, partial(self._on_device, stream=self._h2d), masters=False)
+        return self._event(self._h2d)
+
+    def _store(self, optimizer: torch.optim.Optimizer, piece: _Piece) -> tuple[Any, list[Tensor]]:
+        """Begin to copy the moments of a piece to the host. Return the event of their arrival, and the tensors on the
+        device, which the caller must keep until then: their memory would be used again."""
+        moments: list[Tensor] = []
+
+        def to_page(param: Tensor, name: str, tensor: Tensor) -> Tensor:
+            moments.append(tensor)
+            return self._page(param, name, tensor)
+
+        self._d2h.wait_stream(self._current_stream())
+        with self._module.stream(self._d2h):
+            self._move(optimizer, piece.params, to_page, masters=False)
+        return self._event(self._d2h), moments
 
     def _move(
         self,
@@ -118,15 +180,31 @@ class OptimizerState:
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = to(param, name, value)
 
-    def _on_device(self, _: Tensor, __: str, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+    def _on_device(self, _: Tensor, __: str, tensor: Tensor, *, stream: Any = None) -> Tensor:
+        """Return a copy in memory of the current stream, made in `stream` if one is given."""
+        room = self._room(tensor)
+        with self._module.stream(stream):
+            return room if room is tensor else room.copy_(tensor, non_blocking=True)
 
-    def _page(self, param: Tensor, name: str, tensor: Tensor, *, wait: bool = False) -> Tensor:
+    def _room(self, tensor: Tensor) -> Tensor:
+        """Return memory on the device for a tensor, or the tensor itself where it is there already."""
+        there = tensor.device.type == self._device.type
+        return tensor if there else torch.empty_like(tensor, device=self._device)
+
+    def _page(self, param: Tensor, name: str, tensor: Tensor) -> Tensor:
         page = self._pages.get((param, name))
         if page is None:
             page = self._pages[param, name] = self._memory.take(tensor)
-        # Copies to and from the host queue up behind each other on one stream: no page is read too early.
-        return page if page is tensor else page.copy_(tensor, non_blocking=not wait)
+        return page if page is tensor else page.copy_(tensor, non_blocking=True)
+
+    def _current_stream(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    def _event(self, stream: Any) -> Any:
+        """Return an event that comes when what is queued on the stream now is done."""
+        event = self._module.Event()
+        event.record(stream)
+        return event
 
 
 def _aligned(num_bytes: int) -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -45,27 +50,27 @@ def rounded(num_bytes: int) -> int:
 class Visiting(OptimizerState):
     """State whose device is the host: tensors that come back from a page are copies all the same."""
 
-    def _on_device(self, _: Tensor, __: str, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+    def _room(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor)
 
 
-def make_optimizer(sizes: Sequence[int]) -> FusedAdam:
+def make_optimizer(sizes: Sequence[int], adam: Any = FusedAdam, *, device: str = "cpu", **options: Any) -> Any:
     """Two groups of parameters with gradients."""
     generator = torch.Generator().manual_seed(1)
-    params = [torch.randn(size, generator=generator, requires_grad=True) for size in sizes]
+    params = [torch.randn(size, generator=generator).to(device).requires_grad_() for size in sizes]
     for param in params:
-        param.grad = torch.randn(len(param), generator=generator)
+        param.grad = torch.randn(len(param), generator=generator).to(device)
     half = len(params) // 2
-    return FusedAdam([{"params": params[:half]}, {"params": params[half:], "weight_decay": 0.1}], lr=0.1)
+    return adam([{"params": params[:half]}, {"params": params[half:], "weight_decay": 0.1}], lr=0.1, **options)
 
 
-def tensors(optimizer: FusedAdam) -> list[Tensor]:
+def tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     moments = [optimizer.state[param][name] for param in params for name in optimizer.state[param]]
     return [*(param.data for param in params), *moments]
 
 
-def update(state: OptimizerState, optimizer: FusedAdam) -> None:
+def update(state: OptimizerState, optimizer: torch.optim.Optimizer) -> None:
     state.masters_to_device()
     state.step_in_pieces(optimizer, optimizer.step)
     state.to_host()
@@ -147,8 +152,306 @@ def test_steps_with_visits_are_those_without(allocated: list[int], small_pieces:
     assert len(allocated) > 3
 
 
+def test_a_step_that_fails_leaves_groups_as_they_were_and_moments_that_can_be_moved(
+    allocated: list[int], small_pieces: None
+) -> None:
+    optimizer = make_optimizer(SIZES)
+    state = Visiting([optimizer], torch.device("cpu"), slab_bytes=SLAB)
+    state.to_host()
+    update(state, optimizer)
+    groups, pages = [list(group["params"]) for group in optimizer.param_groups], places(tensors(optimizer))
+    with pytest.raises(RuntimeError, match="no room"):
+        state.step_in_pieces(optimizer, partial(failing_step, optimizer, 2, []))
+    assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [list(map(id, g)) for g in groups]
+    state.to_host()
+    assert places(tensors(optimizer)) == pages
+
+
+def failing_step(optimizer: torch.optim.Optimizer, good: int, calls: list[int]) -> None:
+    """Step; raise an error once there are `good` calls."""
+    if len(calls) == good:
+        raise RuntimeError("no room")
+    calls.append(1)
+    optimizer.step()
+
+
+class Stream:
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.queue: deque[Callable[[], bool]] = deque()
+        """What returns whether it is done, or must be tried again."""
+        self._gpu = gpu
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(lambda: event.has_come)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = self._gpu.Event()
+        event.record(other)
+        self.wait_event(event)
+
+
+class Event:
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu, self.has_come = gpu, False
+
+    def record(self, stream: Stream) -> None:
+        stream.queue.append(self._come)
+
+    def _come(self) -> bool:
+        self.has_come = True
+        return True
+
+    def synchronize(self) -> None:
+        while not self.has_come:
+            assert self._gpu.run_one(), "streams wait for each other"
+
+
+class SimulatedGpu:
+    """Stands for torch.cuda: streams run copies and Adam later than they are queued, in an order that events allow.
+
+    `order` sorts [current stream, copies to the device, copies to the host], of which the first that can goes on;
+    `pace` returns how many operations run when one has been queued. As torch's allocator does, it gives memory that is
+    no longer referenced to the next tensor at once; what its last owner had is destroyed, in the current stream.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        order: Callable[[list[Stream]], Sequence[Stream]],
+        pace: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._order, self._pace = order, pace
+        self._streams: list[Stream] = []
+        self._current = self._first = self.Stream()
+        self._free: list[Tensor] = []
+        self._places: set[int] = set()
+        self.held_bytes = self.peak_bytes = 0
+        self.ran: list[str] = []
+        copy, adam = Tensor.copy_, torch._fused_adamw_
+
+        def copy_later(to: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+            assert non_blocking
+            if to.data_ptr() == source.data_ptr():
+                return to  # as torch does
+            name = "h2d" if to.data_ptr() in self._places else "d2h"
+            self._later(name, partial(copy, to.detach(), source.detach()))
+            return to
+
+        def adam_later(*lists: Sequence[Tensor], **options: Any) -> None:
+            self._later("update", partial(adam, *([t.detach() for t in tensors] for tensors in lists), **options))
+
+        monkeypatch.setattr(Tensor, "copy_", copy_later)
+        monkeypatch.setattr(torch, "_fused_adamw_", adam_later)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: self)
+
+    def Stream(self, _: Any = None) -> Stream:  # noqa: N802
+        self._streams.append(Stream(self))
+        return self._streams[-1]
+
+    def Event(self) -> Event:  # noqa: N802
+        return Event(self)
+
+    def current_stream(self, _: Any) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        before, self._current = self._current, stream or self._current
+        yield
+        self._current = before
+
+    def run_one(self) -> bool:
+        for stream in self._order(self._streams):
+            if stream.queue and stream.queue[0]():
+                stream.queue.popleft()
+                return True
+        return False
+
+    def room(self, like: Tensor) -> Tensor:
+        memory = next((m for m in self._free if m.shape == like.shape), None)
+        if memory is None:
+            memory = torch.full_like(like, torch.nan)
+            self._places.add(memory.data_ptr())
+        self._free = [m for m in self._free if m is not memory]
+        tensor = memory.detach()
+        self.held_bytes += like.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        weakref.finalize(tensor, self._release, memory).atexit = False
+        return tensor
+
+    def _release(self, memory: Tensor) -> None:
+        self.held_bytes -= memory.nbytes
+        self._free.append(memory)
+        self._first.queue.append(lambda: memory.fill_(torch.nan) is memory)
+
+    def _later(self, name: str, work: Callable[[], object]) -> None:
+        def run() -> bool:
+            self.ran.append(name)
+            work()
+            return True
+
+        self._current.queue.append(run)
+        for _ in range(self._pace()):
+            self.run_one()
+
+
+class Simulated(OptimizerState):
+    """State whose moments visit a simulated GPU; masters stay where they are after to_host()."""
+
+    def __init__(self, gpu: SimulatedGpu, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__([optimizer], torch.device("cpu"), slab_bytes=SLAB)
+        self._gpu = gpu
+
+    def _room(self, tensor: Tensor) -> Tensor:
+        return self._gpu.room(tensor)
+
+
+EQUAL = [64] * 9
+"""Parameters whose moments take 512 bytes each, a piece of its own."""
+
+
+@pytest.fixture
+def single_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state, "PIECE_BYTES", 512)
+
+
+def at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> SimulatedGpu:
+    """A GPU whose streams go on at random; with every third seed it falls back as far as it may."""
+    chance = random.Random(seed)
+    pace = (lambda: 0) if seed % 3 == 0 else (lambda: chance.choice([0, 0, 1, 2, 8]))
+    return SimulatedGpu(monkeypatch, lambda streams: chance.sample(streams, len(streams)), pace)
+
+
+SEEDS = range(30)
+
+
+def test_copies_that_overlap_change_no_bit(
+    allocated: list[int], single_parameters: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays = make_optimizer(EQUAL)
+    for _ in range(4):
+        stays.step()
+    for seed in SEEDS:
+        with monkeypatch.context() as patch:
+            gpu, visits = at_random(patch, seed), make_optimizer(EQUAL)
+            state = Simulated(gpu, visits)
+            state.to_host()
+            for _ in range(4):
+                state.step_in_pieces(visits, visits.step)
+            state.to_host()
+            found = [tensor.clone() for tensor in tensors(visits)]
+        assert all(torch.equal(a, b) for a, b in zip(tensors(stays), found, strict=True)), f"seed {seed}"
+        assert gpu.peak_bytes == 3 * 512 and gpu.held_bytes == 0
+
+
+def test_a_step_that_fails_while_copies_are_under_way_loses_no_moments(
+    allocated: list[int], single_parameters: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num, updated = len(EQUAL), 5
+    before, after = make_optimizer(EQUAL), make_optimizer(EQUAL)
+    for optimizer in (before, after, after):
+        optimizer.step()
+    expected = [*tensors(after)[num:][: 2 * updated], *tensors(before)[num:][2 * updated :]]
+    for seed in SEEDS:
+        with monkeypatch.context() as patch:
+            visits = make_optimizer(EQUAL)
+            state = Simulated(at_random(patch, seed), visits)
+            state.to_host()
+            state.step_in_pieces(visits, visits.step)
+            with pytest.raises(RuntimeError, match="no room"):
+                state.step_in_pieces(visits, partial(failing_step, visits, updated, []))
+            state.to_host()
+            found = [tensor.clone() for tensor in tensors(visits)[num:]]
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), f"seed {seed}"
+
+
+def test_copies_in_both_directions_and_updates_wait_for_nothing_but_their_own_piece(
+    allocated: list[int], single_parameters: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, h2d, d2h = range(3)
+    late_updates = second_step(monkeypatch, [h2d, d2h, current])
+    late_h2d = second_step(monkeypatch, [current, d2h, h2d])
+    late_d2h = second_step(monkeypatch, [current, h2d, d2h])
+    for k in range(1, len(EQUAL) - 1):
+        assert max(late_updates["h2d"][k + 1]) < min(late_updates["update"][k])
+        assert max(late_d2h["update"][k]) < min(late_d2h["d2h"][k - 1])
+        assert max(late_d2h["h2d"][k + 1]) < min(late_d2h["d2h"][k - 1])
+        assert max(late_h2d["d2h"][k - 1]) < min(late_h2d["h2d"][k + 1])
+
+
+def second_step(monkeypatch: pytest.MonkeyPatch, order: Sequence[int]) -> dict[str, list[list[int]]]:
+    """Return when the operations on each piece ran in the second step, by kind."""
+    with monkeypatch.context() as patch:
+        gpu = SimulatedGpu(patch, lambda streams: [streams[i] for i in order])
+        optimizer = make_optimizer(EQUAL)
+        state = Simulated(gpu, optimizer)
+        for _ in range(2):
+            gpu.ran.clear()
+            state.step_in_pieces(optimizer, optimizer.step)
+            state.to_host()
+    times: dict[str, list[list[int]]] = {}
+    for kind, per_piece in (("h2d", 2), ("update", 1), ("d2h", 2)):
+        of_kind = [time for time, name in enumerate(gpu.ran) if name == kind]
+        assert len(of_kind) == per_piece * len(EQUAL)
+        times[kind] = [of_kind[k : k + per_piece] for k in range(0, len(of_kind), per_piece)]
+    return times
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
+@pytest.mark.parametrize("slow", ["update", "_h2d", "_d2h"])
+def test_steps_in_pieces_on_a_gpu_are_those_with_everything_on_it(small_pieces: None, slow: str) -> None:
+    sizes = SIZES * 4
+    stays, visits = (make_optimizer(sizes, torch.optim.AdamW, device="cuda", fused=True) for _ in range(2))
+    state = OptimizerState([visits], torch.device("cuda"), slab_bytes=SLAB)
+    state.to_host()
+
+    def step() -> None:
+        with torch.cuda.stream(getattr(state, slow, None)):
+            torch.cuda._sleep(1_000_000)
+        visits.step()
+
+    for number in range(6):
+        stays.step()
+        state.masters_to_device()
+        state.step_in_pieces(visits, step)
+        if number % 3 == 2:
+            state.to_host()
+            assert {tensor.device.type for tensor in tensors(visits) if tensor.dim()} == {"cpu"}
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(tensors(stays), tensors(visits), strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_copies_of_a_gpu_overlap_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 1 << 22
+    monkeypatch.setattr(optimizer_state, "PIECE_BYTES", 1)
+    optimizer = make_optimizer([size] * 8, torch.optim.AdamW, device="cuda", fused=True)
+    state = OptimizerState([optimizer], torch.device("cuda"))
+    state.to_host()
+    update(state, optimizer)  # which takes the pages
+    state.masters_to_device()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        state.step_in_pieces(optimizer, optimizer.step)
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - held < 3 * 8 * size + (1 << 20), "three pieces of fp32 moments"
+    to_device, to_host = (
+        [(event.time_range.start, event.time_range.end) for event in profiled.events() if kind in event.name]
+        for kind in ("HtoD", "DtoH")
+    )
+    if not to_device:
+        pytest.skip("the profiler does not see what the GPU does")
+    assert any(a < d and c < b for a, b in to_device for c, d in to_host)
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_pages_are_page_locked() -> None:
     memory = HostPages(0, SLAB)
     tensors = [torch.randn(size, device="cuda") for size in SIZES]
