@@ -191,6 +191,7 @@ def push_experts(scene: Scene) -> Iterator[Figure]:
         folder=scene.folder,
         sglang_python=scene.sglang_python,
         first_gpu=scene.first_gpu,
+        profile=scene.profile,
         raw=SLICE if query_gpus() else TRIED,
     )
     yield from senders_against_one(own, "push.experts_ep2", dp=RANKS, ep=RANKS)

@@ -83,6 +83,8 @@ def experts(scene: Scene) -> Iterator[Figure]:
         "recover_mode": "disabled", "exp_ctrl.benchmark_steps": steps, "monitor.save_batches": steps,
         "staleness.max_staleness": 0, "algorithm.correction": "decoupled",  # which computes log-probabilities
     }  # fmt: skip
+    if query_gpus():
+        config["ppo.gen.max_new_tokens"] = 1024  # longer answers would add nothing but their time
     with Running(own, "experts", config) as run:
         run.finish()
         yield figure("experts_layers", size.layers, "layers")
