@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -222,6 +224,42 @@ def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_it
     sender.prepare(iter([tensors_of(1, 0)]), verify=False)
     sender.send()
     assert server.opened == [["memory of rank 2", "memory of rank 0"]]
+
+
+def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_third_exists() -> None:
+    """The servers here copy each bucket but the last when the next one has been gathered."""
+    gathered = [threading.Event() for _ in range(NUM_BUCKETS)]
+    memory: list[weakref.ref[Tensor]] = []
+
+    class Server:
+        name, tp, pp, trainer_ranks = "generator-0", 1, 1, (0,)
+
+        def __init__(self) -> None:
+            self.kept: list[list[int]] = []
+
+        def share(self, bucket: Any) -> str:
+            memory.append(weakref.ref(bucket.flat))
+            return ""
+
+        def receive_shared(self, handles: list[str], *, timeout_seconds: float) -> None:
+            number = len(self.kept)
+            if number + 1 < NUM_BUCKETS and not gathered[number + 1].wait(timeout_seconds):
+                raise GeneratorCallError("the next bucket was not gathered")
+            time.sleep(0.1)  # the sender goes on until it waits for this answer
+            self.kept.append([i for i, flat in enumerate(memory) if flat() is not None])
+
+    def source() -> Iterator[Mapping[str, Tensor]]:
+        for bucket, event in enumerate(gathered):
+            event.set()
+            yield tensors_of(1, bucket)
+
+    server, sender = Server(), IpcSender(settings_alone(), torch.device("cpu"))
+    sender.connect([server])  # type: ignore[list-item]
+    sender.prepare(source(), verify=False)
+    assert [event.is_set() for event in gathered] == [True] + [False] * (NUM_BUCKETS - 1)
+    report = sender.send()
+    assert report is not None and report.num_buckets == NUM_BUCKETS
+    assert server.kept == [[number] for number in range(NUM_BUCKETS)], "one bucket is copied, kept until it is"
 
 
 def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell(tmp_path: Path) -> None:
