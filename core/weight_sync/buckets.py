@@ -1,9 +1,9 @@
 """What the senders of the weight push have in common: buckets made ahead.
 
 Every rank of the trainer has a Sender; the ranks of SenderSettings.senders send, and the others take part in gathering.
-`prepare` runs while the generators continue sampling: it gathers, converts and lays out as many buckets as fit. `send`
-runs while they are paused. Both are called on all ranks. Invariant: a sender either finishes in time or raises, and
-names the servers that did not answer.
+`prepare` runs while generators on other GPUs continue sampling: it gathers, converts and lays out as many buckets as
+fit, or one where the generators share the GPUs. `send` runs while they are paused. Both are called on all ranks.
+Invariant: a sender either finishes in time or raises, and names the servers that did not answer.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ class IpcSender(BucketSender):
             handed.append(self._hand_over(shared, len(handed) + 1, deadline))
         if handed:
             self._finish(handed[-1], deadline)
+        bucket = shared = None
         num_bytes = sum(one.num_bytes for one in handed)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()

@@ -159,8 +159,8 @@ class ServerPush(Generic[G]):
 
 
 def due(verify: Verify, num_pushes: int) -> bool:
-    """Return whether the push after `num_pushes` others is to be verified. The second one is the first that servers
-    copy to recorded places (rollout/inference/sglang/buckets/recorded_copies.py)."""
+    """Return whether the push after `num_pushes` others is to be verified. In the first one a server
+    finds parameters by their names; from the second one on it may copy to the same places."""
     return verify == "always" or (verify == "first" and num_pushes < 2)
 
 

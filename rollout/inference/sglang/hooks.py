@@ -326,6 +326,13 @@ def copy_experts(output: Any, *args: Any, **kwargs: Any) -> None:
         output.topk = output.topk.clone()
 
 
+def moves_experts() -> bool:
+    """Return whether the server balances experts between its ranks."""
+    from sglang.srt.server_args import get_global_server_args
+
+    return bool(get_global_server_args().enable_eplb)
+
+
 def install_hooks() -> None:
     """Register the hooks; SGLang applies them at the start of each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -338,7 +345,7 @@ def install_hooks() -> None:
     )
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     deepseek, latent = "sglang.srt.models.deepseek_common.", beside("latent_attention.py")
-    copies = beside("buckets/recorded_copies.py").RecordedCopies()
+    copies = beside("buckets/recorded_copies.py").RecordedCopies(moves_experts)
     buckets = beside("buckets/received_buckets.py").ReceivedBuckets(copies)
     delayer = "sglang.srt.managers.prefill_delayer.PrefillDelayer."
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."

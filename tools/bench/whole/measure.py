@@ -59,7 +59,7 @@ def whole(scene: Scene) -> Iterator[Figure]:
             yield figure("rollout_tokens_per_second", sampled, "tokens/s")
         yield from _busy(shares, size)
         yield from _pushes(rows)
-        yield figure("pushes_with_equal_checksums", pushes(run.output)[1], "pushes", "the first")
+        yield figure("pushes_with_equal_checksums", pushes(run.output)[1], "pushes", "the first two")
         yield from _mismatch("replayed" if config.get("actor.moe_routing_replay", True) else "mock", run, total)
         yield from _memory(rows, used, size, own)
 

@@ -1,16 +1,18 @@
 """Copies of a bucket into a model: recorded when the model loads it for the first time, and repeated after that.
 
 SGLang finds the parameter of every tensor by its name, in Python: for a model with experts that takes longer than to
-send it. Where it copies goes by names, formats and shapes alone, so a later bucket of the same ones needs the copies
-alone. Stands alone, as hooks.py does. Invariant: copies are repeated only if loading was nothing but copies into
-parameters and buffers of the model and constants that fill the rest of them, each to a place of its own, and those
-parameters and buffers are still where they were.
+send it. Where its models copy goes by names, formats and shapes, so a later bucket of the same ones needs the copies
+alone. Stands alone, as hooks.py does. Invariant: copies are repeated only if loading was seen to copy every tensor of
+the bucket and to do nothing else but fill with constants, each into a place of its own in the parameters and buffers of
+the model, which are still where they were.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,25 +31,32 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RecordedCopies:
     """What one scheduler process has recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, places_change: Callable[[], bool] = lambda: False) -> None:
+        """`places_change`: whether the server moves parts of the model, such as experts; then nothing is recorded."""
+        self._places_change = places_change
         self._recorded: dict[Any, _Copies | None] = {}
-        """By names, formats and places of a bucket; None: to be loaded by the model."""
+        """By model, and names, formats and places of a bucket; None: to be loaded by the model."""
+        self._reasons: set[str] = set()
 
     def load(self, model: Any, flat: Tensor, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Load `tensors`, views of the bucket `flat`, as load_weights() of the model, a module of torch, does."""
-        key = tuple((name, t.dtype, t.shape, t.storage_offset()) for name, t in tensors)
+        key = (id(model), *((name, t.dtype, t.shape, t.storage_offset()) for name, t in tensors))
         copies = self._recorded.get(key)
         if copies is not None and copies.are_valid():
             copies.repeat(flat)
             return
-        if key in self._recorded and copies is None:
+        if self._places_change() or (key in self._recorded and copies is None):
             model.load_weights(tensors)
             return
         if len(self._recorded) >= MOST_BUCKETS:
             self._recorded.clear()
         with _Recorder(model, flat) as recorder:
             model.load_weights(tensors)
-        self._recorded[key] = recorder.copies()
+        reason = recorder.why_not(tensors)
+        self._recorded[key] = None if reason else recorder.copies()
+        if reason and reason not in self._reasons:
+            self._reasons.add(reason)
+            logger.info("weight updates: the model itself loads buckets such as this one: %s", reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +66,14 @@ class _Owner:
     module: nn.Module
     name: str
     tensor: Tensor
-    address: int
+    layout: tuple[Any, ...]
+
+    @staticmethod
+    def of(module: nn.Module, name: str, tensor: Tensor) -> _Owner:
+        return _Owner(module=module, name=name, tensor=tensor, layout=_layout(tensor))
 
     def is_valid(self) -> bool:
-        return (
-            getattr(self.module, self.name, None) is self.tensor
-            and self.tensor.untyped_storage().data_ptr() == self.address
-        )
+        return getattr(self.module, self.name, None) is self.tensor and _layout(self.tensor) == self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,47 +121,54 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, flat: Tensor) -> None:
         super().__init__()
-        self._source = flat.untyped_storage().data_ptr()
-        self._owners = {
-            tensor.untyped_storage().data_ptr(): _Owner(
-                module=module, name=name, tensor=tensor, address=tensor.untyped_storage().data_ptr()
-            )
-            for module in model.modules()
-            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        }
+        self._source = _address(flat)
+        self._owners: dict[int, list[_Owner]] = defaultdict(list)
+        """By address; several where weights are tied."""
+        for module in model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._owners[_address(tensor)].append(_Owner.of(module, name, tensor))
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._constants: list[tuple[Tensor, float]] = []
         self._other = ""
         """What else ran."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and self._is_copy(*args[:2]):
             self._copies.append((args[0], args[1]))
         elif func is torch.ops.aten.fill_.Scalar and self._is_owned(args[0]):
             self._constants.append((args[0], args[1]))
-        elif not func.is_view and not self._other:
+        elif not (func.is_view and _are_views(result, args[0])) and not self._other:
             self._other = str(func)
-        return func(*args, **(kwargs or {}))
+        return result
 
     def _is_copy(self, target: Tensor, source: Tensor) -> bool:
-        return (
-            source.untyped_storage().data_ptr() == self._source
-            and self._is_owned(target)
-            and source.shape == target.shape
-        )
+        return _address(source) == self._source and self._is_owned(target) and source.shape == target.shape
 
     def _is_owned(self, target: Tensor) -> bool:
-        return target.untyped_storage().data_ptr() in self._owners
+        return _address(target) in self._owners
 
-    def copies(self) -> _Copies | None:
-        """Return what was recorded; None if it cannot be repeated."""
-        targets = [target for target, _ in (*self._copies, *self._constants) if target.numel()]
-        if self._other or _overlap(targets):
-            reason = f"it runs {self._other}" if self._other else "it writes one place twice"
-            logger.info("weight updates: the model itself loads buckets such as this one: %s", reason)
-            return None
-        used = {target.untyped_storage().data_ptr() for target in targets}
-        recorded = _Copies(owners=[self._owners[address] for address in used], constants=self._constants)
+    def why_not(self, tensors: Sequence[tuple[str, Tensor]]) -> str:
+        """Return why the copies of these tensors cannot be repeated; empty where they can."""
+        if self._other:
+            return f"it runs {self._other}"
+        if _overlap(self._targets()):
+            return "it writes one place twice"
+        # In another thread, or not at all.
+        begins = [tensor.data_ptr() for _, tensor in tensors]
+        copied = {bisect_right(begins, source.data_ptr()) - 1 for _, source in self._copies}
+        unseen = [name for i, (name, tensor) in enumerate(tensors) if tensor.numel() and i not in copied]
+        return f"{unseen[0]} was not seen to be copied" if unseen else ""
+
+    def _targets(self) -> list[Tensor]:
+        return [target for target, _ in (*self._copies, *self._constants) if target.numel()]
+
+    def copies(self) -> _Copies:
+        """Return what was recorded."""
+        used = {_address(target) for target in self._targets()}
+        owners = [owner for address in used for owner in self._owners[address]]
+        recorded = _Copies(owners=owners, constants=self._constants)
         together: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[_Part]]] = {}
         for target, source in self._copies:
             contiguous = target.is_contiguous() and source.is_contiguous()
@@ -169,6 +186,20 @@ class _Recorder(TorchDispatchMode):
                 recorded.alone.append((target, part))
         recorded.together = list(together.values())
         return recorded
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return _address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _are_views(result: Any, of: Tensor) -> bool:
+    """Return whether results of what may copy, as reshape() may, are views."""
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return all(_address(one) == _address(of) for one in results)
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:

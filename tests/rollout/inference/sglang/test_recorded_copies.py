@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -29,7 +32,7 @@ class Model(nn.Module):
     def __init__(self, before_norm: Callable[[Model, Tensor], Tensor] = lambda _, norm: norm) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.full((PADDED, HIDDEN), torch.nan))
-        self.norm = nn.Parameter(torch.zeros(HIDDEN))
+        self.tied = self.norm = nn.Parameter(torch.zeros(2 * HIDDEN)[:HIDDEN])
         self.gate_up = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.bfloat16))
         self.register_buffer("down", torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=torch.bfloat16))
         self.loads, self._before_norm = 0, before_norm
@@ -112,8 +115,10 @@ def test_a_bucket_with_other_places_is_loaded_by_the_model() -> None:
     [
         lambda model: setattr(model, "norm", nn.Parameter(torch.zeros(HIDDEN))),
         lambda model: setattr(model.norm, "data", torch.zeros(HIDDEN)),
+        lambda model: setattr(model.norm, "data", model.norm.data.as_strided((HIDDEN,), (1,), HIDDEN)),
+        lambda model: setattr(model, "tied", nn.Parameter(torch.zeros(HIDDEN))),
     ],
-    ids=["parameter", "memory"],
+    ids=["parameter", "memory", "place in its memory", "one of two tied ones"],
 )
 def test_a_parameter_that_was_replaced_is_found(replace: Callable[[Model], None]) -> None:
     copies, model = RecordedCopies(), Model()
@@ -134,10 +139,17 @@ def elsewhere(model: Model, norm: Tensor) -> Tensor:
     return norm
 
 
+def converts(model: Model, norm: Tensor) -> Tensor:
+    """What is called a view and is a copy, where operations are not taken apart."""
+    with torch.inference_mode():
+        model.__dict__["converted"] = norm.to(torch.float64)
+    return norm
+
+
 @pytest.mark.parametrize(
     "before_norm",
-    [lambda _, norm: norm * 1, lambda _, norm: norm if norm.sum() else norm[:], twice, elsewhere],
-    ids=["computes", "decides by values", "writes one place twice", "writes elsewhere"],
+    [lambda _, norm: norm * 1, lambda _, norm: norm if norm.sum() else norm[:], twice, elsewhere, converts],
+    ids=["computes", "decides by values", "writes one place twice", "writes elsewhere", "converts"],
 )
 def test_what_is_more_than_copies_is_loaded_by_the_model_every_time(
     before_norm: Callable[[Model, Tensor], Tensor],
@@ -146,6 +158,67 @@ def test_what_is_more_than_copies_is_loaded_by_the_model_every_time(
     for seed in range(3):
         load(copies, model, seed)
     assert model.loads == 3
+
+
+class Threaded(Model):
+    """Loads as SGLang loads DeepSeek on a CPU."""
+
+    def load_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        thread = threading.Thread(target=super().load_weights, args=(tensors,))
+        thread.start()
+        thread.join()
+
+
+def test_what_is_copied_in_another_thread_is_loaded_by_the_model_every_time() -> None:
+    copies, model = RecordedCopies(), Threaded()
+    for seed in range(3):
+        load(copies, model, seed)
+    assert model.loads == 3
+
+
+def test_a_tensor_that_the_model_skips_is_given_to_it_every_time() -> None:
+    class Skipping(Model):
+        def load_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+            super().load_weights([tensor for tensor in tensors if tensor[0] != "norm" or self.loads])
+
+    copies, model = RecordedCopies(), Skipping()
+    copies.load(model, *bucket(0))
+    load(copies, model, 1)
+    assert model.loads == 2
+
+
+def test_nothing_is_recorded_while_the_server_moves_parts_of_the_model() -> None:
+    moves = True
+    copies, model = RecordedCopies(lambda: moves), Model()
+    load(copies, model, 0)
+    load(copies, model, 1)
+    moves = False
+    load(copies, model, 2)
+    load(copies, model, 3)
+    assert model.loads == 3
+
+
+def test_the_copies_of_one_model_are_not_made_into_another() -> None:
+    copies, models = RecordedCopies(), [Model(), Model()]
+    for seed in range(2):
+        for model in models:
+            load(copies, model, seed)
+    assert [model.loads for model in models] == [1, 1]
+
+
+@pytest.mark.parametrize("before_norm", [lambda _, norm: norm, lambda _, norm: norm * 1], ids=["recorded", "not"])
+def test_the_memory_of_a_bucket_is_given_back_at_once(before_norm: Callable[[Model, Tensor], Tensor]) -> None:
+    copies, model = RecordedCopies(), Model(before_norm)
+    gc.disable()
+    try:
+        for seed in range(2):
+            flat, tensors = bucket(seed)
+            copies.load(model, flat, tensors)
+            memory = weakref.ref(flat)
+            del flat, tensors
+            assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_a_bucket_that_failed_is_not_recorded() -> None:

@@ -95,7 +95,8 @@ def buckets_of(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tp: int
 ) -> None:
-    """The last push has changes of one half of a fused parameter, and of what the server derives others from."""
+    """The second push of everything may be loaded by recorded copies. The last one has changes of one half of a fused
+    parameter, and of what the server derives others from."""
     family, settings = tiny_models.MODELS[name]
     # Widths that SGLang does not pad on the CPU.
     size = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
@@ -105,7 +106,7 @@ def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(
     sending = SenderSettings(
         rank=0, world_size=1, dtype=torch.float32, timeout_seconds=100.0, bucket_bytes=1 << 20, staged_bytes=0
     )
-    senders: list[Any] = [IpcSender(sending, CPU) if tp == 2 else NcclSender(sending, CPU)]
+    senders: list[Any] = [IpcSender(sending, CPU) if tp == 2 else NcclSender(sending, CPU) for _ in range(2)]
     folder = tmp_path / "pushed"
     senders += 2 * [DiskSender(sending, CPU, folder=folder, model_path=str(tmp_path / "model"), changes="always")]
 
@@ -113,7 +114,9 @@ def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(
         compared = []
         endpoint = replace(server.endpoint, trainer_ranks=(0,) * tp)
         for number, sender in enumerate(senders):
-            if number == 2:
+            if number == 1:
+                perturbed(pushed, seed=2)
+            if number == 3:
                 with torch.no_grad():
                     attention = pushed.model.layers[1].self_attn
                     attention.kv_b_proj.weight[:, 3] += 0.2
@@ -132,7 +135,7 @@ def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(
         settings_for(tmp_path / "model", log_file, tp=tp, env=env, startup_timeout_seconds=900.0, reports_experts=True)
     ) as server:
         compared, completion = with_generator(server, "abort", push_and_sample)
-    assert compared == ["all checksums equal"] * 3
+    assert compared == ["all checksums equal"] * 4
     chosen: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(pushed.model.layers):
         if hasattr(layer.mlp, "experts"):
