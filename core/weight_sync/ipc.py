@@ -24,7 +24,7 @@ from core.weight_sync.errors import PushError
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
-from tracing import add_span
+from tracing import add_span, span
 
 
 class IpcSender(BucketSender):
@@ -101,7 +101,8 @@ class IpcSender(BucketSender):
 
         def receive(server: WeightEndpoint, timeout_seconds: float) -> None:
             handles = [payloads[rank] or "" for rank in server.trainer_ranks]
-            server.receive_shared(handles, timeout_seconds=timeout_seconds)
+            with span("copy", lane=f"copies of {server.name}", number=number):
+                server.receive_shared(handles, timeout_seconds=timeout_seconds)
 
         answers = call_all(self._servers, receive, deadline) if self._settings.rank == 0 else {}
         return _Handed(number, bucket, answers)

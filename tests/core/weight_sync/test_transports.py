@@ -35,6 +35,8 @@ from core.weight_sync.servers import ServerPush, with_colocated_ranks
 from rollout.inference.backend import Transport
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.endpoint import SGLangEndpoint
+from tracing import record_spans
+from tracing.spans import FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
@@ -226,7 +228,7 @@ def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_it
     assert server.opened == [["memory of rank 2", "memory of rank 0"]]
 
 
-def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_third_exists() -> None:
+def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_third_exists(tmp_path: Path) -> None:
     """The servers here copy each bucket but the last when the next one has been gathered."""
     gathered = [threading.Event() for _ in range(NUM_BUCKETS)]
     memory: list[weakref.ref[Tensor]] = []
@@ -257,7 +259,12 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
     sender.connect([server])  # type: ignore[list-item]
     sender.prepare(source(), verify=False)
     assert [event.is_set() for event in gathered] == [True] + [False] * (NUM_BUCKETS - 1)
+    record_spans("sender", tmp_path, limit_mib=1)
     report = sender.send()
+    record_spans("sender", tmp_path, limit_mib=0)
+    rows = [json.loads(line) for line in (tmp_path / FOLDER / "sender.jsonl").read_text().splitlines()[1:]]
+    assert [row[-1]["number"] for row in rows if row[:2] == ["copy", "copies of generator-0"]] == [1, 2, 3, 4, 5]
+    assert [row[-1]["number"] for row in rows if row[0] == "bucket"] == [1, 2, 3, 4, 5]
     assert report is not None and report.num_buckets == NUM_BUCKETS
     assert server.kept == [[number] for number in range(NUM_BUCKETS)], "one bucket is copied, kept until it is"
 
