@@ -156,9 +156,10 @@ class _Recorder(TorchDispatchMode):
         if _overlap(self._targets()):
             return "it writes one place twice"
         # In another thread, or not at all.
-        begins = [tensor.data_ptr() for _, tensor in tensors]
-        copied = {bisect_right(begins, source.data_ptr()) - 1 for _, source in self._copies}
-        unseen = [name for i, (name, tensor) in enumerate(tensors) if tensor.numel() and i not in copied]
+        names = {tensor.data_ptr(): name for name, tensor in tensors if tensor.numel()}
+        begins = sorted(names)
+        copied = {begins[bisect_right(begins, source.data_ptr()) - 1] for _, source in self._copies if source.numel()}
+        unseen = [name for begin, name in names.items() if begin not in copied]
         return f"{unseen[0]} was not seen to be copied" if unseen else ""
 
     def _targets(self) -> list[Tensor]:

@@ -101,6 +101,17 @@ def test_a_bucket_in_another_order_is_loaded_by_the_model() -> None:
     assert all(map(torch.equal, model.values(), alone.values()))
 
 
+def test_the_order_of_the_tensors_need_not_be_that_of_the_memory() -> None:
+    copies, model = RecordedCopies(), Model()
+    for seed in range(2):
+        flat, tensors = bucket(seed)
+        copies.load(model, flat, tensors[::-1])
+        alone = Model()
+        alone.load_weights(tensors)
+        assert all(map(torch.equal, model.values(), alone.values()))
+    assert model.loads == 1
+
+
 def test_a_bucket_with_other_places_is_loaded_by_the_model() -> None:
     copies, model = RecordedCopies(), Model()
     for seed, begin in enumerate((0, 1, 1)):
