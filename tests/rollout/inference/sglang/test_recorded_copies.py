@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -230,6 +231,22 @@ def test_the_memory_of_a_bucket_is_given_back_at_once(before_norm: Callable[[Mod
             assert memory() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_on_a_gpu_are_those_of_the_model() -> None:
+    copies, model, alone = RecordedCopies(), Model().cuda(), Model().cuda()
+    for seed in range(3):
+        flat, tensors = bucket(seed)
+        flat = flat.cuda()
+        ends = list(accumulate(tensor.nbytes for _, tensor in tensors))
+        parts = zip(tensors, pairwise([0, *ends]), strict=True)
+        on_gpu = [(name, flat[begin:end].view(t.dtype).view(t.shape)) for (name, t), (begin, end) in parts]
+        copies.load(model, flat, on_gpu)
+        alone.load_weights(on_gpu)
+        assert all(map(torch.equal, model.values(), alone.values()))
+    assert model.loads == 1
 
 
 def test_a_bucket_that_failed_is_not_recorded() -> None:
