@@ -17,6 +17,7 @@ from rollout.answer_file import Answer
 from rollout.evaluation import EvaluationPlan
 from rollout.types import Prompt, SamplingParams
 from tools.eval.__main__ import BAD_INPUT, main
+from tools.eval.comparable import setting_differences
 from tools.eval.compare import _resampled_means, compare
 from tools.eval.report import pass_at_k, summarise, text_table, unjudged_line
 from tools.eval.run import _answer_all
@@ -163,6 +164,28 @@ def test_evaluations_with_settings_that_change_the_measures_are_compared_only_on
     assert main(["compare", *folders, "--allow_different"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"warning: the results are not comparable: {both_values}" and shown[1].startswith("+-")
+
+
+@pytest.mark.parametrize(
+    ("paths", "hashes", "refused"),
+    [
+        (("a.jinja", "a.jinja"), ("1f", "2e"), "prompt_format.chat_template='hash 1f' in A and 'hash 2e' in B"),
+        (("a.jinja", "b.jinja"), ("1f", "1f"), None),
+        ((None, None), (None, None), None),
+        (("a.jinja", "b.jinja"), (), "prompt_format.chat_template='a.jinja' in A and 'b.jinja' in B"),
+    ],
+    ids=["changed", "moved", "none", "before hashes were kept"],
+)
+def test_chat_templates_are_compared_by_their_content(
+    paths: tuple[str | None, ...], hashes: tuple[str | None, ...], refused: str | None
+) -> None:
+    a, b = (
+        SETTINGS
+        | {"prompt_format": {**SETTINGS["prompt_format"], "chat_template": path}}
+        | ({"chat_template_hash": hashes[i]} if hashes else {})
+        for i, path in enumerate(paths)
+    )
+    assert list(setting_differences(a, b, sampled=True).refused) == ([refused] if refused else [])
 
 
 def test_every_differing_setting_is_in_the_message(tmp_path: Path, capsys) -> None:

@@ -59,11 +59,14 @@ def setting_differences(a: Mapping[str, Any], b: Mapping[str, Any], *, sampled: 
 
 
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings with the parts of the prompt format as settings of their own and the default data type as its
-    value."""
+    """Yield the settings with the parts of the prompt format as settings of their own, the default data type as its
+    value, and a file of a chat template as the hash of its content where that is known."""
     for key, value in settings.items():
         if key == "prompt_format":
             yield from ((f"{key}.{part}", of_part) for part, of_part in value.items())
+        elif key == "chat_template_hash":
+            if value is not None:
+                yield "prompt_format.chat_template", f"hash {value}"
         elif key == "dtype":
             yield key, value or DEFAULT_DTYPES.get(settings.get("generator", ""))
         else:

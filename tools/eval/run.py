@@ -152,13 +152,14 @@ def _identity(settings: EvalSettings, ends: Sequence[int]) -> dict[str, Any]:
     """Return what determines the answers beside the model, for the file beside them. The number of questions and
     samples may change."""
     questions = {b.name: _hash([(r.query_id, r.prompt, r.solutions) for r in b.rows]) for b in settings.benchmarks}
-    sampling = settings.sampling
+    sampling, chat_template = settings.sampling, settings.judging.prompt_format.chat_template
     return {
         "max_gen_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": settings.seed,
         "prompt_format": asdict(settings.judging.prompt_format),
+        "chat_template_hash": chat_template and _hash(Path(chat_template).expanduser().read_text(encoding="utf-8")),
         "workflow": settings.judging.workflow,
         "reward": settings.judging.reward,
         "dtype": settings.generator.dtype,
