@@ -35,8 +35,8 @@ class PushConfig(Section):
     verify: Verify = key(
         "first",
         "After which updates to compare the checksums of all tensors on the servers with what was sent. first: the "
-        "first two after the start; in the first one a server finds parameters by their names, in later ones it copies "
-        "to the same places",
+        "first two after the start of the run or of a server; in the first one a server finds parameters by their "
+        "names, in later ones it copies to the same places",
         needs="servers",
     )
     changes: Changes = key(

@@ -26,7 +26,7 @@ from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
-from core.weight_sync.base import LocalPush, RunPush, WeightPush
+from core.weight_sync.base import FleetPush, LocalPush, RunPush
 from core.weight_sync.colocated import ColocatedPush
 from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
 from core.weight_sync.servers import SenderPlan, ServerPush
@@ -182,7 +182,7 @@ def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers
     )
 
 
-def _push(config: PPOMATHConfig, workers: PPOWorkers) -> WeightPush:
+def _push(config: PPOMATHConfig, workers: PPOWorkers) -> FleetPush:
     push, trainer, generators = config.push, workers.actor.group, workers.generators
     bucket_bytes, seconds = push.bucket_mib * 2**20, push.timeout_seconds
     if workers.transport == "local" and not workers.colocated:

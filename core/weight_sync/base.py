@@ -51,6 +51,14 @@ class WeightPush(Protocol):
         ...
 
 
+class FleetPush(WeightPush, Protocol):
+    """A push to generators of which some may restart."""
+
+    def generators_joined(self) -> None:
+        """Count pushes from here on: the next one is the first for some generators."""
+        ...
+
+
 class RunPush(WeightPush, Protocol):
     """What the loop drives: a push that looks after the generators."""
 
@@ -89,6 +97,9 @@ class LocalPush:
 
     def offload_generators(self) -> None:
         """Do nothing: both sides share only the processor."""
+
+    def generators_joined(self) -> None:
+        """Do nothing: no push is verified."""
 
     def push(self, version: int) -> PushReport:
         start = time.perf_counter()

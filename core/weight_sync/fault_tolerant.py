@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from core.errors import LaunchError, PushFailure
 from core.processes.signals import raise_if_interrupted
-from core.weight_sync.base import PushReport, WeightPush
+from core.weight_sync.base import FleetPush, PushReport
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class FaultTolerantWeightSync:
 
     def __init__(
         self,
-        push: WeightPush,
+        push: FleetPush,
         generators: Fleet,
         rollout: RolloutSide,
         *,
@@ -94,6 +94,7 @@ class FaultTolerantWeightSync:
             try:
                 if self._generators.membership_changed() or failure is not None:
                     self._reconnect()
+                    self._push.generators_joined()
                 report = self._push.push(version)
                 break
             except LaunchError as e:

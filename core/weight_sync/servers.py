@@ -135,6 +135,10 @@ class ServerPush(Generic[G]):
     def offload_generators(self) -> None:
         """Do nothing: the servers have devices of their own."""
 
+    def generators_joined(self) -> None:
+        """Verify as at the start."""
+        self._num_pushes = 0
+
     def push(self, version: int) -> PushReport:
         """Push the weights of `version`. Raises PushError, GeneratorCallError or GeneratorGone; generation stays paused
         then; the run must end."""

@@ -36,6 +36,7 @@ class Trainer:
         self._kind, self._folder = kind, folder
         self.sender: Any = None
         self.num_connects = self.num_sends = 0
+        self.verified: list[bool] = []
         self.version = 0
 
     def connect(self, servers: list[Any]) -> None:
@@ -46,6 +47,7 @@ class Trainer:
         self.sender.connect(servers)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
+        self.verified.append(verify)
         with as_the_driver_sees():
             self.sender.prepare(buckets(self.version), verify=verify)
 
@@ -96,9 +98,9 @@ class Fleet:
         self.rollout, self.trainer = Rollout(), Trainer(kind, folder)
         self.pool = make_pool(Cluster(folder, list(self.actors)), 2)
         self.trainer.connect(self.pool.endpoints(ALLOCATION.trainer))
-        inner = ServerPush(self.trainer, self.pool, bucket_bytes=1, verify="always", timeout_seconds=20.0)
+        self.inner = ServerPush(self.trainer, self.pool, bucket_bytes=1, verify="always", timeout_seconds=20.0)
         self._push = FaultTolerantWeightSync(
-            inner,
+            self.inner,
             self.pool,
             self.rollout,  # type: ignore[arg-type]
             reconnect=lambda: self.trainer.connect(self.pool.endpoints(ALLOCATION.trainer)),
@@ -144,6 +146,17 @@ def test_senders_join_the_server_that_came_back_and_the_next_push_reaches_it(fle
     fleet.push(3)
     assert [holds(double, 3) for double in fleet.doubles] == [True, False, True]
     assert fleet.trainer.num_connects == 2
+
+
+def test_a_server_that_came_back_is_verified_as_at_the_start(fleet: Fleet) -> None:
+    fleet.inner._verify = "first"
+    for version in (1, 2, 3):
+        fleet.push(version)
+    fleet.pool.lose(1, "killed")
+    fleet.pool.look()  # its successor has started
+    for version in (4, 5, 6):
+        fleet.push(version)
+    assert fleet.trainer.verified == [True, True, False] * 2
 
 
 def test_a_push_that_fails_as_a_server_dies_is_repeated_with_those_that_live(fleet: Fleet) -> None:
