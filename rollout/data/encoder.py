@@ -62,7 +62,8 @@ class Encoder:
         if template is not None and "{prompt}" not in template:
             raise DatasetError(f"prompt template {template!r} has no {{prompt}}; write it where the prompt belongs")
         path = self._format.chat_template
-        self._chat_template = None if path is None else _read_text(Path(path).expanduser())
+        self.chat_template = None if path is None else _read_text(Path(path).expanduser())
+        """Content of prompt.chat_template; None: the tokenizer's own is used, if it has one."""
         self.has_chat_template = bool(path is not None or tokenizer.chat_template)
         self.end_token_ids = end_token_ids(tokenizer, read_generation_config(folder))
         self._start = _start_tokens(tokenizer)
@@ -120,7 +121,7 @@ class Encoder:
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=list(tools) if tools else None,
-                    chat_template=self._chat_template,
+                    chat_template=self.chat_template,
                     tokenize=False,
                     add_generation_prompt=opens,
                     **self._format.chat_options,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,7 +82,7 @@ async def evaluate(settings: EvalSettings) -> str:
     for name, of in prompts.items():
         for prompt in of:
             plan.check_room(name, prompt)
-    identity = given_model | _identity(settings, ends)
+    identity = given_model | _identity(settings, encoder)
     if settings.overwrite:
         empty(output, keep=output / CONVERTED)
     if check_same(output / SETTINGS, identity) != identity:
@@ -148,24 +147,24 @@ def _workflows(
     }  # fmt: skip
 
 
-def _identity(settings: EvalSettings, ends: Sequence[int]) -> dict[str, Any]:
+def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, Any]:
     """Return what determines the answers beside the model, for the file beside them. The number of questions and
     samples may change."""
     questions = {b.name: _hash([(r.query_id, r.prompt, r.solutions) for r in b.rows]) for b in settings.benchmarks}
-    sampling, chat_template = settings.sampling, settings.judging.prompt_format.chat_template
+    sampling = settings.sampling
     return {
         "max_gen_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": settings.seed,
         "prompt_format": asdict(settings.judging.prompt_format),
-        "chat_template_hash": chat_template and _hash(Path(chat_template).expanduser().read_text(encoding="utf-8")),
+        "chat_template_hash": encoder.chat_template and _hash(encoder.chat_template),
         "workflow": settings.judging.workflow,
         "reward": settings.judging.reward,
         "dtype": settings.generator.dtype,
         "generator": settings.generator.resolved(),
         "sglang": {k: v for k, v in sorted(settings.generator.sglang.items()) if k not in _ANSWERS_STAY_THE_SAME},
-        "stop_token_ids": list(ends),
+        "stop_token_ids": list(encoder.end_token_ids),
         "questions": questions,
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,20 @@ from rollout.plugins import PluginError, load_plugin, unknown_name
 from rollout.rewards.registry import REWARDS
 from rollout.workflows import check_workflow
 
+_ReadStream = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""read_stream(), which remembers what it has read."""
+
 
 def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, in tokens, too."""
+    read = cache(read_stream)  # it may be large, and two checks need it
     of_experiment: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-        "ppo-math": (partial(_prompts, lengths=lengths), _reward, _workflow, _quantization, check_algorithm),
+        "ppo-math": (partial(_prompts, lengths=lengths, read=read), _reward, _workflow, _quantization, check_algorithm),
         "sft": (_answers,),
         "dpo": (_preferences,),
     }
-    return (_models, *of_experiment[config.NAME], _environment, _recover)
+    return (_models, *of_experiment[config.NAME], _environment, partial(_recover, read=read))
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
@@ -127,7 +131,7 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
                 yield Problem(key=error.key, message=message)
 
 
-def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
+def _prompts(config: PPOMATHConfig, *, lengths: bool, read: _ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
     boxed = config.reward.function == "math"
@@ -149,7 +153,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
     found = list(_data_sets(config, scan))
     yield from found
     if not found:
-        yield from _same_prompts(config, trained, lambda: num_surely_fitting(trained, **measured))
+        yield from _same_prompts(config, trained, lambda: num_surely_fitting(trained, **measured), read)
     if config.demonstrations.path:
         try:
             read_examples(config.demonstrations.path)
@@ -166,14 +170,16 @@ def _has_tokenizer(model: str) -> bool:
     return True
 
 
-def _same_prompts(config: PPOMATHConfig, rows: Sequence[Row], count_fitting: Callable[[], int]) -> Iterator[Problem]:
+def _same_prompts(
+    config: PPOMATHConfig, rows: Sequence[Row], count_fitting: Callable[[], int], read: _ReadStream
+) -> Iterator[Problem]:
     """Yield a data set that is certainly another one than that of the newest checkpoint. A run compares the prompts
     that it does not leave out, once they are tokenised. `count_fitting`: of those that it certainly keeps."""
     newest = _to_continue(config)
     if newest is None:
         return
     try:
-        before, _ = read_stream(newest)
+        before, _ = read(newest)
         now, num_prompts = identify(rows), int(before["num_prompts"])
         left_none_out = before.get("num_rows") == num_prompts == now["num_rows"]
         changed = before.get("rows_checksum", now["rows_checksum"]) != now["rows_checksum"]
@@ -264,7 +270,7 @@ def _to_continue(config: ExperimentConfig) -> Path | None:
         return None
 
 
-def _recover(config: ExperimentConfig) -> Iterator[Problem]:
+def _recover(config: ExperimentConfig, *, read: _ReadStream) -> Iterator[Problem]:
     """Yield settings that the newest recover checkpoint of the trial, or that of resume_from, cannot follow."""
     newest = _to_continue(config)
     if newest is None:
@@ -276,7 +282,7 @@ def _recover(config: ExperimentConfig) -> Iterator[Problem]:
     for field, change in config.run_identity.changes_since(identity).items():
         yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(newest)}")
     try:
-        data, settings = read_stream(newest)
+        data, settings = read(newest)
     except _NOT_OF_A_RUN:
         return
     before = {**data, **settings}

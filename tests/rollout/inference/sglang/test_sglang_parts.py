@@ -138,8 +138,9 @@ def test_fp8_weights_come_without_scales_of_a_cache() -> None:
     assert chosen(RadixAttention(), None) == "RadixAttention p" and chosen(Other(), [128, 128]) == "Other p"
 
 
-def test_the_server_receives_buckets_in_the_way_that_overlaps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights would arrive in SGLang's own way too, only later."""
+@pytest.mark.parametrize("balances", [False, True])
+def test_the_server_receives_buckets_in_the_ways_that_are_fast(balances: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights would arrive in SGLang's own way too, only later. Copies are recorded unless it balances experts."""
     registered: dict[str, tuple[Any, Any]] = {}
 
     class HookRegistry:
@@ -150,11 +151,18 @@ def test_the_server_receives_buckets_in_the_way_that_overlaps_them(monkeypatch: 
     kinds = SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
     registry = SimpleNamespace(HookRegistry=HookRegistry, HookSource=lambda *names: names, HookType=kinds)
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
+    arguments = SimpleNamespace(get_global_server_args=lambda: SimpleNamespace(enable_eplb=balances))
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", arguments)
     for package in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, package, SimpleNamespace())
     install_hooks()
-    hook, kind = registered["_update_bucketed_weights_from_distributed"]
-    assert (type(hook.__self__).__name__, hook.__name__, kind) == ("ReceivedBuckets", "receive", "around")
+    for target, name in (
+        ("_update_bucketed_weights_from_distributed", "receive"),
+        ("_update_weights_from_flattened_bucket", "copy_shared"),
+    ):
+        hook, kind = registered[target]
+        assert (type(hook.__self__).__name__, hook.__name__, kind) == ("ReceivedBuckets", name, "around")
+        assert hook.__self__._copies._places_change() == balances
 
 
 def test_a_head_dimension_without_kernels_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
