@@ -20,6 +20,7 @@ from tools.bench import gpu_experts, gpu_ranks
 from tools.bench.gpu import Scene, become_rank, random_batch
 from tools.bench.gpu_experts import TRIED
 from tools.bench.gpu_memory import Measured, WidthsScene, with_balanced_experts
+from tools.bench.gpu_push import Pushed, gap_around
 from tools.bench.gpu_ranks import Updates, measure_routings, measure_updates
 
 
@@ -153,3 +154,16 @@ def test_a_rank_of_balanced_updates_prescribes_the_experts_and_measures_all_rout
     assert given == [(True, "x, 16, balanced"), (False, "x, 16")]
     assert len(made) == 1
     assert results == [(0, {16: measured(rate, 1.0, 1.0)}) for rate in (1.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "gap"),
+    [
+        ([[0.0, 0.01, 0.16, 0.17]], 0.15),
+        ([[0.0, 0.05, 0.1, 0.15, 0.2]], 0.12),
+    ],
+    ids=["a stream waits", "a client that is behind"],
+)
+def test_no_gap_around_a_push_is_shorter_than_its_pause(arrivals: list[list[float]], gap: float) -> None:
+    push = Pushed(gather=1.0, pause=0.01, send=0.1, resume=0.01, gigabytes=1.0)
+    assert gap_around(push, arrivals, 0.0, 0.2) == pytest.approx(gap)

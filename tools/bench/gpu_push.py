@@ -162,8 +162,7 @@ async def pushes_into_streams(
             start, version = time.perf_counter(), version + 1
             pushes.append(await push_once(served, sending, buckets, version, verify=False))
             await asyncio.sleep(0.3)
-            # A client that has fallen behind reads in a pause what came before it, and sees a shorter gap.
-            gaps.append(max(pushes[-1].paused, longest_gap(arrivals, start, time.perf_counter())))
+            gaps.append(gap_around(pushes[-1], arrivals, start, time.perf_counter()))
             calm.append(longest_gap(arrivals, before, start))
             logger.info("%s, longest gap %.4f s, without a push %.4f s", pushes[-1], gaps[-1], calm[-1])
     return pushes, gaps
@@ -283,6 +282,12 @@ async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
         async with session.post("/abort_request", data=orjson.dumps({"abort_all": True})) as response:
             await response.read()
         await asyncio.sleep(0.5)
+
+
+def gap_around(push: Pushed, arrivals: list[list[float]], begin: float, end: float) -> float:
+    """Return the longest gap of a stream between two moments around a push, in seconds, and at least the pause: a
+    client that is slower than the streams reads during a pause what came before it, and sees a shorter gap."""
+    return max(push.paused, longest_gap(arrivals, begin, end))
 
 
 def longest_gap(arrivals: list[list[float]], begin: float, end: float) -> float:
