@@ -65,27 +65,25 @@ def experts(scene: Scene) -> Iterator[Figure]:
     )
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
     grouped, stacked = (_measure(ours, length, count, sizes, stacked=way) for way in (False, True))
+    flops = ours.flops_per_token(length)
+
+    def compared(
+        name: str, size: int, value: Mapping[int, Measured], baseline: Mapping[int, Measured], target: str
+    ) -> Iterator[Figure]:
+        yield from mfu_rows(
+            f"update.{name}", value[size], baseline[size], flops_per_token=flops, peak_flops=PEAK_FLOPS,
+            target=">= 38, aim 45" if size == max(sizes) else ">= 30",
+        )  # fmt: skip
+        yield from rows(name, value[size], baseline[size], target=target)
+
+    for size in sizes:
+        yield from compared(f"experts_{size}", size, stacked, grouped, "")
+    # The least recomputation that fits into LIMIT_GB, against selective recomputation.
     settings = {"recompute": "auto", "recompute_limit_gib": LIMIT_GB * 1e9 / 2**30}
     within = _measure(ours, length, count, sizes, stacked=True, settings=settings)
-    flops = ours.flops_per_token(length)
     for size in sizes:
-        target = ">= 38, aim 45" if size == max(sizes) else ">= 30"
-        name = f"experts_{size}"
-        yield from mfu_rows(
-            f"update.{name}", stacked[size], grouped[size], flops_per_token=flops, peak_flops=PEAK_FLOPS, target=target
-        )
-        yield from rows(name, stacked[size], grouped[size], target="")
-        # The least recomputation that fits into LIMIT_GB, against selective recomputation.
-        name += "_auto"
-        yield from mfu_rows(
-            f"update.{name}",
-            within[size],
-            stacked[size],
-            flops_per_token=flops,
-            peak_flops=PEAK_FLOPS,
-            target=target,
-        )
-        yield from rows(name, within[size], stacked[size], target=f"<= {LIMIT_GB}")
+        yield from compared(f"experts_{size}_auto", size, within, stacked, f"<= {LIMIT_GB}")
+    for size in sizes:
         if (found := _megatron(ours, length, count, size, () if small else FUSED)) is not None:
             rate, peak = found
             label, value = f"update.experts_{size}_megatron", stacked[size].tokens_per_second

@@ -45,19 +45,14 @@ def long(scene: Scene) -> Iterator[Figure]:
         folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=TRIED if small else WIDTHS
     )
     lengths = (64, 128) if small else LENGTHS
-    auto = _measure(ours, lengths, recompute="auto")
-    bare = {
-        **_measure(ours, lengths[:1], recompute="full"),
-        **_measure(ours, lengths[1:], recompute="auto", recompute_host_gib=0.0),
-    }
-    for length in lengths:
-        if length in auto:  # else it did not fit; the log has the error
-            target = ">= 45" if length == lengths[0] else "fits"
-            name, flops = f"long.{NAME}_{length}", ours.flops_per_token(length)
-            yield from mfu_rows(
-                name, auto[length], bare.get(length), flops_per_token=flops, peak_flops=PEAK_FLOPS, target=target
-            )
-            yield from rows(name, auto[length], bare.get(length), target="")
+    baselines: tuple[dict[str, Any], ...] = ({"recompute": "full"}, {"recompute": "auto", "recompute_host_gib": 0.0})
+    for length, baseline, target in zip(lengths, baselines, (">= 45", "fits"), strict=True):
+        if (auto := _measure(ours, length, recompute="auto")) is None:
+            return  # it did not fit; the log has the error
+        bare = _measure(ours, length, **baseline)
+        name, flops = f"long.{NAME}_{length}", ours.flops_per_token(length)
+        yield from mfu_rows(name, auto, bare, flops_per_token=flops, peak_flops=PEAK_FLOPS, target=target)
+        yield from rows(name, auto, bare, target="")
 
 
 def long_cp(scene: Scene) -> Iterator[Figure]:
@@ -83,23 +78,19 @@ def long_cp(scene: Scene) -> Iterator[Figure]:
         yield from rows(name, auto[length], whole[length], target="fits")
 
 
-def _measure(scene: WidthsScene, lengths: tuple[int, ...], **settings: Any) -> dict[int, Measured]:
-    """Return the updates by length."""
-    measured: dict[int, Measured] = {}
+def _measure(scene: WidthsScene, length: int, **settings: Any) -> Measured | None:
+    """Return the updates on one sequence, by an engine of their own; None where they do not fit."""
+    measured: Measured | None = None
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device, **settings)
-        ppo_update(engine, random_batch(scene, [lengths[0] // 16]), lengths[0])  # kernels and moments
-        for length in lengths:
-            batch = random_batch(scene, [length])
-            updates = 3 if settings["recompute"] == "auto" and length == LENGTHS[0] else 2
-            label = f"long, {settings}, {length} tokens"
-            try:
-                measured[length] = measure(
-                    engine, device, batch, length, updates=updates, label=label, profile=scene.profile
-                )
-            except StepOutOfMemory as e:
-                logger.warning("%s: %s", label, e)
-                break
+        ppo_update(engine, random_batch(scene, [length // 16]), length)  # kernels and moments
+        batch = random_batch(scene, [length])
+        updates = 3 if settings["recompute"] == "auto" and length == LENGTHS[0] else 2
+        label = f"long, {settings}, {length} tokens"
+        try:
+            measured = measure(engine, device, batch, length, updates=updates, label=label, profile=scene.profile)
+        except StepOutOfMemory as e:
+            logger.warning("%s: %s", label, e)
         del engine
         free(device)
     return measured
