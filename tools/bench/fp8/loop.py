@@ -9,7 +9,7 @@ from statistics import fmean
 from rollout.inference.gpus import query_gpus
 from tools.bench.against_trl.samples import Load, configuration, load
 from tools.bench.figure import Figure
-from tools.bench.fp8.servers import formats
+from tools.bench.fp8.servers import formats, require_deep_gemm
 from tools.bench.gpu import Scene
 from tools.bench.gpu_runs import run
 
@@ -22,6 +22,7 @@ PARTS = ("wait_for_rollout", "update", "push")
 
 def loop(scene: Scene) -> Iterator[Figure]:
     """Yield trained tokens/s, with truncated importance weights; of 7B the 12 layers that one GPU trains."""
+    require_deep_gemm(scene)
     scene = replace(scene, shape="7B_12_layers") if scene.shape == "7B" else scene
     size = SIZE if query_gpus() else load()
     measured: list[dict[str, float]] = []

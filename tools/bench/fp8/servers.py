@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,11 @@ logger = logging.getLogger(__name__)
 PUSHES = 5
 AT_ONCE = (64, 256, 512)
 """Requests of one round."""
+SLOTS = max(AT_ONCE) * 5 // 4
+"""Of a server on a GPU. It lets prompts wait until a tenth is free, and all of a round shall run at once."""
 NEW_TOKENS, ROUNDS = 256, 3
+WARM_UP_ROUNDS, AGREEMENT = 6, 0.05
+"""Most rounds of warm-up, and the relative difference of two successive ones that ends it."""
 BUCKET_BYTES = 1 << 30
 
 
@@ -52,6 +57,12 @@ def formats() -> tuple[Quantization, ...]:
     return ("auto", "fp8_block") if query_gpus() else ("auto",)
 
 
+def require_deep_gemm(scene: Scene) -> None:
+    """Raise RuntimeError where FP8 servers would be measured with SGLang's Triton kernels, which are slower."""
+    if query_gpus() and scene.sglang_python is None and find_spec("deep_gemm") is None:
+        raise RuntimeError("FP8 servers need DeepGEMM: pip install sgl-deep-gemm==0.1.5.post1")
+
+
 @asynccontextmanager
 async def serving(scene: Scene, device: Any) -> AsyncIterator[list[Served]]:
     """Start a server of each format on the trainer's GPU, at once."""
@@ -68,7 +79,7 @@ async def serving(scene: Scene, device: Any) -> AsyncIterator[list[Served]]:
                 name=f"generator-{weight_format}",
                 log_file=scene.folder / f"server-{weight_format}.log",
                 weight_format=weight_format,
-                max_running=(max(AT_ONCE) if gpu is not None else 0) + 8,  # more than the server keeps for itself
+                max_running=SLOTS if gpu is not None else 8,
             )
             served = await stack.enter_async_context(generator(settings, "in_place"))
             sending = sender(scene, device, BUCKET_BYTES, beside=True, weight_format=weight_format)
@@ -80,6 +91,7 @@ async def serving(scene: Scene, device: Any) -> AsyncIterator[list[Served]]:
 
 def servers(scene: Scene) -> Iterator[Figure]:
     """Yield the figures of FP8 with those of bfloat16 as baselines. One GPU."""
+    require_deep_gemm(scene)
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device, trains=False)
         yield from drive(_measured(scene, engine, device))
@@ -99,7 +111,11 @@ async def _measured(scene: Scene, engine: Any, device: Any) -> AsyncIterator[Fig
             seconds = [float(np.median([getattr(p, part) for p in of])) for of in pushes]
             yield _figure(scene, f"push_{part}", "ms", [1e3 * s for s in seconds])
         for at_once in AT_ONCE if query_gpus() else (4,):
-            rates = [await _rate(scene, served.generator.endpoint.url, at_once) for served in both]
+            asked = [partial(_rate, scene, served.generator.endpoint.url, at_once) for served in both]
+            await asyncio.gather(*(ask(0) for ask in asked))  # kernels of all servers compile at the same time
+            rates = [
+                await steady_rate(ask, f"{s.weight_format}, {at_once}") for s, ask in zip(both, asked, strict=True)
+            ]
             yield _figure(scene, f"tokens_per_second_{at_once}_at_once", "tokens/s", rates)
         given = prompts(scene, 64 if query_gpus() else 2, seed=9)
         off = [difference(engine, await sampled(s.generator, 9, given, 128 if query_gpus() else 8)) for s in both]
@@ -112,18 +128,29 @@ def _figure(scene: Scene, name: str, unit: str, values: Sequence[float], target:
     return Figure(name=f"fp8.{scene.shape}_{name}", value=values[-1], unit=unit, baseline=baseline, target=target)
 
 
-async def _rate(scene: Scene, url: str, at_once: int) -> float:
-    """Return tokens/s of so many requests that begin together: the median of three rounds after a short one. A kernel
-    for a number of rows that no round had before is compiled when it is needed, which takes seconds."""
-    rates = []
-    for seed, new_tokens in enumerate([8, *[NEW_TOKENS if query_gpus() else 8] * ROUNDS], start=1):
-        sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
-        bodies = [
-            {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
-            for prompt in prompts(scene, at_once, seed=seed)
-        ]
-        start = time.perf_counter()
-        lengths = await ask_plainly(url, bodies, at_once=at_once)
-        rates.append(sum(lengths) / (time.perf_counter() - start))
-    logger.info("tokens/s of %d requests at once, round by round: %s", at_once, [round(rate) for rate in rates[1:]])
-    return float(np.median(rates[1:]))
+async def steady_rate(ask: Callable[[int], Awaitable[float]], label: str) -> float:
+    """Return the median tokens/s of ROUNDS rounds after the warm-up. `ask` runs the round of a number.
+
+    A kernel for a number of rows that no round had before is compiled when it is needed, which takes seconds. The
+    warm-up ends when two successive rounds have about the same rate.
+    """
+    warm = [await ask(1)]
+    while len(warm) < WARM_UP_ROUNDS:
+        warm.append(await ask(len(warm) + 1))
+        if abs(warm[-1] - warm[-2]) <= AGREEMENT * max(warm[-2:]):
+            break
+    rates = [await ask(len(warm) + 1 + i) for i in range(ROUNDS)]
+    logger.info("tokens/s of %s at once: %s after %s", label, [round(r) for r in rates], [round(r) for r in warm])
+    return float(np.median(rates))
+
+
+async def _rate(scene: Scene, url: str, at_once: int, number: int) -> float:
+    """Return tokens/s of so many requests that begin together. No other round has the same prompts."""
+    sampling = {"max_new_tokens": NEW_TOKENS if query_gpus() else 8, "temperature": 1.0, "ignore_eos": True}
+    bodies = [
+        {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
+        for prompt in prompts(scene, at_once, seed=100 * at_once + number)
+    ]
+    start = time.perf_counter()
+    lengths = await ask_plainly(url, bodies, at_once=at_once)
+    return sum(lengths) / (time.perf_counter() - start)

@@ -1,0 +1,93 @@
+"""How servers in bfloat16 and in FP8 are measured; FP8 itself needs GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout.inference.sglang.server import ServerSettings
+from tools.bench.fp8 import loop, servers
+from tools.bench.gpu import Scene
+
+
+def steady(rates: Sequence[float]) -> tuple[float, list[int]]:
+    """Return the rate of rounds that have these rates, and the numbers of the rounds."""
+    asked: list[int] = []
+
+    async def ask(number: int) -> float:
+        asked.append(number)
+        return rates[number - 1]
+
+    return asyncio.run(servers.steady_rate(ask, "some")), asked
+
+
+def test_rounds_count_once_two_successive_ones_have_about_the_same_rate() -> None:
+    rate, asked = steady([10.0, 100.0, 50.0, 96.0, 100.0, 7.0, 9.0, 8.0])
+    assert asked == list(range(1, 9)), "each round has prompts of its own"
+    assert rate == 8.0, "the median of the three after the warm-up"
+
+
+def test_a_warm_up_whose_rounds_never_agree_ends() -> None:
+    rate, asked = steady([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 70.0, 60.0, 90.0])
+    assert (rate, len(asked)) == (70.0, servers.WARM_UP_ROUNDS + servers.ROUNDS)
+
+
+def test_no_two_rounds_have_a_prompt_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where another number of requests begins at once: a server keeps what it has computed of a prompt."""
+    given: list[bytes] = []
+
+    async def ask(url: str, bodies: Sequence[dict[str, Any]], *, at_once: int) -> list[int]:
+        given.extend(body["input_ids"].tobytes() for body in bodies)
+        return [1] * len(bodies)
+
+    monkeypatch.setattr(servers, "ask_plainly", ask)
+    rounds = range(servers.WARM_UP_ROUNDS + servers.ROUNDS + 1)
+    for at_once in servers.AT_ONCE:
+        for number in rounds:
+            asyncio.run(servers._rate(Scene(folder=tmp_path), "", at_once, number))
+    assert len(given) == len(set(given)) == len(rounds) * sum(servers.AT_ONCE)
+
+
+def test_a_server_on_a_gpu_runs_all_requests_of_a_round_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[ServerSettings] = []
+
+    @asynccontextmanager
+    async def generator(settings: ServerSettings, interrupt: str) -> AsyncIterator[Any]:
+        started.append(settings)
+        yield SimpleNamespace(endpoint=settings)
+
+    async def serve() -> None:
+        async with servers.serving(Scene(folder=tmp_path, shape="tiny"), None):
+            pass
+
+    monkeypatch.setattr(servers, "query_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(servers, "generator", generator)
+    monkeypatch.setattr(servers, "sender", lambda *args, **kwargs: SimpleNamespace(connect=lambda endpoints: None))
+    monkeypatch.setattr(servers, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes}))
+    asyncio.run(serve())
+    assert [settings.weight_format for settings in started] == ["auto", "fp8_block"]
+    for settings in started:
+        free = settings.max_running - max(servers.AT_ONCE)
+        assert free >= 0.1 * settings.max_running, "while fewer places are free, the server lets prompts wait"
+
+
+@pytest.mark.parametrize("measured", [servers.servers, loop.loop])
+def test_fp8_servers_are_not_measured_without_deep_gemm(
+    measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "find_spec", lambda name: None)
+    servers.require_deep_gemm(Scene(folder=tmp_path))  # without a GPU there is no FP8
+    monkeypatch.setattr(servers, "query_gpus", lambda: ["a GPU"])
+    servers.require_deep_gemm(Scene(folder=tmp_path, sglang_python=tmp_path))  # not to be seen from here
+    with pytest.raises(RuntimeError, match="sgl-deep-gemm==0.1.5.post1"):
+        next(measured(Scene(folder=tmp_path)))
+    monkeypatch.setattr(servers, "find_spec", lambda name: name == "deep_gemm" or None)
+    servers.require_deep_gemm(Scene(folder=tmp_path))
