@@ -31,7 +31,7 @@ from mcore_adapter.data.shard import BatchShard, weighed, whole
 from mcore_adapter.data.weights import Divisors, TokenWeights, token_mean
 from mcore_adapter.device import Device
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
-from mcore_adapter.hf.exporting import ExportPlan, plan_export, run_export
+from mcore_adapter.hf.exporting import ExportPlan, Receivers, plan_export, run_export
 from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights, require_value_head
 from mcore_adapter.hf.saving import save_hf
 from mcore_adapter.host_weights import HostWeights
@@ -86,7 +86,7 @@ class MegatronEngine:
         )
         self._fill()
         self._chunks: Sequence[Any] = self._model
-        self._plans: dict[tuple[int, bool], ExportPlan] = {}  # by the arguments of iter_hf_weights()
+        self._plans: dict[tuple[int, Receivers], ExportPlan] = {}  # by the arguments of iter_hf_weights()
         self._optimizer: TrainOptimizer | None = None
         self._recompute: AutoRecompute | None = None
         overlap = optimizer is not None and device.overlaps_communication and parallel.dp_cp_group.size() > 1
@@ -291,14 +291,14 @@ class MegatronEngine:
             whole(batch), max_tokens_per_mb, max_sequence_tokens, lambda mb, out: self._head(mb, out, 1.0, False).values
         )
 
-    def iter_hf_weights(self, bucket_bytes: int, *, at_holders: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Yield buckets of full tensors under their Hugging Face names on global rank 0, empty ones elsewhere;
-        `at_holders`: each one on the rank of ParallelLayout.holders that holds it."""
+    def iter_hf_weights(self, bucket_bytes: int, *, to: Receivers = "first") -> Iterator[dict[str, Tensor]]:
+        """Yield buckets of full tensors under their Hugging Face names on the ranks `to`, empty ones elsewhere; see
+        run_export()."""
         self._finish_param_gather()
-        plan = self._plans.get((bucket_bytes, at_holders))
+        plan = self._plans.get((bucket_bytes, to))
         if plan is None:
-            plan = plan_export(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes, at_holders=at_holders)
-            self._plans[bucket_bytes, at_holders] = plan
+            plan = plan_export(self._model, parallel=self._parallel, bucket_bytes=bucket_bytes, to=to)
+            self._plans[bucket_bytes, to] = plan
         return run_export(plan, parallel=self._parallel)
 
     def save_hf(self, path: str | Path, *, tokenizer_from: str | Path | None = None) -> None:

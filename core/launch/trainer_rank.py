@@ -175,7 +175,7 @@ class TrainerRank:
 
     def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint], host: str | None) -> None:
         """Make this rank's sender and join the servers, which reach it at `host`, or at this node's address."""
-        self._at_holders = len(plan.senders) > 1
+        self._receivers = plan.receivers
         self._sender: Sender = make_sender(
             plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,
             host=host or ray.util.get_node_ip_address(),
@@ -183,7 +183,7 @@ class TrainerRank:
         self._sender.connect(servers)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool) -> None:
-        buckets = self._engines[engine].iter_hf_weights(bucket_bytes, at_holders=self._at_holders)
+        buckets = self._engines[engine].iter_hf_weights(bucket_bytes, to=self._receivers)
         self._sender.prepare(buckets, verify=verify)
 
     def push_send(self) -> SendReport | None:

@@ -25,6 +25,7 @@ from mcore_adapter.hf.saving import dtype_of
 from model_specs.block_fp8 import SCALE
 from rollout.inference.backend import Quantization, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
+from tracing import span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class SenderSettings:
     weight_format: Quantization = "auto"
     """fp8_block: weights of linear layers are quantized, once, by the rank that sends them."""
     staged_bytes: int | None = None
-    """Most bytes laid out before the pause. None: what the device has to spare."""
+    """Most bytes laid out before the pause, on every rank. None: what the device has to spare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,10 @@ class Buckets:
         return self
 
     def __next__(self) -> FlatBucket | None:
-        return self._staged.popleft() if self._staged else self._flat(next(self._source))
+        if self._staged:
+            return self._staged.popleft()
+        with span("gather", lane="gathering"):
+            return self._flat(next(self._source))
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> FlatBucket | None:
         if not tensors:
@@ -141,14 +145,14 @@ class Buckets:
 
 def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
     """Return how many buckets fit ahead on every rank that sends, at least one."""
-    spare = settings.staged_bytes
-    if spare is None and device.type == "cuda":
+    if settings.staged_bytes is not None:
+        return max(1, settings.staged_bytes // settings.bucket_bytes)
+    spare = 1 << 62
+    if device.type == "cuda":
         # Half of what is free (the allocator's own reserve included): the rest is for the gathering itself and for
         # the copies inside a colocated server.
         free = torch.cuda.mem_get_info(device)[0]
         spare = (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
-    elif spare is None:
-        spare = 1 << 62
     count = [max(1, spare // settings.bucket_bytes)]
     if settings.world_size > 1 and settings.senders == (0,):
         dist.broadcast_object_list(count, src=0, device=device)

@@ -1,9 +1,10 @@
-"""Weight push into servers on the trainer's own GPUs: every rank shares a flat bucket with the server beside it.
+"""Weight push into servers on the trainer's own GPUs: each rank shares memory with the server beside it.
 
-Rank 0 has the full tensors. Each bucket goes to all ranks of the trainer's world, and what reaches a server is a handle
-to the memory of the rank on the same GPU; the bytes are copied once, by the server. Where there is no device memory
-to share (CPU), the handle is the bytes themselves. While the servers copy a bucket, the ranks gather the next one.
-Invariant: a bucket's memory is kept until every server has answered; the servers answer when their copies are complete.
+Every rank of the trainer has the full tensors. It copies buckets in turn into two pieces of device memory, which the
+server on its GPU opens once a push; the bytes are then copied by the server alone. Where there is no device memory to
+share (CPU), the bytes themselves are sent. While the servers copy a bucket, the ranks gather the next one.
+Invariant: a piece of memory is written when every server has copied what was in it, and read when every rank has
+written it; the servers answer when their copies are complete.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from core.weight_sync.buckets import BucketSender, SenderSettings, SendReport
 from core.weight_sync.calls import Deadline, call_all
@@ -32,6 +33,7 @@ class IpcSender(BucketSender):
 
     def __init__(self, settings: SenderSettings, device: torch.device) -> None:
         super().__init__(replace(settings, staged_bytes=0), device)
+        self._opened = device.type == "cuda"  # by servers, on this node
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Connect to the servers. Raises ValueError for a server with pipeline stages (each handle may be opened once,
@@ -52,90 +54,123 @@ class IpcSender(BucketSender):
     def send(self) -> SendReport | None:
         buckets = self._take_buckets()
         start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
-        handed: list[_Handed] = []
+        memory = _Memory(self._settings.bucket_bytes)
+        copying, num_bytes, num_buckets = _Calls(), 0, 0
         for bucket in buckets:
-            shared = self._everywhere(bucket)
-            if shared is None:
+            if bucket is None:  # on every rank
                 continue
-            if handed:
-                self._finish(handed[-1], deadline)
-            handed.append(self._hand_over(shared, len(handed) + 1, deadline))
-        if handed:
-            self._finish(handed[-1], deadline)
-        bucket = shared = None
-        num_bytes = sum(one.num_bytes for one in handed)
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
+            place = num_buckets % 2
+            new = memory.write(bucket, place) if self._opened else bucket.flat
+            self._meet(copying, deadline)
+            num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
+            copying = self._hand_over(bucket, new, place, num_buckets, deadline)
+            del bucket, new  # while the next one is gathered
+        self._meet(copying, deadline)
+        self._release(memory, deadline)
         if self._settings.rank != 0:
             return None
-        compared = compare_checksums(self._servers, buckets.sent(num_bytes, len(handed)), deadline)
+        compared = compare_checksums(self._servers, buckets.sent(num_bytes, num_buckets), deadline)
         seconds = time.perf_counter() - start
-        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=len(handed), compared=compared)
+        return SendReport(seconds=seconds, num_bytes=num_bytes, num_buckets=num_buckets, compared=compared)
 
     def close(self) -> None:
         """Do nothing: nothing is held between pushes."""
 
-    def _everywhere(self, bucket: FlatBucket | None) -> FlatBucket | None:
-        """Return rank 0's bucket on every rank."""
-        if self._settings.world_size == 1:
-            return bucket
-        layout: list[Any] = [bucket and (bucket.names, bucket.dtypes, bucket.shapes, bucket.num_bytes)]
-        dist.broadcast_object_list(layout, src=0, device=self._device)
-        if layout[0] is None:
-            return None
-        names, dtypes, shapes, size = layout[0]
-        flat = torch.empty(size, dtype=torch.uint8, device=self._device) if bucket is None else bucket.flat
-        dist.broadcast(flat, src=0)
-        return FlatBucket(names=names, dtypes=dtypes, shapes=shapes, flat=flat)
-
-    def _hand_over(self, bucket: FlatBucket, number: int, deadline: Deadline) -> _Handed:
-        """Let every server begin to copy a bucket; collective."""
-        if bucket.flat.device.type == "cuda":
-            torch.cuda.synchronize(bucket.flat.device)
-        mine = next((server for server in self._servers if self._settings.rank in server.trainer_ranks), None)
-        payload = None if mine is None else mine.share(bucket)
-        payloads: list[str | None] = [payload]
+    def _meet(self, calls: _Calls, deadline: Deadline) -> None:
+        """Return on all ranks when the calls have been answered and every rank's device has done what it was given.
+        Raises PushError on all of them."""
+        failure = calls.failure(deadline)
         if self._settings.world_size > 1:
-            payloads *= self._settings.world_size
-            dist.all_gather_object(payloads, payload)
+            failed = torch.tensor([failure is not None], dtype=torch.int32, device=self._device)
+            dist.all_reduce(failed)
+            if failed.item():
+                reason = [failure]
+                dist.broadcast_object_list(reason, src=0, device=self._device)
+                failure = reason[0]
+        elif self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if failure is not None:
+            raise PushError(failure)
+
+    def _hand_over(self, bucket: FlatBucket, new: Tensor | None, place: int, number: int, deadline: Deadline) -> _Calls:
+        """Let every server begin to copy a bucket from the memory `place`; collective where that is `new` to them."""
+        if new is not None:
+            shared = self._shared_by_all(bucket, new, place)
+        if self._settings.rank != 0:
+            return _Calls()
+        handed = {
+            server.name: [server.share(bucket, None, number=place)] * server.tp
+            if new is None
+            else [shared[rank] for rank in server.trainer_ranks]
+            for server in self._servers
+        }
 
         def receive(server: WeightEndpoint, timeout_seconds: float) -> None:
-            handles = [payloads[rank] or "" for rank in server.trainer_ranks]
             with span("copy", lane=f"copies of {server.name}", number=number):
-                server.receive_shared(handles, timeout_seconds=timeout_seconds)
+                server.receive_shared(handed[server.name], timeout_seconds=timeout_seconds)
 
-        answers = call_all(self._servers, receive, deadline) if self._settings.rank == 0 else {}
-        return _Handed(number, bucket, answers)
+        what = f"bucket {number} of the weight push"
+        return _Calls(call_all(self._servers, receive, deadline), what, number=number, bytes=bucket.num_bytes)
 
-    def _finish(self, handed: _Handed, deadline: Deadline) -> None:
-        """Return on all ranks when every server has copied the bucket. Raises PushError on all of them."""
-        outcome = [handed.outcome(deadline)]
+    def _shared_by_all(self, bucket: FlatBucket, new: Tensor, place: int) -> list[str]:
+        """Return what every rank shares with the server beside it; empty where there is none. Collective."""
+        mine = next((server for server in self._servers if self._settings.rank in server.trainer_ranks), None)
+        own = "" if mine is None else mine.share(bucket, new, number=place)
+        shared = [own] * self._settings.world_size
         if self._settings.world_size > 1:
-            dist.broadcast_object_list(outcome, src=0, device=self._device)
-        if outcome[0] is not None:
-            raise PushError(outcome[0])
-        handed.release()
+            dist.all_gather_object(shared, own)
+        return shared
+
+    def _release(self, memory: _Memory, deadline: Deadline) -> None:
+        """Free the memory, on all ranks, when the servers have closed it."""
+        if not self._opened:
+            return
+        calls = _Calls()
+        if self._settings.rank == 0:
+            answers = call_all(self._servers, lambda s, left: s.release_shared(timeout_seconds=left), deadline)
+            calls = _Calls(answers, "the end of the weight push")
+        self._meet(calls, deadline)
+        memory.free()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
 
 
-class _Handed:
-    """A bucket that the servers copy."""
+class _Memory:
+    """Two pieces of device memory of this rank."""
 
-    def __init__(self, number: int, bucket: FlatBucket, answers: Mapping[str, Future[None]]) -> None:
-        """`answers`: of the servers, on the rank that calls them."""
-        self._number, self.num_bytes, self._answers = number, bucket.num_bytes, answers
-        self._bucket: FlatBucket | None = bucket
+    def __init__(self, num_bytes: int) -> None:
+        """`num_bytes`: of each, unless a bucket is larger."""
+        self._num_bytes = num_bytes
+        self._pieces: dict[int, Tensor] = {}
+
+    def write(self, bucket: FlatBucket, place: int) -> Tensor | None:
+        """Copy a bucket into the memory `place`. Return it for the servers to open; None if they have opened it."""
+        piece = self._pieces.get(place)
+        fits = piece is not None and piece.numel() >= bucket.num_bytes
+        if piece is None or not fits:
+            size = max(self._num_bytes, bucket.num_bytes)
+            piece = self._pieces[place] = torch.empty(size, dtype=torch.uint8, device=bucket.flat.device)
+        piece[: bucket.num_bytes].copy_(bucket.flat)
+        return None if fits else piece
+
+    def free(self) -> None:
+        self._pieces.clear()
+
+
+class _Calls:
+    """Calls that the servers have not answered yet; none on ranks that do not call."""
+
+    def __init__(self, answers: Mapping[str, Future[None]] | None = None, what: str = "", **bucket: int) -> None:
+        """`what`: their purpose. `bucket`: details of the bucket that the servers copy."""
+        self._answers, self._what, self._bucket = answers or {}, what, bucket
         self._begin = time.perf_counter()
 
-    def outcome(self, deadline: Deadline) -> str | None:
+    def failure(self, deadline: Deadline) -> str | None:
         """Wait for the servers; return what failed, for all ranks to raise."""
         try:
-            deadline.wait(self._answers, f"bucket {self._number} of the weight push")
+            deadline.wait(self._answers, self._what)
         except (PushError, GeneratorCallError, GeneratorGone) as e:
             return str(e)
+        if self._bucket:
+            add_span("bucket", time.perf_counter() - self._begin, lane="buckets", **self._bucket)
         return None
-
-    def release(self) -> None:
-        """Let the bucket's memory be used again."""
-        self._bucket = None
-        seconds = time.perf_counter() - self._begin
-        add_span("bucket", seconds, lane="buckets", number=self._number, bytes=self.num_bytes)

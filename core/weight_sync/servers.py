@@ -23,6 +23,7 @@ from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
+from mcore_adapter.hf.exporting import Receivers
 from rollout.inference.backend import Quantization, Transport, WeightEndpoint
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class SenderPlan:
     """For disk: whether to send only the values that have changed."""
     weight_format: Quantization = "auto"
     """Of the servers' linear layers."""
+
+    @property
+    def receivers(self) -> Receivers:
+        """Which ranks of the trainer receive full tensors."""
+        if self.type == "ipc":
+            return "all"
+        return "holders" if len(self.senders) > 1 else "first"
 
 
 def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.device, host: str) -> Sender:

@@ -1,7 +1,9 @@
 """Weights of a sharded model, gathered into buckets of full tensors under Hugging Face names.
 
-Either global rank 0 receives everything, or every part of the model stays where it is: the first rank of each pipeline
-stage gathers over tensor parallelism alone, and the first rank of each expert-parallel rank has its experts already.
+Global rank 0 receives everything, or every rank does, or every part of the model stays where it is: the first rank of
+each pipeline stage gathers over tensor parallelism alone, and the first rank of each expert-parallel rank has its
+experts already. A bucket is one piece of memory: tensors that a rank holds as a whole come first, end to end, so that
+its shards are received where they stay; tensors that several ranks hold, or that lie interleaved, are put together.
 Invariant: a rank that receives holds its shard and one bucket, the other ranks nothing but their shards; what is
 exported is byte for byte what was loaded.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,16 +29,25 @@ from mcore_adapter.parallel import ParallelState
 
 DEFAULT_BUCKET_BYTES = 1 << 30
 
+Receivers = Literal["first", "holders", "all"]
+"""Which ranks receive full tensors: global rank 0, those of ParallelLayout.holders what they hold, or every rank."""
+
 
 @dataclass(frozen=True)
 class ExportBucket:
-    """Parameters that one rank receives together."""
+    """Parameters that are received together."""
 
-    target: int
-    """Global rank that receives the full tensors."""
+    target: int | None
+    """Global rank that receives the full tensors; None: every rank."""
     dtype: torch.dtype
-    held_by: Sequence[tuple[Conversion, list[int]]]
-    """Parameters, with the global ranks that hold their shards, in this order."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its tensors, in the order in which they lie in the bucket."""
+    sizes: Sequence[int]
+    """Elements of each tensor."""
+    whole: Mapping[int, Sequence[Conversion]]
+    """By global rank: parameters that are tensors of the bucket end to end, from its beginning, in this order."""
+    cut: Mapping[int, Sequence[_Shard]]
+    """By global rank: shards of the other parameters."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +62,24 @@ class ExportPlan:
 
 
 def plan_export(
-    chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int, at_holders: bool = False
+    chunks: Sequence[nn.Module], *, parallel: ParallelState, bucket_bytes: int, to: Receivers = "first"
 ) -> ExportPlan:
     """Plan the buckets from shapes and layout alone, without communication. A bucket holds at most `bucket_bytes`, or
-    one parameter that is larger. `at_holders`: parameters go to the ranks of ParallelLayout.holders that hold them, not
-    to global rank 0."""
+    one parameter that is larger."""
     models = unwrap(chunks)
     shapes, dtype, moe = shapes_of(models), models[0].config.params_dtype, models[0].model_config.moe
     num_experts = moe.num_experts if moe else 0
     owned: dict[int, list[_Owned]] = {}
     for item in _owners(models[0], parallel):
-        owned.setdefault(item.holders(parallel, num_experts)[0] if at_holders else 0, []).append(item)
+        owned.setdefault(item.holders(parallel, num_experts)[0] if to == "holders" else 0, []).append(item)
     buckets = [
         [
-            ExportBucket(
-                target=target,
+            _lay_out(
+                [(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
+                shapes,
+                tp=parallel.layout.tp,
+                target=None if to == "all" else target,
                 dtype=torch.float32 if bucket[0].is_float32 else dtype,
-                held_by=[(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
             )
             for bucket in _buckets(items, shapes, bucket_bytes // dtype.itemsize)
         ]
@@ -97,19 +110,23 @@ def run_export(
     """Yield the whole model as buckets of full tensors under Hugging Face names, in the order of the network;
     collective.
 
-    Every rank iterates to the end. In each round a rank gets the tensors of its bucket (its own copies, on its device,
-    in the parameters' dtype), or an empty dict where it has none. `device`: of the ranks' communication, where the
-    parameters are not there.
+    Every rank iterates to the end. In each round a rank gets the tensors of its bucket (its own copies, views of one
+    piece of memory on its device, in the parameters' dtype), or an empty dict where it has none. `device`: of the
+    ranks' communication, where the parameters are not there.
     """
     device = device or next(iter(plan.held.values())).device
-    for buckets in plan.rounds:
-        mine: dict[str, Tensor] = {}
-        for bucket in buckets:  # the same order on all ranks
-            if bucket.target == parallel.rank:
-                mine = _receive(bucket, plan, parallel, device)
-            else:
-                _send(bucket, plan.held, parallel.rank, device)
-        yield mine
+    for buckets in plan.rounds:  # in the same order on all ranks
+        yield _gather_round(buckets, plan, parallel, device)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A rank's part of a parameter that is not received in its place."""
+
+    conversion: Conversion
+    index: int
+    """Of the rank among those that hold the parameter."""
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -163,41 +180,125 @@ def _buckets(owned: Iterable[_Owned], shapes: Shapes, max_elements: int) -> Iter
     yield bucket
 
 
-def _send(bucket: ExportBucket, held: Mapping[Conversion, Tensor], rank: int, device: torch.device) -> None:
-    """Send this rank's shards of the bucket, flat and end to end, to the rank that receives it."""
-    mine = [held[conversion].detach().to(device).flatten() for conversion, holders in bucket.held_by if rank in holders]
-    if mine:
-        _wait([dist.P2POp(dist.isend, torch.cat(mine), bucket.target)])
-
-
-def _receive(
-    bucket: ExportBucket, plan: ExportPlan, parallel: ParallelState, device: torch.device
-) -> dict[str, Tensor]:
-    """Receive full tensors on this rank, on `device`, from the shards of all ranks that hold some."""
-    shapes, tp, like = plan.shapes, parallel.layout.tp, torch.empty(0, dtype=bucket.dtype, device=device)
-    shards: dict[int, list[tuple[Conversion, int, tuple[int, ...]]]] = {}
-    for conversion, holders in bucket.held_by:
+def _lay_out(
+    held_by: Sequence[tuple[Conversion, list[int]]],
+    shapes: Shapes,
+    *,
+    tp: int,
+    target: int | None,
+    dtype: torch.dtype,
+) -> ExportBucket:
+    """Return a bucket of parameters, given with the global ranks that hold their shards."""
+    whole: dict[int, list[Conversion]] = {}
+    cut: dict[int, list[_Shard]] = {}
+    rest: list[Conversion] = []
+    for conversion, holders in held_by:
+        if len(holders) == 1 and _lies_end_to_end(conversion, shapes, tp):
+            whole.setdefault(holders[0], []).append(conversion)
+            continue
+        rest.append(conversion)
         for index, rank in enumerate(holders):
-            shape = _local_shape(conversion, shapes, index, tp)
-            shards.setdefault(rank, []).append((conversion, index, shape))
-    flat = {
-        rank: like.new_empty(sum(numel(shape) for _, _, shape in of))
-        for rank, of in shards.items()
-        if rank != parallel.rank
-    }
-    _wait([dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in flat.items()])
-    full = {name: like.new_empty(shapes[name]) for conversion, _ in bucket.held_by for name in conversion.names}
-    for rank, of in shards.items():
-        if rank == parallel.rank:
-            local = [plan.held[conversion].detach() for conversion, _, _ in of]
-        else:
-            flats = flat[rank].split([numel(shape) for _, _, shape in of])
-            local = [x.view(shape) for x, (_, _, shape) in zip(flats, of, strict=True)]
-        for shard, (conversion, index, _) in zip(local, of, strict=True):
-            dim = conversion.tp_dim or 0
-            for piece, part in parts_of(shard, conversion, shapes, index, tp):
-                full[piece.name].narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
+            cut.setdefault(rank, []).append(_Shard(conversion, index, _local_shape(conversion, shapes, index, tp)))
+    ordered = [name for of in (*whole.values(), rest) for conversion in of for name in conversion.names]
+    return ExportBucket(
+        target=target,
+        dtype=dtype,
+        shapes={name: shapes[name] for name in ordered},
+        sizes=[numel(shapes[name]) for name in ordered],
+        whole=whole,
+        cut=cut,
+    )
+
+
+def _lies_end_to_end(conversion: Conversion, shapes: Shapes, tp: int) -> bool:
+    """Return whether the only shard of a parameter holds its Hugging Face tensors one after the other in memory."""
+    dim = conversion.tp_dim or 0
+    sizes = {name: shapes[name][dim] for name in conversion.names}
+    runs: list[tuple[str, int, int]] = []
+    for piece in conversion.pieces(sizes, rank=0, tp=tp):
+        begin = piece.start
+        if runs and runs[-1][0] == piece.name and runs[-1][2] == begin:
+            begin = runs.pop()[1]
+        runs.append((piece.name, begin, piece.stop))
+    return runs == [(name, 0, sizes[name]) for name in conversion.names] and (dim == 0 or len(runs) == 1)
+
+
+def _gather_round(
+    buckets: Sequence[ExportBucket], plan: ExportPlan, parallel: ParallelState, device: torch.device
+) -> dict[str, Tensor]:
+    """Move every shard of the buckets; return the full tensors of this rank's one, if any."""
+    received = [_gather(bucket, plan, parallel, device) for bucket in buckets]
+    return next((tensors for tensors in received if tensors is not None), {})
+
+
+def _gather(
+    bucket: ExportBucket, plan: ExportPlan, parallel: ParallelState, device: torch.device
+) -> dict[str, Tensor] | None:
+    """Move every shard of a bucket; return its full tensors, on `device`, on a rank that receives them."""
+    rank, receives = parallel.rank, bucket.target in (None, parallel.rank)
+    alone = bucket.target == rank or parallel.world_size == 1  # what this rank holds reaches no other
+    like = torch.empty(0, dtype=bucket.dtype, device=device)
+    flat = like.new_empty(sum(bucket.sizes) if receives else 0)
+    begin, sizes = 0, iter(bucket.sizes)
+    moves: list[tuple[int, Tensor]] = []
+    for holder, conversions in bucket.whole.items():
+        size = sum(islice(sizes, sum(len(conversion.names) for conversion in conversions)))
+        place = flat[begin : begin + size] if receives else like.new_empty(size if holder == rank else 0)
+        if holder == rank:
+            _join([plan.held[conversion] for conversion in conversions], place)
+        moves.append((holder, place))
+        begin += size
+    shards: dict[int, list[Tensor]] = {}
+    for holder, of in bucket.cut.items():
+        lengths = [numel(shard.shape) for shard in of]
+        held = [plan.held[shard.conversion].detach() for shard in of] if holder == rank else []
+        if alone and holder == rank:
+            shards[holder] = held
+            continue
+        place = like.new_empty(sum(lengths) if receives or holder == rank else 0)
+        if holder == rank:
+            _join(held, place)
+        moves.append((holder, place))
+        if receives:
+            shards[holder] = [x.view(shard.shape) for x, shard in zip(place.split(lengths), of, strict=True)]
+    _move(moves, bucket.target, rank, parallel.world_size)
+    if not receives:
+        return None
+    parts = zip(bucket.shapes.items(), flat.split(bucket.sizes), strict=True)
+    full = {name: part.view(shape) for (name, shape), part in parts}
+    for holder, of in bucket.cut.items():
+        for shard, local in zip(of, shards[holder], strict=True):
+            _put_in_place(local, shard, full, plan.shapes, parallel.layout.tp)
     return full
+
+
+def _join(shards: Sequence[Tensor], place: Tensor) -> None:
+    """Copy shards end to end to `place` [their elements]."""
+    torch.cat([shard.detach().flatten().to(place.device) for shard in shards], out=place)
+
+
+def _put_in_place(local: Tensor, shard: _Shard, full: Mapping[str, Tensor], shapes: Shapes, tp: int) -> None:
+    """Copy a shard to its places in the full tensors."""
+    dim = shard.conversion.tp_dim or 0
+    for piece, part in parts_of(local, shard.conversion, shapes, shard.index, tp):
+        full[piece.name].narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
+
+
+def _move(moves: Sequence[tuple[int, Tensor]], target: int | None, rank: int, world_size: int) -> None:
+    """Send the tensor of each (holder, tensor) to `target`, or to all ranks; the same moves on all of them."""
+    if target is None:
+        if world_size > 1:
+            for work in [dist.broadcast(tensor, src=holder, async_op=True) for holder, tensor in moves]:
+                work.wait()
+        return
+    operations = [
+        dist.P2POp(*((dist.irecv, tensor, holder) if rank == target else (dist.isend, tensor, target)))
+        for holder, tensor in moves
+        if (rank == target) != (rank == holder)
+    ]
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
 
 
 def _local_shape(conversion: Conversion, shapes: Shapes, rank: int, tp: int) -> tuple[int, ...]:
@@ -206,9 +307,3 @@ def _local_shape(conversion: Conversion, shapes: Shapes, rank: int, tp: int) -> 
     shape = list(shapes[conversion.names[0]])
     shape[dim] = sum(p.stop - p.start for p in conversion.pieces(sizes, rank=rank, tp=tp))
     return tuple(shape)
-
-
-def _wait(operations: list[dist.P2POp]) -> None:
-    if operations:
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()

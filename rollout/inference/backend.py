@@ -210,13 +210,20 @@ class WeightEndpoint(Protocol):
 
     def leave_group(self, group: str, *, timeout_seconds: float) -> None: ...
 
-    def share(self, bucket: FlatBucket) -> str:
-        """Return a handle for receive_shared() to this process's memory, or the bytes themselves on the CPU. Sends
-        nothing."""
+    def share(self, bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
+        """Return a bucket for receive_shared(). Sends nothing.
+
+        A replica opens `memory` [bytes] of this process, which begins with the bucket's bytes, and keeps it as `number`
+        until release_shared(). None: it has the memory already. Memory that it cannot open, such as that of the CPU, is
+        sent itself."""
         ...
 
-    def receive_shared(self, handles: Sequence[str], *, timeout_seconds: float) -> None:
-        """Copy from these handles, one for each tensor-parallel rank; the copies are complete at return."""
+    def receive_shared(self, shared: Sequence[str], *, timeout_seconds: float) -> None:
+        """Copy a bucket, shared for each tensor-parallel rank; the copies are complete at return."""
+        ...
+
+    def release_shared(self, *, timeout_seconds: float) -> None:
+        """Close the memory that was opened."""
         ...
 
     def load_folder(self, path: str, *, timeout_seconds: float) -> None:

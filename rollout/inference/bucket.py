@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +20,19 @@ class FlatBucket:
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> FlatBucket:
-        """Concatenate tensors. Raises ValueError on no tensors."""
+        """Lay tensors end to end, without a copy where they fill one piece of memory in this order. Raises ValueError
+        on no tensors."""
         if not tensors:
             raise ValueError("a bucket needs at least one tensor")
         items = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        flat = _memory_of([t for _, t in items])
+        if flat is None:
+            flat = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in items])
         return FlatBucket(
             names=tuple(name for name, _ in items),
             dtypes=tuple(t.dtype for _, t in items),
             shapes=tuple(tuple(t.shape) for _, t in items),
-            flat=torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in items]),
+            flat=flat,
         )
 
     @property
@@ -46,3 +50,16 @@ class FlatBucket:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors again, as views."""
         return {name: self.flat[start:end].view(dtype).view(shape) for name, dtype, shape, start, end in self.spans()}
+
+
+def _memory_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the piece of memory that the tensors fill end to end, as bytes; None where they do not."""
+    memory = tensors[0].untyped_storage()
+    end = memory.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    if end != memory.data_ptr() + memory.nbytes():
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory, 0, (memory.nbytes(),), (1,))  # type: ignore[call-overload]

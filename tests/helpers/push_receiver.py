@@ -61,12 +61,9 @@ class Receiver(nn.Module):
         self.tensors |= {name: tensor.clone() for name, tensor in tensors}
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
-        self._count()
         (payload,) = body["serialized_named_tensors"]
-        content = pickle.loads(base64.b64decode(payload))
-        for entry in content["metadata"]:
-            part = content["flattened_tensor"][entry.start_idx : entry.end_idx]
-            self.tensors[entry.name] = part.view(entry.dtype).view(entry.shape).clone()
+        updater = SimpleNamespace(get_model=lambda: self)
+        self.buckets.copy_shared(None, updater, pickle.loads(base64.b64decode(payload)))
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> None:
         self._count()

@@ -282,7 +282,7 @@ def _sending_rank(
         sending = make_sender(
             plan, rank=rank, world_size=parallel.world_size, device=device.torch_device, host="127.0.0.1"
         )
-        buckets = partial(engine.iter_hf_weights, BUCKET_BYTES, at_holders=len(plan.senders) > 1)
+        buckets = partial(engine.iter_hf_weights, BUCKET_BYTES, to=plan.receivers)
         while True:
             name, args = tasks.get()
             if name == "prepare":

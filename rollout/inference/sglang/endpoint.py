@@ -17,6 +17,7 @@ from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.weights import (
     CHECKSUMS,
     FORMATS,
+    RELEASE,
     ServerAddress,
     checksums_of,
     formats_of,
@@ -54,12 +55,18 @@ class SGLangEndpoint(ServerAddress):
     def leave_group(self, group: str, *, timeout_seconds: float) -> None:
         post(self, leave_group(group), timeout_seconds=timeout_seconds)
 
-    def share(self, bucket: FlatBucket) -> str:
-        on_device = bucket.flat.device.type == "cuda"
-        return payload_of(bucket, _SharedMemory(bucket.flat) if on_device else None)
+    def share(self, bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
+        if memory is None:
+            return payload_of(bucket, None, number=number)
+        if memory.device.type != "cuda":
+            return payload_of(bucket, memory[: bucket.num_bytes].clone())
+        return payload_of(bucket, _SharedMemory(memory), number=number)
 
-    def receive_shared(self, handles: Sequence[str], *, timeout_seconds: float) -> None:
-        post(self, receive_tensors(handles), timeout_seconds=timeout_seconds)
+    def receive_shared(self, shared: Sequence[str], *, timeout_seconds: float) -> None:
+        post(self, receive_tensors(shared), timeout_seconds=timeout_seconds)
+
+    def release_shared(self, *, timeout_seconds: float) -> None:
+        post(self, receive_tensors([RELEASE] * self.tp), timeout_seconds=timeout_seconds)
 
     def load_folder(self, path: str, *, timeout_seconds: float) -> None:
         post(self, receive_folder(path), timeout_seconds=timeout_seconds)

@@ -193,7 +193,8 @@ class SGLangGenerator:
     async def update_weights(self, bucket: WeightBucket) -> None:
         """Copy a bucket through HTTP, for small models and tests; the senders of core/weight_sync are faster."""
         self._raise_unless_paused("update_weights()")
-        payload = payload_of(FlatBucket.of(bucket.tensors))
+        flat = FlatBucket.of(bucket.tensors)
+        payload = payload_of(flat, flat.flat.cpu())
         await self._post(receive_tensors([payload] * self.endpoint.tp))
 
     async def load_folder(self, path: str) -> None:

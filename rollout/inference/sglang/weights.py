@@ -13,7 +13,6 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -51,24 +50,22 @@ def headers(key: str) -> dict[str, str]:
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-def flattened_metadata(bucket: FlatBucket) -> list[SimpleNamespace]:
-    """Return the location of each tensor of a bucket, with the attributes of SGLang's FlattenedTensorMetadata (which
-    only a process that has SGLang could pickle)."""
-    return [
-        SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
-        for name, dtype, shape, start, end in bucket.spans()
-    ]
-
-
-def payload_of(bucket: FlatBucket, shared: object | None = None) -> str:
-    """Return a bucket pickled and base64-coded for receive_tensors. `shared`: a handle to device memory in place of the
-    bytes."""
+def payload_of(bucket: FlatBucket, memory: object | None, *, number: int | None = None) -> str:
+    """Return a bucket for receive_tensors, pickled and base64-coded. `memory`: its bytes, or a handle to device memory
+    that begins with them and that the server keeps as `number`; None: it has that memory."""
     content = {
-        "flattened_tensor": bucket.flat.cpu() if shared is None else shared,
-        "metadata": flattened_metadata(bucket),
+        "names": bucket.names,
+        "dtypes": bucket.dtypes,
+        "shapes": bucket.shapes,
+        "num_bytes": bucket.num_bytes,
+        "memory": memory,
+        "number": number,
     }
     return base64.b64encode(pickle.dumps(content)).decode()
 
+
+RELEASE = base64.b64encode(pickle.dumps({})).decode()
+"""In place of a bucket: close all memory that was kept."""
 
 # Updates do not flush the cache: prefixes are kept apart by version (hooks.py), and a flush with requests
 # waiting would fail and take the server down.

@@ -50,11 +50,11 @@ class Holder(SGLangEndpoint):
     takes: torch.dtype | None = None
     """Format of the parameter that holds queries, keys and values; None: as they come."""
 
-    def share(self, bucket: FlatBucket) -> str:
+    def share(self, bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
         self.received.update(bucket.tensors())
         return ""
 
-    def receive_shared(self, handles: Sequence[str], *, timeout_seconds: float) -> None: ...
+    def receive_shared(self, shared: Sequence[str], *, timeout_seconds: float) -> None: ...
 
     def load_folder(self, path: str, *, timeout_seconds: float) -> None:
         for file in sorted(Path(path).glob("*.safetensors")):

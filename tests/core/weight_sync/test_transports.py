@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.servers import ServerPush, with_colocated_ranks
 from rollout.inference.backend import Transport
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from tracing import record_spans
@@ -59,11 +61,11 @@ def tensors_of(version: int, bucket: int) -> dict[str, Tensor]:
     }
 
 
-def gather(rank: int, version: int) -> Iterator[dict[str, Tensor]]:
+def gather(kind: str, rank: int, version: int) -> Iterator[dict[str, Tensor]]:
     """Collective, as the engine's export is: every step waits for all ranks. One bucket is empty."""
     for bucket in range(NUM_BUCKETS):
         dist.barrier()
-        yield tensors_of(version, bucket) if rank == 0 and bucket != 2 else {}
+        yield tensors_of(version, bucket) if (rank == 0 or kind == "ipc") and bucket != 2 else {}
 
 
 def sender_on(kind: str, rank: int, folder: Path, staged_bytes: int | None) -> Any:
@@ -88,7 +90,7 @@ def trainer_rank(
         try:
             sender.connect(servers)
             for version in (1, 2):
-                sender.prepare(gather(rank, version), verify=True)
+                sender.prepare(gather(kind, rank, version), verify=True)
                 report = sender.send()
             sender.close()
             out.put((rank, kind, report))
@@ -200,6 +202,70 @@ def test_as_many_buckets_are_made_ahead_as_fit_into_the_memory_and_at_least_one(
     assert fit == [1, 1, 1, 2, 3]
 
 
+class Opening:
+    """A server of one rank beside trainer rank 0, which opens memory as servers on GPUs do."""
+
+    name, tp, pp, trainer_ranks = "generator-0", 1, 1, (0,)
+
+    def __init__(self, copies: Callable[[int], None] = lambda number: None) -> None:
+        """`copies`: called with the number of each bucket, from 0, before it is copied."""
+        self.opened: dict[int, Tensor] = {}
+        self.calls: list[tuple[int, bool]] = []
+        """Number of the memory of each bucket, and whether it was new."""
+        self.received: dict[str, Tensor] = {}
+        self._shared: list[tuple[FlatBucket, int]] = []
+        self._copies = copies
+
+    def share(self, bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
+        if memory is not None:
+            self.opened[number] = memory
+        self.calls.append((number, memory is not None))
+        layout = FlatBucket(
+            names=bucket.names, dtypes=bucket.dtypes, shapes=bucket.shapes, flat=torch.empty(bucket.num_bytes)
+        )
+        self._shared.append((layout, number))
+        return str(len(self._shared) - 1)
+
+    def receive_shared(self, shared: Sequence[str], *, timeout_seconds: float) -> None:
+        (index,) = map(int, shared)
+        self._copies(index)
+        layout, number = self._shared[index]
+        filled = replace(layout, flat=self.opened[number][: layout.num_bytes].clone())
+        self.received |= filled.tensors()
+
+    def release_shared(self, *, timeout_seconds: float) -> None:
+        self.opened.clear()
+
+
+def opened_by(server: Opening, tmp_path: Path, **changes: Any) -> IpcSender:
+    """Return a sender on the CPU whose memory the server opens."""
+    sender = IpcSender(settings_alone(**changes), torch.device("cpu"))
+    sender._opened = True
+    sender.connect([server])  # type: ignore[list-item]
+    return sender
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "opens"),
+    [(1000, [True, True, False, False, False]), (1, [True, True, False, True, True])],
+    ids=["all fit", "larger and larger ones"],
+)
+def test_by_ipc_two_pieces_of_memory_hold_all_buckets_in_turn(
+    bucket_bytes: int, opens: list[bool], tmp_path: Path
+) -> None:
+    server = Opening(lambda number: time.sleep(0.05))  # the sender goes on meanwhile
+    sender = opened_by(server, tmp_path, bucket_bytes=bucket_bytes)
+    sizes = (33, 33, 33, 34, 35)
+    sent = {f"layers.{i}.norm.weight": torch.randn(size).bfloat16() for i, size in enumerate(sizes)}
+    sender.prepare(iter([{name: tensor} for name, tensor in sent.items()]), verify=False)
+    report = sender.send()
+    assert server.received.keys() == sent.keys()
+    assert all(torch.equal(server.received[name], tensor) for name, tensor in sent.items())
+    assert server.calls == [(i % 2, new) for i, new in enumerate(opens)]
+    assert not server.opened, "closed before the trainer frees it"
+    assert report is not None and report.num_bytes == 2 * sum(sizes)
+
+
 def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_its_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,56 +273,55 @@ def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_it
         name, tp, pp, trainer_ranks = "generator-0", 2, 1, (2, 0)
 
         def __init__(self) -> None:
-            self.opened: list[list[str]] = []
+            self.shared: list[list[str]] = []
 
-        def share(self, bucket: Any) -> str:
-            return "memory of rank 0"
+        def share(self, bucket: Any, memory: Tensor | None, *, number: int) -> str:
+            return "a bucket" if memory is None else "memory of rank 0"
 
-        def receive_shared(self, handles: list[str], *, timeout_seconds: float) -> None:
-            self.opened.append(handles)
+        def receive_shared(self, shared: list[str], *, timeout_seconds: float) -> None:
+            self.shared.append(shared)
+
+        def release_shared(self, *, timeout_seconds: float) -> None:
+            self.shared.append(["released"])
 
     def gather_of_three(found: list[Any], own: Any) -> None:
-        found[:] = [own, None, "memory of rank 2"]
+        found[:] = [own, "", "memory of rank 2"]
 
     monkeypatch.setattr(dist, "all_gather_object", gather_of_three)
-    for collective in ("broadcast_object_list", "broadcast"):
-        monkeypatch.setattr(dist, collective, lambda *args, **options: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: None)
     server, sender = Server(), IpcSender(settings_alone(world_size=3), torch.device("cpu"))
+    sender._opened = True
     sender.connect([server])  # type: ignore[list-item]
-    sender.prepare(iter([tensors_of(1, 0)]), verify=False)
+    sender.prepare(iter([tensors_of(1, i) for i in range(3)]), verify=False)
     sender.send()
-    assert server.opened == [["memory of rank 2", "memory of rank 0"]]
+    new = ["memory of rank 2", "memory of rank 0"]
+    assert server.shared == [new, new, ["a bucket", "a bucket"], ["released"]]
 
 
 def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_third_exists(tmp_path: Path) -> None:
     """The servers here copy each bucket but the last when the next one has been gathered."""
     gathered = [threading.Event() for _ in range(NUM_BUCKETS)]
     memory: list[weakref.ref[Tensor]] = []
+    alive: list[list[int]] = []
 
-    class Server:
-        name, tp, pp, trainer_ranks = "generator-0", 1, 1, (0,)
-
-        def __init__(self) -> None:
-            self.kept: list[list[int]] = []
-
-        def share(self, bucket: Any) -> str:
-            memory.append(weakref.ref(bucket.flat))
-            return ""
-
-        def receive_shared(self, handles: list[str], *, timeout_seconds: float) -> None:
-            number = len(self.kept)
-            if number + 1 < NUM_BUCKETS and not gathered[number + 1].wait(timeout_seconds):
-                raise GeneratorCallError("the next bucket was not gathered")
-            time.sleep(0.1)  # the sender goes on until it waits for this answer
-            self.kept.append([i for i, flat in enumerate(memory) if flat() is not None])
+    def copies(number: int) -> None:
+        if number + 1 < NUM_BUCKETS and not gathered[number + 1].wait(5):
+            raise GeneratorCallError("the next bucket was not gathered")
+        time.sleep(0.1)  # the sender goes on until it waits for this answer
+        alive.append([i for i, tensor in enumerate(memory) if tensor() is not None])
 
     def source() -> Iterator[Mapping[str, Tensor]]:
         for bucket, event in enumerate(gathered):
+            tensor = torch.full((64,), bucket, dtype=torch.bfloat16)
+            memory.append(weakref.ref(tensor))
+            given = {f"layers.{bucket}.norm.weight": tensor}
+            del tensor
             event.set()
-            yield tensors_of(1, bucket)
+            yield given
+            del given
 
-    server, sender = Server(), IpcSender(settings_alone(), torch.device("cpu"))
-    sender.connect([server])  # type: ignore[list-item]
+    server = Opening(copies)
+    sender = opened_by(server, tmp_path)
     sender.prepare(source(), verify=False)
     assert [event.is_set() for event in gathered] == [True] + [False] * (NUM_BUCKETS - 1)
     record_spans("sender", tmp_path, limit_mib=1)
@@ -265,8 +330,9 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
     rows = [json.loads(line) for line in (tmp_path / FOLDER / "sender.jsonl").read_text().splitlines()[1:]]
     assert [row[-1]["number"] for row in rows if row[:2] == ["copy", "copies of generator-0"]] == [1, 2, 3, 4, 5]
     assert [row[-1]["number"] for row in rows if row[0] == "bucket"] == [1, 2, 3, 4, 5]
+    assert len([row for row in rows if row[0] == "gather"]) == NUM_BUCKETS, "four, and the end; one was made ahead"
     assert report is not None and report.num_buckets == NUM_BUCKETS
-    assert server.kept == [[number] for number in range(NUM_BUCKETS)], "one bucket is copied, kept until it is"
+    assert all(set(kept) <= {number + 1} for number, kept in enumerate(alive)), "one beside the two pieces of memory"
 
 
 def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ import json
 import pickle
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -228,19 +227,12 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 
 def tensor_body(tensors: dict[str, Tensor], *, tp: int) -> dict[str, Any]:
     """All of them to every rank."""
-    payload = pickle.dumps({"flattened_tensor": flat(tensors), "metadata": list(_metadata(tensors))})
+    memory = flat(tensors)
+    layout = {"names": [*tensors], "dtypes": [t.dtype for t in tensors.values()]}
+    layout |= {"shapes": [tuple(t.shape) for t in tensors.values()], "num_bytes": len(memory)}
+    payload = pickle.dumps({**layout, "memory": memory, "number": None})
     coded = [base64.b64encode(payload).decode()] * tp
     return {"serialized_named_tensors": coded, "load_format": "flattened_bucket", "flush_cache": False}
-
-
-def _metadata(tensors: dict[str, Tensor]) -> Iterator[SimpleNamespace]:
-    start = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        yield SimpleNamespace(
-            name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + size, numel=size
-        )
-        start += size
 
 
 def disk_body(folder: Path) -> dict[str, Any]:

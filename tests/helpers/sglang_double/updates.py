@@ -31,8 +31,10 @@ def from_tensors(body: dict[str, Any], *, tp: int) -> list[dict[str, Tensor]]:
     received = []
     for payload in payloads:
         content = pickle.loads(base64.b64decode(payload))
-        flat, entries = content["flattened_tensor"], content["metadata"]
-        received.append({e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape) for e in entries})
+        names, dtypes, shapes = (content[name] for name in ("names", "dtypes", "shapes"))
+        sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(dtypes, shapes, strict=True)]
+        parts = zip(names, dtypes, shapes, content["memory"].split(sizes), strict=True)
+        received.append({name: part.view(dtype).view(shape) for name, dtype, shape, part in parts})
     return received
 
 

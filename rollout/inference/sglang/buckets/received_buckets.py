@@ -30,6 +30,8 @@ class ReceivedBuckets:
         """Broadcasts run in this stream."""
         self._ends: deque[torch.cuda.Event] = deque()
         """The ends of the copies of the last two buckets."""
+        self._shared: dict[int, Tensor] = {}
+        """Memory of the sender, by its numbers, until it is released."""
 
     def receive(
         self, original: Any, updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Any, group_name: str
@@ -38,11 +40,9 @@ class ReceivedBuckets:
         succeeded, message). On a GPU the broadcast and the copies may be running when it returns."""
         try:
             formats = [d if isinstance(d, torch.dtype) else getattr(torch, d) for d in dtypes]
-            sizes = [d.itemsize * math.prod(shape) for d, shape in zip(formats, shapes, strict=True)]
-            flat = self._broadcast(sum(sizes), updater.device, updater._model_update_group[group_name])
-            parts = zip(names, flat.split(sizes), formats, shapes, strict=True)
-            tensors = [(name, part.view(d).view(shape)) for name, part, d, shape in parts]
-            self._copies.load(updater.get_model(), flat, tensors)
+            num_bytes = sum(d.itemsize * math.prod(shape) for d, shape in zip(formats, shapes, strict=True))
+            flat = self._broadcast(num_bytes, updater.device, updater._model_update_group[group_name])
+            self._copies.load(updater.get_model(), flat, names, formats, shapes)
             if flat.is_cuda:
                 self._ends.append(torch.cuda.current_stream().record_event())
         except Exception as error:  # noqa: BLE001  reported to the sender, as SGLang does
@@ -53,10 +53,21 @@ class ReceivedBuckets:
     def copy_shared(
         self, original: Any, updater: Any, flattened_tensor_bucket_dict: dict[str, Any]
     ) -> tuple[bool, str]:
-        """Load a bucket in place of WeightUpdater._update_weights_from_flattened_bucket; return as receive() does."""
-        flat, parts = (flattened_tensor_bucket_dict[name] for name in ("flattened_tensor", "metadata"))
-        tensors = [(p.name, flat[p.start_idx : p.end_idx].view(p.dtype).view(p.shape)) for p in parts]
-        self._copies.load(updater.get_model(), flat, tensors)
+        """Load a bucket in place of WeightUpdater._update_weights_from_flattened_bucket; return as receive() does. See
+        payload_of() in weights.py."""
+        content = flattened_tensor_bucket_dict
+        if not content:
+            self._shared.clear()
+            return True, "Success"
+        memory, number = content["memory"], content["number"]
+        if memory is None and number not in self._shared:
+            return False, f"memory {number} of the trainer was not shared with this server"
+        if memory is None:
+            memory = self._shared[number]
+        elif number is not None:
+            self._shared[number] = memory
+        layout = (content[name] for name in ("names", "dtypes", "shapes"))
+        self._copies.load(updater.get_model(), memory[: content["num_bytes"]], *layout)
         return True, "Success"
 
     def _broadcast(self, num_bytes: int, device: Any, group: Any) -> Tensor:

@@ -10,6 +10,7 @@ the model, which are still where they were.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -35,16 +36,25 @@ class RecordedCopies:
         """`places_change`: whether the server moves parts of the model, such as experts; then nothing is recorded."""
         self._places_change = places_change
         self._recorded: dict[Any, _Copies | None] = {}
-        """By model, and names, formats and places of a bucket; None: to be loaded by the model."""
+        """By model, and names, formats and shapes of a bucket; None: to be loaded by the model."""
         self._reasons: set[str] = set()
 
-    def load(self, model: Any, flat: Tensor, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Load `tensors`, views of the bucket `flat`, as load_weights() of the model, a module of torch, does."""
-        key = (id(model), *((name, t.dtype, t.shape, t.storage_offset()) for name, t in tensors))
+    def load(
+        self,
+        model: Any,
+        flat: Tensor,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
+    ) -> None:
+        """Load tensors that lie end to end in `flat` [bytes], as load_weights() of the model, a module of torch,
+        does."""
+        key = (id(model), *names, *dtypes, *map(tuple, shapes))
         copies = self._recorded.get(key)
         if copies is not None and copies.are_valid():
             copies.repeat(flat)
             return
+        tensors = _tensors_in(flat, names, dtypes, shapes)
         if self._places_change() or (key in self._recorded and copies is None):
             model.load_weights(tensors)
             return
@@ -53,7 +63,7 @@ class RecordedCopies:
         with _Recorder(model, flat) as recorder:
             model.load_weights(tensors)
         reason = recorder.why_not(tensors)
-        self._recorded[key] = None if reason else recorder.copies()
+        self._recorded[key] = None if reason else recorder.copies(flat)
         if reason and reason not in self._reasons:
             self._reasons.add(reason)
             logger.info("weight updates: the model itself loads buckets such as this one: %s", reason)
@@ -82,13 +92,24 @@ class _Part:
 
     dtype: torch.dtype
     offset: int
-    """In elements."""
+    """In elements, from the beginning of the bucket."""
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def of(self, flat: Tensor) -> Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+
+class _Parts:
+    """The parts of one bucket."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def __getitem__(self, part: _Part) -> Tensor:
+        typed = self._typed.get(part.dtype)
+        if typed is None:
+            whole = self._flat.numel() // part.dtype.itemsize * part.dtype.itemsize
+            typed = self._typed[part.dtype] = self._flat[:whole].view(part.dtype)
+        return typed.as_strided(part.shape, part.stride, typed.storage_offset() + part.offset)
 
 
 @dataclass(kw_only=True)
@@ -108,10 +129,11 @@ class _Copies:
 
     @torch.no_grad()
     def repeat(self, flat: Tensor) -> None:
+        parts_of = _Parts(flat)
         for targets, parts in self.together:
-            torch._foreach_copy_(targets, [part.of(flat) for part in parts])
+            torch._foreach_copy_(targets, [parts_of[part] for part in parts])
         for target, part in self.alone:
-            target.copy_(part.of(flat))
+            target.copy_(parts_of[part])
         for target, value in self.constants:
             target.fill_(value)
 
@@ -165,8 +187,8 @@ class _Recorder(TorchDispatchMode):
     def _targets(self) -> list[Tensor]:
         return [target for target, _ in (*self._copies, *self._constants) if target.numel()]
 
-    def copies(self) -> _Copies:
-        """Return what was recorded."""
+    def copies(self, flat: Tensor) -> _Copies:
+        """Return what was recorded, with the places of sources in `flat`."""
         used = {_address(target) for target in self._targets()}
         owners = [owner for address in used for owner in self._owners[address]]
         recorded = _Copies(owners=owners, constants=self._constants)
@@ -176,9 +198,8 @@ class _Recorder(TorchDispatchMode):
             if contiguous and target.dtype == source.dtype:  # any kernel copies integers
                 bits = _BITS[target.itemsize]
                 target, source = target.view(bits), source.view(bits)
-            part = _Part(
-                dtype=source.dtype, offset=int(source.storage_offset()), shape=source.shape, stride=source.stride()
-            )
+            offset = (source.data_ptr() - flat.data_ptr()) // source.itemsize
+            part = _Part(dtype=source.dtype, offset=offset, shape=source.shape, stride=source.stride())
             if contiguous:
                 targets, parts = together.setdefault((target.dtype, source.dtype), ([], []))
                 targets.append(target)
@@ -187,6 +208,15 @@ class _Recorder(TorchDispatchMode):
                 recorded.alone.append((target, part))
         recorded.together = list(together.values())
         return recorded
+
+
+def _tensors_in(
+    flat: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> list[tuple[str, Tensor]]:
+    """Return the tensors that lie end to end in `flat`."""
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    parts = zip(names, flat.split(sizes), dtypes, shapes, strict=True)
+    return [(name, part.view(dtype).view(tuple(shape))) for name, part, dtype, shape in parts]
 
 
 def _address(tensor: Tensor) -> int:

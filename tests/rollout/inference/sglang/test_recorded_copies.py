@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -57,21 +57,34 @@ class Model(nn.Module):
         return [self.embedding.data, self.norm.data, self.gate_up.data.float(), self.down.float()]
 
 
-def bucket(seed: int, names: Sequence[str] = tuple(SIZES)) -> tuple[Tensor, list[tuple[str, Tensor]]]:
-    generator = torch.Generator().manual_seed(seed)
-    dtypes = {name: torch.bfloat16 if "." in name else torch.float32 for name in names}
-    made = {name: torch.randn(SIZES[name], generator=generator).to(dtypes[name]) for name in names}
-    flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in made.values()])
-    parts = flat.split([tensor.nbytes for tensor in made.values()])
-    return flat, [(n, part.view(dtypes[n]).view(SIZES[n])) for n, part in zip(names, parts, strict=True)]
+class Bucket:
+    """Tensors end to end, and `before` bytes of something else in front of them."""
+
+    def __init__(self, seed: int, names: Sequence[str] = tuple(SIZES), *, before: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.names, self.shapes = names, [SIZES[name] for name in names]
+        self.dtypes = [torch.bfloat16 if "." in name else torch.float32 for name in names]
+        self.made = [
+            torch.randn(shape, generator=generator).to(dtype)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        self.flat = torch.cat(
+            [torch.zeros(before, dtype=torch.uint8), *(tensor.flatten().view(torch.uint8) for tensor in self.made)]
+        )[before:]
+
+    def load(self, copies: RecordedCopies, model: nn.Module) -> None:
+        copies.load(model, self.flat, self.names, self.dtypes, self.shapes)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return list(zip(self.names, self.made, strict=True))
 
 
-def load(copies: RecordedCopies, model: Model, seed: int, names: Sequence[str] = tuple(SIZES)) -> None:
+def load(copies: RecordedCopies, model: Model, seed: int, **options: Any) -> None:
     """Load a bucket; every value must be what the model itself would load."""
-    flat, tensors = bucket(seed, names)
-    copies.load(model, flat, tensors)
+    bucket = Bucket(seed, **options)
+    bucket.load(copies, model)
     alone = Model()
-    alone.load_weights(bucket(seed)[1])
+    alone.load_weights(Bucket(seed).tensors())
     for own, expected in zip(model.values(), alone.values(), strict=True):
         assert own.equal(expected)
 
@@ -94,32 +107,37 @@ def test_memory_that_was_released_gets_its_padding_again() -> None:
 def test_a_bucket_in_another_order_is_loaded_by_the_model() -> None:
     copies, model = RecordedCopies(), Model()
     load(copies, model, 0)
-    flat, tensors = bucket(1, list(reversed(SIZES)))
-    copies.load(model, flat, tensors)
+    other = Bucket(1, list(reversed(SIZES)))
+    other.load(copies, model)
     alone = Model()
-    alone.load_weights(tensors)
+    alone.load_weights(other.tensors())
     assert model.loads == 2
     assert all(map(torch.equal, model.values(), alone.values()))
 
 
-def test_the_order_of_the_tensors_need_not_be_that_of_the_memory() -> None:
+def test_a_bucket_may_lie_anywhere_in_a_piece_of_memory() -> None:
     copies, model = RecordedCopies(), Model()
-    for seed in range(2):
-        flat, tensors = bucket(seed)
-        copies.load(model, flat, tensors[::-1])
-        alone = Model()
-        alone.load_weights(tensors)
-        assert all(map(torch.equal, model.values(), alone.values()))
+    for seed, before in enumerate((0, 16, 64, 0)):
+        load(copies, model, seed, before=before)
     assert model.loads == 1
 
 
-def test_a_bucket_with_other_places_is_loaded_by_the_model() -> None:
-    copies, model = RecordedCopies(), Model()
-    for seed, begin in enumerate((0, 1, 1)):
-        norm = torch.randn(HIDDEN + begin, generator=torch.Generator().manual_seed(seed))
-        copies.load(model, norm, [("norm", norm[begin:])])
-        assert model.norm.equal(norm[begin:])
+@pytest.mark.parametrize(
+    ("dtypes", "shapes"),
+    [([torch.float32], [(3, 2)]), ([torch.float64], [(HIDDEN,)]), ([torch.int32], [(HIDDEN,)])],
+    ids=["shape", "width", "format"],
+)
+def test_a_bucket_of_other_shapes_or_formats_is_loaded_by_the_model(dtypes: Any, shapes: Any) -> None:
+    class Flattening(Model):
+        def load_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+            super().load_weights([(name, tensor.view(HIDDEN)) for name, tensor in tensors])
+
+    copies, model = RecordedCopies(), Flattening()
+    Bucket(0, ["norm"]).load(copies, model)
+    numbers = torch.arange(HIDDEN, dtype=dtypes[0])
+    copies.load(model, numbers.view(torch.uint8), ["norm"], dtypes, shapes)
     assert model.loads == 2
+    assert model.norm.equal(torch.arange(HIDDEN, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,7 @@ def test_a_tensor_that_the_model_skips_is_given_to_it_every_time() -> None:
             super().load_weights([tensor for tensor in tensors if tensor[0] != "norm" or self.loads])
 
     copies, model = RecordedCopies(), Skipping()
-    copies.load(model, *bucket(0))
+    Bucket(0).load(copies, model)
     load(copies, model, 1)
     assert model.loads == 2
 
@@ -224,10 +242,10 @@ def test_the_memory_of_a_bucket_is_given_back_at_once(before_norm: Callable[[Mod
     gc.disable()
     try:
         for seed in range(2):
-            flat, tensors = bucket(seed)
-            copies.load(model, flat, tensors)
-            memory = weakref.ref(flat)
-            del flat, tensors
+            given = Bucket(seed)
+            given.load(copies, model)
+            memory = weakref.ref(given.flat)
+            del given
             assert memory() is None
     finally:
         gc.enable()
@@ -238,13 +256,10 @@ def test_the_memory_of_a_bucket_is_given_back_at_once(before_norm: Callable[[Mod
 def test_copies_on_a_gpu_are_those_of_the_model() -> None:
     copies, model, alone = RecordedCopies(), Model().cuda(), Model().cuda()
     for seed in range(3):
-        flat, tensors = bucket(seed)
-        flat = flat.cuda()
-        ends = list(accumulate(tensor.nbytes for _, tensor in tensors))
-        parts = zip(tensors, pairwise([0, *ends]), strict=True)
-        on_gpu = [(name, flat[begin:end].view(t.dtype).view(t.shape)) for (name, t), (begin, end) in parts]
-        copies.load(model, flat, on_gpu)
-        alone.load_weights(on_gpu)
+        bucket = Bucket(seed)
+        bucket.flat = bucket.flat.cuda()
+        bucket.load(copies, model)
+        alone.load_weights([(name, tensor.cuda()) for name, tensor in bucket.tensors()])
         assert all(map(torch.equal, model.values(), alone.values()))
     assert model.loads == 1
 
@@ -256,9 +271,8 @@ def test_a_bucket_that_failed_is_not_recorded() -> None:
         return norm
 
     copies, model = RecordedCopies(), Model(fail)
-    flat, tensors = bucket(0)
     with pytest.raises(ValueError, match="no memory"):
-        copies.load(model, flat, tensors)
+        Bucket(0).load(copies, model)
     load(copies, model, 1)
     load(copies, model, 2)
     assert model.loads == 2
@@ -268,6 +282,6 @@ def test_buckets_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(recorded_copies, "MOST_BUCKETS", 2)
     copies, model = RecordedCopies(), Model()
     for names in (["norm"], ["embedding"], ["0.gate"], ["norm"]):
-        copies.load(model, *bucket(0, names))
+        Bucket(0, names).load(copies, model)
     assert model.loads == 4
     assert len(copies._recorded) == 2

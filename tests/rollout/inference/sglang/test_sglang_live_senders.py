@@ -50,7 +50,7 @@ def push(rank: Rank, layout: ParallelLayout, source: Path, endpoint: Any, name: 
         )  # fmt: skip
         sender = NcclSender(settings, torch.device("cpu"))
         sender.connect([endpoint])
-        plan = plan_export(chunks, parallel=parallel, bucket_bytes=BUCKET_BYTES, at_holders=True)
+        plan = plan_export(chunks, parallel=parallel, bucket_bytes=BUCKET_BYTES, to="holders")
         sender.prepare(run_export(plan, parallel=parallel), verify=True)
         report = sender.send()
         sender.close()

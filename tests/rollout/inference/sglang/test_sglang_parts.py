@@ -417,9 +417,29 @@ def test_a_payload_pickles_with_nothing_but_torch_and_the_standard_library() -> 
             assert module.partition(".")[0] in {"torch", "types", "collections", "builtins", "_codecs"}, module
             return super().find_class(module, name)
 
-    content = Strict(io.BytesIO(base64.b64decode(payload_of(FlatBucket.of(mixed_tensors()))))).load()
-    assert [entry.name for entry in content["metadata"]] == ["scalar", "wide", "transposed", "odd"]
-    assert content["metadata"][-1].end_idx == content["flattened_tensor"].numel()
+    bucket = FlatBucket.of(mixed_tensors())
+    content = Strict(io.BytesIO(base64.b64decode(payload_of(bucket, bucket.flat, number=1)))).load()
+    assert content["names"] == ("scalar", "wide", "transposed", "odd")
+    assert content["dtypes"] == bucket.dtypes and content["shapes"] == bucket.shapes
+    assert content["memory"].equal(bucket.flat) and (content["num_bytes"], content["number"]) == (len(bucket.flat), 1)
+
+
+def test_tensors_that_fill_one_piece_of_memory_make_a_bucket_of_it() -> None:
+    memory = torch.arange(10, dtype=torch.float32)
+    parts = {"a": memory[:4].view(2, 2), "b": memory[4:]}
+    bucket = FlatBucket.of(parts)
+    assert bucket.flat.data_ptr() == memory.data_ptr() and bucket.num_bytes == 40
+    assert all(torch.equal(bucket.tensors()[name], part) for name, part in parts.items())
+    for copied in (
+        {"b": parts["b"], "a": parts["a"]},  # another order
+        {"a": memory[:4].view(2, 2).T, "b": memory[4:]},  # not contiguous
+        {"a": memory[:4], "b": memory[5:]},  # a hole
+        {"b": memory[4:]},  # a part of it
+        {"a": memory[:5], "b": memory[4:]},  # one place twice
+    ):
+        bucket = FlatBucket.of(copied)
+        assert bucket.flat.untyped_storage().data_ptr() != memory.data_ptr()
+        assert all(torch.equal(bucket.tensors()[name], part) for name, part in copied.items())
 
 
 def test_a_checksum_adds_up_over_parts_and_sees_place_and_value() -> None:
