@@ -72,9 +72,9 @@ def main() -> None:
         model.load_weights = lambda tensors, loaded=loaded: (loaded.append(tensors), load_weights(tensors))
         items = list(load_file(file).items())
         for part in range(2):  # a bucket may hold a weight without its factors
-            flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in items[part::2]])
-            pieces = zip(items[part::2], flat.split([tensor.nbytes for _, tensor in items[part::2]]), strict=True)
-            copies.load(model, flat, [(name, piece.view(t.dtype).view(t.shape)) for (name, t), piece in pieces])
+            names, tensors = zip(*items[part::2], strict=True)
+            flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+            copies.load(model, flat, names, [t.dtype for t in tensors], [t.shape for t in tensors])
         named = dict(model.named_parameters())
         results.append(
             [

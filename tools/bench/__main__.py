@@ -97,6 +97,7 @@ MEASUREMENTS = {
         "whole": "whole.measure:whole",
         "whole_experts": "whole.measure:experts",
         "whole_failures": "whole.measure:failures",
+        "whole_push": "whole.push:push",
         "whole_unreplayed": "whole.measure:unreplayed",
     },
 }
@@ -105,7 +106,8 @@ SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
 """Of tools/bench/gpu.py, which is slow to import."""
 NUM_GPUS = {
     "async": 2, "experts_ep": 2, "experts_whole": 4, "long_cp": 2, "overlap": 2, "push_tp": 4, "push_senders": 3,
-    "push_experts": 3, "whole": 2, "whole_experts": 2, "whole_failures": 2, "whole_unreplayed": 2,
+    "push_experts": 3, "whole": 2, "whole_experts": 2, "whole_failures": 2, "whole_push": 2,
+    "whole_unreplayed": 2,
 }  # fmt: skip
 """That a measurement needs, where one is not enough."""
 DATA = "SLIPSTREAM_DATA"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allocation import ParallelLayout, parse
+from allocation import Allocation, ParallelLayout, parse
 from core.config.push import choose_senders, choose_transport
 from core.weight_sync.servers import SenderPlan, make_sender
 from mcore_adapter.device import get_device
@@ -81,9 +81,10 @@ async def _figures(
     scene: Scene, served: list[SGLangGenerator], name: str, senders: str, version: int, **layout: int
 ) -> list[Figure]:
     """Push from ranks of this layout while every server streams; `version` is the last one pushed."""
-    ranks = TrainerRanks(scene, _sending_rank, senders, layout)
+    apart = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
+    ranks = TrainerRanks(scene, sending_rank, Sending(allocation=apart, layout=layout, senders=senders))
     try:
-        await asyncio.to_thread(ranks.connect, [one.endpoint for one in served])
+        await asyncio.to_thread(ranks.connect, [one.endpoint for one in served], BUCKET_BYTES)
         pushes, gaps = await pushes_into_streams(scene, served, ranks, lambda: None, version)
         await asyncio.to_thread(ranks.close)
     finally:
@@ -174,7 +175,7 @@ def _updating_rank(rank: int, port: int, scene: Scene, _: Any, results: Any, upd
 
 
 class TrainerRanks:
-    """Processes that run `function(rank, port, scene, tasks, results, *args)`; in the first place senders, as one."""
+    """Processes that run `function(rank, port, scene, tasks, results, *args)`; with sending_rank one sender."""
 
     def __init__(self, scene: Scene, function: Callable[..., None], *args: Any, num_ranks: int = RANKS) -> None:
         scene.model  # noqa: B018 (written before the ranks look for it)
@@ -193,8 +194,8 @@ class TrainerRanks:
         for process in self._processes:
             process.start()
 
-    def connect(self, servers: Sequence[Any]) -> None:
-        self._call("connect", servers)
+    def connect(self, servers: Sequence[Any], bucket_bytes: int) -> None:
+        self._call("connect", servers, bucket_bytes)
 
     def prepare(self, _: None, *, verify: bool) -> None:
         """Do nothing: the ranks make the buckets themselves."""
@@ -261,33 +262,48 @@ def _data_parallel_rank(rank: int, port: int, scene: Scene, _: Any, results: Any
         engine.logprobs(batch, max_tokens_per_mb=16384)  # no rank leaves while another one communicates
 
 
-def _sending_rank(
-    rank: int, port: int, scene: Scene, tasks: Any, results: Any, senders: str, layout: dict[str, int]
-) -> None:
-    name = f"push-{'-'.join(layout)}-{senders}-rank{rank}"
-    with _joined(rank, port, scene, **layout) as (parallel, device), recorded(name, scene.profile):
+@dataclass(frozen=True, kw_only=True)
+class Sending:
+    """How ranks send weights."""
+
+    allocation: Allocation
+    """Which determines the transport."""
+    layout: Mapping[str, int]
+    """Of the ranks."""
+    senders: str = "one"
+
+
+def sending_rank(rank: int, port: int, scene: Scene, tasks: Any, results: Any, sending: Sending) -> None:
+    """Hold random weights and send them as a rank of a run does, by the calls of TrainerRanks."""
+    name = f"push-{'-'.join(sending.layout)}-{sending.senders}-rank{rank}"
+    with _joined(rank, port, scene, **sending.layout) as (parallel, device), recorded(name, scene.profile):
         engine = make_engine(scene, parallel, device, trains=False)
-        allocation = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
-        transport = choose_transport("auto", allocation)
-        plan = SenderPlan(
-            type=transport,
-            model_path=str(scene.model),
-            dtype="bfloat16",
-            bucket_bytes=BUCKET_BYTES,
-            timeout_seconds=60.0,
-            senders=choose_senders(senders, transport, parallel.layout),
-            connection=str(port),
-            folder=Path(scene.folder),
-        )
-        sending = make_sender(
-            plan, rank=rank, world_size=parallel.world_size, device=device.torch_device, host="127.0.0.1"
-        )
-        buckets = partial(engine.iter_hf_weights, BUCKET_BYTES, to=plan.receivers)
+        sender: Any = None
+        buckets: Any = None
         while True:
             name, args = tasks.get()
-            if name == "prepare":
-                sending.prepare(buckets(), verify=args[0])
+            result = None
+            if name == "connect":
+                servers, bucket_bytes = args
+                transport = choose_transport("auto", sending.allocation)
+                plan = SenderPlan(
+                    type=transport,
+                    model_path=str(scene.model),
+                    dtype="bfloat16",
+                    bucket_bytes=bucket_bytes,
+                    timeout_seconds=60.0,
+                    senders=choose_senders(sending.senders, transport, parallel.layout),
+                    connection=f"{port}-{bucket_bytes}",
+                    folder=Path(scene.folder),
+                )
+                sender = make_sender(
+                    plan, rank=rank, world_size=parallel.world_size, device=device.torch_device, host="127.0.0.1"
+                )
+                buckets = partial(engine.iter_hf_weights, bucket_bytes, to=plan.receivers)
+                sender.connect(servers)
+            elif name == "prepare":
+                sender.prepare(buckets(), verify=args[0])
                 device.synchronize()
-                results.put((rank, None))
             else:
-                results.put((rank, getattr(sending, name)(*args)))
+                result = getattr(sender, name)(*args)
+            results.put((rank, result))
