@@ -236,9 +236,11 @@ class FailsInATaskGroup(SingleTurnMathWorkflow):
         return found
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError("of the prompt"), SystemExit("of the prompt")])
 def test_a_sample_that_fails_in_a_task_group_counts_as_wrong_and_one_without_generator_ends_the_evaluation(
-    monkeypatch,
+    monkeypatch, error: BaseException
 ) -> None:
+    monkeypatch.setattr(FailsInATaskGroup, "error", error)
     found = asyncio.run(answers_of([questions("a", 3)], Waiting(needed=1), max_in_flight=1, workflow=FailsInATaskGroup))
     assert [(answer.query_id, answer.unjudged) for answer in found["a"]] == [
         (query, "error" if query == "0" else None) for query in ("0", "0", "1", "1", "2", "2")

@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import pickle
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -419,6 +420,23 @@ def test_a_sample_that_keeps_failing_in_a_task_group_costs_its_prompt(caplog: py
 
     run_virtual(main())
     assert "q1: attempt 1 of 4 failed: ZeroDivisionError('this prompt') (test_producer.py, line" in caplog.text
+
+
+def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        workflow = TaskGroupWorkflow(fails_for(1, 6, error=SystemExit))
+        async with make_producer(workflow, errors=skipping(), num_epochs=1) as producer:
+            taken = await train(producer, workflow, range(5))
+        assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
+        stats = producer.stats()
+        assert (stats["rollout/num_skipped"], stats["rollout/num_failures"]) == (2, 8)
+
+    run_virtual(main())
+    exits = (
+        r"RuntimeError\('the workflow raised SystemExit\(this prompt\): .*'\) \(test_producer.py, line \d+, in body\)"
+    )
+    assert re.search(rf"q1: attempt 1 of 4 failed: {exits}", caplog.text)
+    assert re.search(rf"q1: skipped after 4 attempts .*: {exits}", caplog.text)
 
 
 def test_samples_that_fail_in_every_task_group_end_the_run_with_their_error() -> None:
