@@ -3,8 +3,8 @@ EXPERIMENT one of ppo-math, sft and dpo.
 
 Reads and checks everything, logs what it is going to do, then starts the experiment (core/experiments). Invariant:
 until then nothing is written and no process started, and neither torch nor Ray is imported, except that a dry run which
-has to tokenise prompts and an algorithm of the user import torch; bad input ends with exit code 2 and one message on
-stderr.
+has to tokenise prompts or rows, and an algorithm of the user, import torch; bad input ends with exit code 2 and one
+message on stderr.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         looks_only = arguments.dry_run or arguments.preflight
-        with kept_records("rollout.data") as about_data:
+        with kept_records("rollout.data", "core.data") as about_data:
             problems = run_checks(loaded.config, loaded.where, connections=looks_only)
         lacking = [problem for problem in problems if problem.of_host] if looks_only else []
         if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):

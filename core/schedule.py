@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 def schedule_from_control(control: ExperimentSaveEvalControl, *, num_prompts: int, batch_size: int) -> Schedule:
     """Apply the exp_ctrl keys to a data set; benchmark_steps and total_train_steps both shorten the run."""
-    limits = [n for n in (control.total_train_steps, control.benchmark_steps) if n is not None]
     return Schedule(
         num_prompts=num_prompts,
         batch_size=batch_size,
         total_epochs=control.total_train_epochs,
-        total_steps_limit=min(limits, default=None),
+        total_steps_limit=control.steps_limit,
     )
 
 

@@ -124,6 +124,8 @@ MOST_FILES = 20
 
 LATE_IMPORTS: dict[str, dict[str, str]] = {
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
+        "core.data.offline": "core.data.answers core.data.preferences rollout.data.tokenizer "
+        "rollout.experience.schedule",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",
         "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",

@@ -13,6 +13,7 @@ from core.config.ppo import (
     PreferenceDatasetConfig,
     PromptAnswerDatasetConfig,
 )
+from core.data.offline import OfflineData
 from core.run_identity import RunIdentity
 from rollout.data.source import DataSource
 
@@ -152,3 +153,15 @@ class DPOConfig(SFTConfig):
     def max_seqlen(self) -> int:
         """Longest possible pair in tokens: its two sequences run in one microbatch."""
         return 2 * self.dataset.max_seqlen
+
+
+def offline_data(config: SFTConfig | DPOConfig) -> OfflineData:
+    """Return what decides which rows of a data set the run trains on."""
+    return OfflineData(
+        model=config.model.path,
+        prompt_format=config.prompt.prompt_format(boxed=False),
+        max_seqlen=config.dataset.max_seqlen,
+        seed=config.seed,
+        shuffle=config.shuffle_dataset,
+        pair_columns=config.dataset.pair_columns,
+    )

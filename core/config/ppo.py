@@ -121,6 +121,11 @@ class PromptAnswerDatasetConfig(DataSection):
         """The validation set."""
         return self.held_out(self.valid_path, self.valid_split)
 
+    @property
+    def pair_columns(self) -> PreferenceFields | None:
+        """Names of the columns of pairs. None: the rows are prompts with answers."""
+        return None
+
 
 class PreferenceDatasetConfig(PlaceSection):
     """Preference pairs, for direct preference optimization."""

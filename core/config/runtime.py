@@ -54,6 +54,12 @@ class ExperimentSaveEvalControl(Section):
     )
     benchmark_steps: int | None = key(None, "Stop after this many steps; for benchmarks", ge=1)
 
+    @property
+    def steps_limit(self) -> int | None:
+        """Steps after which the run ends before its epochs do. None: no such limit."""
+        limits = [n for n in (self.total_train_steps, self.benchmark_steps) if n is not None]
+        return min(limits, default=None)
+
 
 class GeneratorConfig(Section):
     """The generators."""

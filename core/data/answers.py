@@ -17,9 +17,9 @@ from core.data.epochs import EpochBatches
 from mcore_adapter.data.batch import PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import MaskedSequence, encode_examples
-from rollout.data.left_out import level_of
+from rollout.data.left_out import evenly_spaced, level_of, sample_text
 from rollout.data.rows import read_examples
-from rollout.data.source import DatasetError, DataSource, as_source
+from rollout.data.source import DataSource, NoneLeftError, as_source
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +27,46 @@ logger = logging.getLogger(__name__)
 class AnswerDataset(EpochBatches[MaskedSequence]):
     """Tokenised sequences with the tokens to train on."""
 
-    COUNT = "num_rows"
+    COUNT, ITEMS = "num_rows", "sequences"
 
     def __init__(
-        self, source: str | Path | DataSource, encoder: Encoder, *, max_seqlen: int, seed: int, shuffle: bool
+        self,
+        source: str | Path | DataSource,
+        encoder: Encoder,
+        *,
+        max_seqlen: int,
+        seed: int,
+        shuffle: bool,
+        sample: int | None = None,
     ) -> None:
-        """Read and tokenise. Raises DatasetError for rows that cannot be used, and where all are too long."""
+        """Read and tokenise. `sample`: tokenise at most this many rows, evenly spaced. Raises DatasetError for rows
+        that cannot be used, and NoneLeftError where none is left."""
         source = as_source(source)
-        examples = read_examples(source)
+        every = read_examples(source)
+        examples = evenly_spaced(every, sample)
         sequences = encode_examples(encoder, examples)
         rows = [s for s in sequences if 0 < sum(s.loss_mask) < len(s.token_ids) <= max_seqlen]
         checksum = 0
         for row in rows:
             checksum = zlib.crc32(np.array(row.token_ids, np.int64).tobytes(), checksum)
             checksum = zlib.crc32(np.array(row.loss_mask).tobytes(), checksum)
+        lens = [len(s.token_ids) for s in sequences]
+        num_long = sum(length > max_seqlen for length in lens)
+        num_empty = len(sequences) - len(rows) - num_long
         if not rows:
-            shortest = min(len(s.token_ids) for s in sequences)
-            raise DatasetError(
-                f"{source.path}: none of {len(sequences)} rows has at most dataset.max_seqlen={max_seqlen} tokens; the "
-                f"shortest has {shortest}"
+            raise NoneLeftError(
+                f"{source.path}: none of {len(sequences)} sequences is left: {num_long} have more than "
+                f"dataset.max_seqlen={max_seqlen} tokens (the shortest has {min(lens)}), {num_empty} have no "
+                "prompt or no answer"
             )
         logger.log(
-            level_of(len(sequences) - len(rows), len(sequences)),
-            "%s: %d rows, %d sequences, %d left out: longer than max_seqlen=%d, or without prompt or answer",
-            source.path, len(examples), len(rows), len(sequences) - len(rows), max_seqlen,
+            level_of(num_long + num_empty, len(sequences)),
+            "%s: %s, %d sequences, %d left out: %d longer than max_seqlen=%d (the longest has %d tokens), "
+            "%d without prompt or answer",
+            source.path, sample_text(len(examples), len(every), "rows"), len(rows), num_long + num_empty, num_long,
+            max_seqlen, max(lens), num_empty,
         )  # fmt: skip
-        super().__init__(rows, checksum=checksum, seed=seed, shuffle=shuffle)
+        super().__init__(rows, checksum=checksum, seed=seed, shuffle=shuffle, share=len(examples) / len(every))
 
     def num_tokens(self, item: MaskedSequence) -> int:
         """Return the length of a row, answer included."""

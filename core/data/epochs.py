@@ -22,10 +22,14 @@ class EpochBatches(ABC, Generic[Item]):
 
     COUNT: ClassVar[str]
     """Name of the number of items in a state."""
+    ITEMS: ClassVar[str]
+    """What the items are, for messages."""
 
-    def __init__(self, items: Sequence[Item], *, checksum: int, seed: int, shuffle: bool) -> None:
-        """`checksum`: of everything that training reads of the items."""
+    def __init__(self, items: Sequence[Item], *, checksum: int, seed: int, shuffle: bool, share: float = 1.0) -> None:
+        """`checksum`: of everything that training reads of the items. `share`: of the rows that were tokenised; less
+        than 1 only without a run."""
         self._items, self._checksum, self._seed, self._shuffle = items, checksum, seed, shuffle
+        self.share = share
 
     @abstractmethod
     def pack(self, items: Sequence[Item]) -> PackedBatch:
@@ -45,11 +49,14 @@ class EpochBatches(ABC, Generic[Item]):
 
     def check_continues(self, state: Any) -> None:
         """Raise DatasetError unless the run that wrote `state` visits the same items in the same order."""
+        self.check_same_items(state)
+        check_same_stream(state, self.state_dict(), {"seed": "seed", "shuffle": "shuffle_dataset"})
+
+    def check_same_items(self, state: Any) -> None:
+        """Raise DatasetError unless the run that wrote `state` visits the same items, in whatever order."""
         settings = {
             self.COUNT: "dataset.train_path or max_seqlen",
             "checksum": "dataset.train_path",
-            "seed": "seed",
-            "shuffle": "shuffle_dataset",
         }
         check_same_stream(state, self.state_dict(), settings)
 

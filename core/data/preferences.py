@@ -19,9 +19,9 @@ from core.data.epochs import EpochBatches
 from mcore_adapter.data.batch import PAIR, PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import encode_answers
-from rollout.data.left_out import level_of
+from rollout.data.left_out import evenly_spaced, level_of, sample_text
 from rollout.data.preferences import Preference, PreferenceFields, read_preferences
-from rollout.data.source import DatasetError, DataSource, as_source
+from rollout.data.source import DataSource, NoneLeftError, as_source
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class _Pair(NamedTuple):
 class PreferenceDataset(EpochBatches[_Pair]):
     """Tokenised pairs. Pairs with an answer that is too long, or with equal answers, are left out and counted."""
 
-    COUNT = "num_pairs"
+    COUNT, ITEMS = "num_pairs", "pairs"
 
     def __init__(
         self,
@@ -52,28 +52,36 @@ class PreferenceDataset(EpochBatches[_Pair]):
         max_seqlen: int,
         seed: int,
         shuffle: bool,
+        sample: int | None = None,
     ) -> None:
-        """Raises DatasetError for rows that are no pairs, and where none is left."""
+        """Read and tokenise. `sample`: tokenise at most this many pairs, evenly spaced. Raises DatasetError for rows
+        that are no pairs, and NoneLeftError where none is left."""
         path = as_source(source).path
-        read = [_encoded(pair, encoder) for pair in read_preferences(source, fields)]
+        every = read_preferences(source, fields)
+        read = [_encoded(pair, encoder) for pair in evenly_spaced(every, sample)]
         different = [pair for pair in read if pair.chosen != pair.rejected]
         pairs = [pair for pair in different if pair.prompt and max(pair.lens) <= max_seqlen]
-        num_equal, num_long = len(read) - len(different), len(different) - len(pairs)
+        num_equal, num_long = len(read) - len(different), sum(max(pair.lens) > max_seqlen for pair in different)
+        num_empty = len(different) - len(pairs) - num_long  # without a prompt
+        lens = [max(pair.lens) for pair in read]
         if not pairs:
-            raise DatasetError(
+            raise NoneLeftError(
                 f"{path}: none of {len(read)} pairs is left: {num_equal} have equal answers, {num_long} are longer "
-                f"than dataset.max_seqlen={max_seqlen}"
+                f"than dataset.max_seqlen={max_seqlen} tokens (the shortest has {min(lens, default=0)}), {num_empty} "
+                "have no prompt"
             )
         logger.log(
             level_of(len(read) - len(pairs), len(read)),
-            "%s: %d pairs, %d with equal answers, %d longer than max_seqlen=%d", path, len(pairs), num_equal, num_long,
-            max_seqlen,
+            "%s: %s, %d left out: %d with equal answers, %d longer than max_seqlen=%d (the longest has %d tokens), "
+            "%d without a prompt",
+            path, sample_text(len(read), len(every), "pairs"), len(read) - len(pairs), num_equal, num_long, max_seqlen,
+            max(lens), num_empty,
         )  # fmt: skip
         checksum = 0
         for pair in pairs:
             for ids in pair:
                 checksum = zlib.crc32(np.array([*ids, -1], np.int64).tobytes(), checksum)
-        super().__init__(pairs, checksum=checksum, seed=seed, shuffle=shuffle)
+        super().__init__(pairs, checksum=checksum, seed=seed, shuffle=shuffle, share=len(read) / len(every))
 
     def num_tokens(self, item: _Pair) -> int:
         """Return the length of a pair, its prompt counted twice."""

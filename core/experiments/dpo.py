@@ -5,13 +5,11 @@ The reference has the policy's ranks and layout; its log-probabilities are compu
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from core.algorithms.dpo import DPO
-from core.data.preferences import PreferenceDataset
 from core.experiments.sft import run_offline
 from core.experiments.sft_trainer import SFTTrainer
 from mcore_adapter.data.batch import sequence_of_token
@@ -50,11 +48,10 @@ class DPOTrainer(SFTTrainer):
 
 def run_dpo(config: DPOConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
     """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
-    dpo, fields = config.dpo, config.dataset.pair_columns
+    dpo = config.dpo
     run_offline(
         config, paths, console, attempt,
         trainer_type=DPOTrainer,
         objective=DPO(beta=dpo.beta, kind=dpo.loss, label_smoothing=dpo.label_smoothing),
-        open_data=partial(PreferenceDataset, fields=fields),
         reference=(config.ref, config.ref_path),
     )  # fmt: skip

@@ -6,15 +6,13 @@ core/experiments/dpo.py runs the same loop on pairs of answers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from core.algorithms.base import Objective
 from core.algorithms.sft import SFT
 from core.config.allocation import resolve_allocation
-from core.data.answers import AnswerDataset
+from core.config.file_experiments import offline_data
 from core.experiments.common import Start
 from core.experiments.context import RunContext
 from core.experiments.process_settings import threads_per_process
@@ -25,9 +23,7 @@ from core.monitoring.skipped_updates import SkippedUpdates
 from core.processes.stacks import forget_modules
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef
-from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
-from rollout.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,10 +42,7 @@ ENGINE = "default"
 
 def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
     """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
-    run_offline(
-        config, paths, console, attempt, trainer_type=SFTTrainer, objective=SFT(), open_data=AnswerDataset,
-        reference=None,
-    )  # fmt: skip
+    run_offline(config, paths, console, attempt, trainer_type=SFTTrainer, objective=SFT(), reference=None)
 
 
 def run_offline(
@@ -60,14 +53,12 @@ def run_offline(
     *,
     trainer_type: type[SFTTrainer],
     objective: Objective,
-    open_data: Callable[..., Data],
     reference: tuple[ModelTrainEvalConfig, str] | None,
 ) -> None:
-    """Train on files. `open_data`: called with a data set, an encoder, max_seqlen, seed and shuffle. `reference`:
-    section and folder of a model that stays as it is."""
+    """Train on files. `reference`: section and folder of a model that stays as it is."""
     allocation, data = resolve_allocation(config), config.dataset
     context = RunContext.open(config, paths, console, attempt)
-    train, valid = _open_data(config, open_data)
+    train, valid = _open_data(config)
     _check_same_rows(train, context.start, ignore_changes=config.recover_ignore_changes)
     schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
     context = context.fitted_to(schedule)
@@ -100,19 +91,11 @@ def run_offline(
                 trainer.run(start.state, periodic)
 
 
-def _open_data(config: SFTConfig | DPOConfig, open_data: Callable[..., Data]) -> tuple[Data, Data | None]:
+def _open_data(config: SFTConfig | DPOConfig) -> tuple[Data, Data | None]:
     """Read the training set, and the validation set if there is one."""
-    data = config.dataset
-    encoder = Encoder(
-        load_tokenizer(config.model.path),
-        config.prompt.prompt_format(boxed=False),
-        folder=config.model.path,
-    )
-    open_one = partial(
-        open_data, max_seqlen=data.max_seqlen, seed=config.seed, shuffle=config.shuffle_dataset
-    )  # fmt: skip
-    train = open_one(data.source(data.train_path), encoder)
-    return train, open_one(data.valid_source, encoder) if data.valid_source else None
+    data, open_one = config.dataset, offline_data(config).opener()
+    train = open_one(data.source(data.train_path))
+    return train, open_one(data.valid_source) if data.valid_source else None
 
 
 def _check_same_rows(train: Data, start: Start, *, ignore_changes: bool) -> None:

@@ -80,20 +80,22 @@ def _start_logging(handlers: list[logging.Handler], level: str) -> None:
 
 
 @contextmanager
-def kept_records(name: str) -> Iterator[list[logging.LogRecord]]:
-    """Yield a list that the records of a logger, info and above, go into before there are handlers for them. Handlers
-    that are there already get none of them: the caller handles the records later, once."""
-    logger, records = logging.getLogger(name), _Kept()
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(records)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+def kept_records(*names: str) -> Iterator[list[logging.LogRecord]]:
+    """Yield a list that the records of these loggers, info and above, go into before there are handlers for them.
+    Handlers that are there already get none of them: the caller handles the records later, once."""
+    loggers, records = [logging.getLogger(name) for name in names], _Kept()
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(records)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
     try:
         yield records.records
     finally:
-        logger.removeHandler(records)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(records)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 class _OutputHandler(logging.StreamHandler[IO[str]]):

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.rows import Row
@@ -16,9 +17,11 @@ from rollout.data.source import DatasetError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _WARN_ABOVE = 0.1
 """Share of the prompts."""
-_SAMPLE = 20_000
+SAMPLE = 20_000
 """Rows that are tokenised without a run, a few seconds of work; of more rows a sample, evenly spaced."""
 _START_TOKENS = 2
 """What a tokenizer puts before a text, at most: its beginning-of-sequence token and a space."""
@@ -48,9 +51,7 @@ class LeftOut:
         """Log one line if any prompt was left out: a warning if more than a tenth was."""
         if self.num_left_out == 0:
             return
-        of = f"{self.num_rows} prompts"
-        if self.all_rows > self.num_rows:
-            of = f"a sample of {of} (the data set has {self.all_rows})"
+        of = sample_text(self.num_rows, self.all_rows, "prompts")
         why = []
         if self.num_too_long:
             why.append(
@@ -68,6 +69,17 @@ class LeftOut:
 def level_of(num_left_out: int, num_rows: int) -> int:
     """Return the level of the log line about rows that were left out."""
     return logging.WARNING if num_left_out > _WARN_ABOVE * num_rows else logging.INFO
+
+
+def evenly_spaced(rows: Sequence[T], at_most: int | None) -> Sequence[T]:
+    """Return a sample of at most this many rows; None: all rows."""
+    return rows if at_most is None else rows[:: max(1, -(-len(rows) // at_most))]
+
+
+def sample_text(num_rows: int, all_rows: int, what: str) -> str:
+    """Return how many rows were tokenised, in words, and of how many."""
+    of = f"{num_rows} {what}"
+    return f"a sample of {of} (the data set has {all_rows})" if all_rows > num_rows else of
 
 
 def count_left_out(path: str, lengths: Sequence[int], *, max_prompt_len: int, all_rows: int | None = None) -> LeftOut:
@@ -106,7 +118,7 @@ def check_lengths(
     except Exception as error:  # noqa: BLE001 (of the tokenizers library, whatever the files hold)
         raise DatasetError(f"{path}: prompts cannot be tokenised; the tokenizer of {model}: {error}") from error
     encoder = Encoder(tokenizer, prompt_format, folder=model)
-    sample = rows[:: -(-len(rows) // _SAMPLE)]
+    sample = evenly_spaced(rows, SAMPLE)
     if len(sample) < len(rows):
         logger.info("%s: tokenising %d of %d prompts to measure them", path, len(sample), len(rows))
     lengths = [len(token_ids) for _, token_ids in encoder.encode(sample)]

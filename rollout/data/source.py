@@ -17,6 +17,10 @@ class DatasetError(ValueError):
     """A data set that cannot be used; the message names the file, the row where there is one, and the way out."""
 
 
+class NoneLeftError(DatasetError):
+    """A data set of which a run leaves out every row."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fields:
     """Names of the columns of a data set by what they hold; None: detected. A dot goes into a dictionary, as in

@@ -1,7 +1,7 @@
 """Everything that can be known to go wrong before a process is started, of the recipe and of this host.
 
 Each check is a generator of problems; all of them run, so that all problems are seen at once. Nothing is written, and
-neither torch nor Ray is imported, unless an algorithm of the user or prompts that have to be tokenised need torch.
+neither torch nor Ray is imported, unless an algorithm of the user needs torch, or prompts or rows have to be tokenised.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["run_checks"]
 def run_checks(config: ExperimentConfig, where: Callable[[str], str], *, connections: bool = False) -> list[Problem]:
     """Return every problem of this host (`of_host`), the files and the model that this configuration meets.
 
-    `where(key)` returns the line in which a key was given. `connections`: connect to the Ray cluster and measure the
-    prompts, too, which a start does anyway. Paths that do not exist are facts of this host if the run starts on other
-    machines."""
+    `where(key)` returns the line in which a key was given. `connections`: connect to the Ray cluster and measure
+    prompts or rows, too, which a start does anyway. Paths that do not exist are facts of this host if the run starts on
+    other machines."""
     checks = host_checks(config, connections=connections)
     host = [replace(p, where=where(p.key), of_host=True) for check in checks for p in check(config)]
     recipe = [

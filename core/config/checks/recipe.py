@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allocation import AllocationError
 from core.config.algorithm import check_algorithm
@@ -14,7 +14,9 @@ from core.config.allocation import resolve_allocation
 from core.config.allocation_rules import nearest_allocation, split_errors
 from core.config.base import Problem
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
+from core.config.file_experiments import offline_data
 from core.config.models import ModelUse
+from core.data.offline import open_sample, report_steps
 from core.paths import RunPaths
 from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, read_stream, recover_checkpoints
 from model_specs.block_fp8 import serving_problems
@@ -30,18 +32,21 @@ from rollout.plugins import PluginError, load_plugin, unknown_name
 from rollout.rewards.registry import REWARDS
 from rollout.workflows import check_workflow
 
+if TYPE_CHECKING:
+    from core.data.epochs import EpochBatches
+
 _ReadStream = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]]
 """read_stream(), which remembers what it has read."""
 
 
 def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
-    measure prompts, in tokens, too."""
+    measure prompts, or rows of sft and dpo, in tokens, too."""
     read = cache(read_stream)  # it may be large, and two checks need it
     of_experiment: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         "ppo-math": (partial(_prompts, lengths=lengths, read=read), _reward, _workflow, _quantization, check_algorithm),
-        "sft": (_answers,),
-        "dpo": (_preferences,),
+        "sft": (partial(_rows, lengths=lengths, read=read),),
+        "dpo": (partial(_rows, lengths=lengths, read=read),),
     }
     return (_models, *of_experiment[config.NAME], _environment, partial(_recover, read=read))
 
@@ -197,12 +202,40 @@ def _same_prompts(
     yield Problem(key="dataset.path", message=f"{what}: {cannot_continue(newest)}")
 
 
-def _answers(config: SFTConfig) -> Iterator[Problem]:
-    return _data_sets(config, read_examples)
+def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: _ReadStream) -> Iterator[Problem]:
+    """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
+    its steps, and check whether a recover checkpoint can be continued with these rows."""
+    settings = offline_data(config)
+    if not (lengths and _has_tokenizer(settings.model)):
+        columns = settings.pair_columns
+        yield from _data_sets(config, read_examples if columns is None else partial(read_preferences, fields=columns))
+        return
+    opener, control = cache(settings.opener), config.exp_ctrl
+    for number, (key, source) in enumerate(config.data_sources):
+        try:
+            data = open_sample(opener(), source)
+        except DatasetError as error:
+            yield Problem(key=key, message=str(error))
+            continue
+        if number == 0:  # the rows to train on
+            report_steps(
+                data, source.path, batch_size=config.dataset.train_bs_n_seqs, epochs=control.total_train_epochs,
+                steps_limit=control.steps_limit,
+            )  # fmt: skip
+            yield from _same_rows(config, data, read)
 
 
-def _preferences(config: DPOConfig) -> Iterator[Problem]:
-    return _data_sets(config, lambda source: read_preferences(source, config.dataset.pair_columns))
+def _same_rows(config: SFTConfig | DPOConfig, data: EpochBatches[Any], read: _ReadStream) -> Iterator[Problem]:
+    """Yield rows that are not those of the newest checkpoint, unless they are a sample of a large data set."""
+    newest = _to_continue(config)
+    if newest is None or data.share < 1:
+        return
+    try:
+        data.check_same_items(read(newest)[0])
+    except DatasetError as change:
+        yield Problem(key="dataset.train_path", message=str(change))
+    except _NOT_OF_A_RUN:
+        return
 
 
 def _data_sets(config: ExperimentConfig, scan: Callable[[DataSource], object]) -> Iterator[Problem]:

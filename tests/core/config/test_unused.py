@@ -20,9 +20,11 @@ from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.load import load_config
 from core.config.rules import config_warnings
 from core.config.unused import unused_keys
-from core.experiments import common, context, dpo, ppo, sft, workers
+from core.data import answers, offline, preferences
+from core.experiments import common, context, ppo, sft, workers
 from core.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
+from rollout.data import tokenizer
 
 WITH_ALL = "ppo.kl_ctl=0.1 ppo.disable_value=false critic.init_critic_from_actor=true evaluation.path={data}"
 """A run with every model and an evaluation; {data} is its data."""
@@ -249,9 +251,9 @@ def keys_read(
     for module, name in (
         (context, "Cluster"), (workers, "TrainerGroup"), (workers, "GeneratorPool"), (workers, "RolloutClient"),
         (common, "TensorBoardSink"), (common, "WandbSink"), (common, "MLflowSink"), (ppo, "forget_modules"),
-        (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (sft, "AnswerDataset"),
-        (sft, "load_tokenizer"), (sft, "Encoder"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
-        (dpo, "PreferenceDataset"),
+        (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (answers, "AnswerDataset"),
+        (tokenizer, "load_tokenizer"), (offline, "Encoder"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
+        (preferences, "PreferenceDataset"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, {"Cluster": Folder, "RolloutClient": client}.get(name, Anything))
     monkeypatch.setattr(Section, "__getattribute__", getattribute, raising=False)

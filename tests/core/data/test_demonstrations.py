@@ -1,6 +1,7 @@
 """The demonstrations of a step are a function of its number, and rows or shares that change are refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,35 @@ def rows(assets, tmp_path: Path) -> AnswerDataset:
     return AnswerDataset(path, Encoder(AutoTokenizer.from_pretrained(assets.model)), max_seqlen=8, seed=1, shuffle=True)
 
 
+class WithoutQuestions(Encoder):
+    """Has no token for a question mark, as a tokenizer whose vocabulary lacks it."""
+
+    def tokenise(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[] if text == "?" else ids for text, ids in zip(texts, super().tokenise(texts), strict=True)]
+
+
+def write(path: Path, rows: Sequence[tuple[str, str]]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows))
+    return path
+
+
 def test_rows_that_nothing_can_be_learnt_from_are_left_out_and_counted(
     assets, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [("1+1=", "2"), ("1+1+1+1=", "4")]
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows))
-    encoder = Encoder(AutoTokenizer.from_pretrained(assets.model))
+    rows = [("1+1=", "2"), ("1+1+1+1=", "4"), ("?", "2")]
+    write(path, rows)
+    encoder = WithoutQuestions(AutoTokenizer.from_pretrained(assets.model))
     with caplog.at_level("INFO"):
         data = AnswerDataset(path, encoder, max_seqlen=8, seed=1, shuffle=True)
     assert len(data) == 1
-    assert "2 rows, 1 sequences, 1 left out: longer than max_seqlen=8, or without prompt or answer" in caplog.text
-    assert [r.levelname for r in caplog.records if "left out" in r.getMessage()] == ["WARNING"], "half of them"
+    said = "3 rows, 1 sequences, 2 left out: 1 longer than max_seqlen=8 (the longest has 10 tokens), 1 without prompt"
+    assert said in caplog.text
+    assert [r.levelname for r in caplog.records if "left out" in r.getMessage()] == ["WARNING"], "more than a tenth"
+    with pytest.raises(
+        DatasetError, match=r"1 have more than dataset.max_seqlen=3 .*shortest has 2\), 1 have no prompt"
+    ):
+        AnswerDataset(write(path, rows[1:]), encoder, max_seqlen=3, seed=1, shuffle=True)
 
 
 def shown(batch) -> list[int]:
