@@ -51,7 +51,12 @@ class PushConfig(Section):
         "expert-parallel rank, in turns, what it holds; each takes memory for a communicator on every GPU of a server",
         needs="push.type=nccl",
     )
-    bucket_mib: int = key(1024, "Bucket size of weight updates in MiB", ge=1)
+    bucket_mib: int = key(
+        1024,
+        "Bucket size of weight updates in MiB. Larger buckets are faster; three of them or more take memory of a "
+        "trainer GPU during an update",
+        ge=1,
+    )
     timeout_seconds: float = key(120.0, "Timeout of a weight update; a longer one ends the attempt", gt=0)
 
 

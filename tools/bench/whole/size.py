@@ -112,6 +112,7 @@ def configuration(scene: WidthsScene, size: Size) -> dict[str, Any]:
         "workflow.type": "tools.bench.workflow:LognormalLengths",
         "dataset.train_bs_n_seqs": _PROMPTS_PER_RANK * ranks,
         "generator.max_running": _RUNNING_PER_RANK * ranks // servers,
+        "push.bucket_mib": 4096,  # as in the recipe
     }
     if query_gpus():
         # Of servers with tensor parallelism: FlashInfer compiles it at the first start on a host, for 200 s of H200s'.
