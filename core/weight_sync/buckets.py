@@ -132,8 +132,7 @@ class Buckets:
             tensors = quantize_bucket(tensors)
         cast = {name: t.to(self._device, self._format(name, t)) for name, t in tensors.items()}
         for expected in self.expected.values():
-            for name, tensor in cast.items():
-                expected.add(name, tensor)
+            expected.add(cast)
         return FlatBucket.of(cast)
 
     def _format(self, name: str, tensor: Tensor) -> torch.dtype:

@@ -147,8 +147,8 @@ class PartialChecksums(TypedDict):
 class ExpectedChecksums(Protocol):
     """Checksums that a replica must report after a push. Add every tensor, then compare."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor in full, under its Hugging Face name, in the format of the replica."""
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors in full, under their Hugging Face names, in the formats of the replica."""
         ...
 
     def partial(self) -> PartialChecksums:

@@ -20,7 +20,7 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary, WholeRows
 from rollout.inference.backend import PartialChecksums, TensorFormat
-from rollout.inference.sglang.hooks import position_checksum
+from rollout.inference.sglang.hooks import CHECKSUM_CHUNK, as_bits, position_checksum, position_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,21 @@ _OF_EXPERT = re.compile(
 )
 
 
+def position_checksums(parts: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+    """Return position_checksum() of each part, which all have one shape and one format: many small ones at a time."""
+    size = parts[0].numel()
+    if len(parts) == 1 or 2 * size > CHECKSUM_CHUNK or not size:
+        return [position_checksum(part, start) for part, start in zip(parts, starts, strict=True)]
+    positions = torch.arange(size, device=parts[0].device)
+    sums: list[Tensor] = []
+    at_once = CHECKSUM_CHUNK // size
+    for i in range(0, len(parts), at_once):
+        bits = torch.stack([as_bits(part) for part in parts[i : i + at_once]]).to(torch.int64)
+        begins = torch.tensor(starts[i : i + at_once], device=bits.device)
+        sums += (bits * position_weights(begins[:, None] + positions)).sum(1).unbind()
+    return sums
+
+
 class ExpectedChecksums:
     """Add every tensor of the model, then compare."""
 
@@ -60,12 +75,18 @@ class ExpectedChecksums:
         self._sent: dict[str, tuple[str, str]] = {}
         """Hugging Face name -> format, and parameter of the server."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add `tensor` in the format of the server."""
-        for rank in range(self._tp):
-            for param, part, start in self._parts(name, tensor, rank):
-                self._sums[rank, param].append(position_checksum(part, start))
-                self._sent[name] = str(tensor.dtype).removeprefix("torch."), param
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """See rollout.inference.backend.ExpectedChecksums."""
+        alike: dict[tuple[torch.Size, torch.dtype], list[tuple[tuple[int, str], Tensor, int]]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            for rank in range(self._tp):
+                for param, part, start in self._parts(name, tensor, rank):
+                    alike[part.shape, part.dtype].append(((rank, param), part, start))
+                    self._sent[name] = str(tensor.dtype).removeprefix("torch."), param
+        for found in alike.values():
+            places, parts, starts = zip(*found, strict=True)
+            for place, value in zip(places, position_checksums(parts, starts), strict=True):
+                self._sums[place].append(value)
 
     def formats(self, held: Sequence[Mapping[str, str]]) -> list[TensorFormat]:
         """See rollout.inference.backend.ExpectedChecksums."""

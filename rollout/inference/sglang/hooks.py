@@ -70,7 +70,8 @@ _DELAYER_INFO = (
 )  # fmt: skip
 """What a rank sends to the others about its prompts, in this order."""
 _MULTIPLIER = -7046029254386353131  # an odd 64-bit constant (the golden ratio's), as a signed number
-_CHUNK = 1 << 24
+CHECKSUM_CHUNK = 1 << 24
+"""Elements whose checksum is computed at a time."""
 
 
 def position_checksum(tensor: Tensor, start: int = 0) -> Tensor:
@@ -78,15 +79,25 @@ def position_checksum(tensor: Tensor, start: int = 0) -> Tensor:
 
     Additive, so the checksum of a fused tensor is the sum over its parts; zeros (padding) add nothing. Exact on any
     device: integers only."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for begin in range(0, bits.numel(), _CHUNK):
-        part = bits[begin : begin + _CHUNK].to(torch.int64)
-        weight = torch.arange(start + begin, start + begin + part.numel(), device=part.device) * _MULTIPLIER
-        weight = (weight ^ (weight >> 29)) | 1
-        total += (part * weight).sum()
+    bits = as_bits(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for begin in range(0, bits.numel(), CHECKSUM_CHUNK):
+        part = bits[begin : begin + CHECKSUM_CHUNK].to(torch.int64)
+        positions = torch.arange(start + begin, start + begin + part.numel(), device=part.device)
+        total += (part * position_weights(positions)).sum()
     return total
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """Return the elements as integers: [n]."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def position_weights(positions: Tensor) -> Tensor:
+    """Return the odd number by which position_checksum() multiplies the bits at each position; int64, as they are."""
+    weight = positions * _MULTIPLIER
+    return (weight ^ (weight >> 29)) | 1
 
 
 def beside(name: str) -> ModuleType:

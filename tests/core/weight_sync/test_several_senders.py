@@ -260,11 +260,11 @@ class Counting(ExpectedChecksums):
 def test_a_sender_computes_its_own_sums_once_however_many_others_it_includes() -> None:
     shape = ModelShape(num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=64)
     own = Counting(shape, tp=1)
-    own.add(NORM, torch.ones(8))
+    own.add({NORM: torch.ones(8)})
     sent = Sent(expected={1: own}, num_bytes=32)
     for rank in (1, 3):
         other = ExpectedChecksums(shape, tp=1)
-        other.add(EMBEDDING, torch.full((64, 8), float(rank)))
+        other.add({EMBEDDING: torch.full((64, 8), float(rank))})
         sent.include(Sent(expected={1: other}, num_bytes=2048).to_text(rank), 0)
     assert own.count == 1
     assert sent.origins == {NORM: [0], EMBEDDING: [1, 3]} and sent.num_bytes == 32 + 2 * 2048

@@ -41,8 +41,7 @@ def test_a_server_of_glm4_holds_and_samples_what_was_pushed(tmp_path: Path, monk
     pushed = embedded_models.make_model("glm4", seed=1)
     tensors = {name: p.detach() for name, p in pushed.named_parameters()}
     expected = ExpectedChecksums(ModelShape.from_config(read_model_config(str(tmp_path / "model"))), tp=2)
-    for name, tensor in tensors.items():
-        expected.add(name, tensor)
+    expected.add(tensors)
 
     async def push_and_sample(generator: SGLangGenerator) -> tuple[list[str], list[str], Completion]:
         before = expected.mismatches(await generator.checksums())

@@ -89,8 +89,7 @@ def on_server(full: dict[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
 def test_checksums_follow_latent_attention_and_shared_experts(tp: int, q_lora_rank: int | None) -> None:
     full = tensors(q_lora_rank)
     expected = ExpectedChecksums(ModelShape.from_config(config(q_lora_rank=q_lora_rank)), tp=tp)
-    for name, tensor in reversed(full.items()):
-        expected.add(name, tensor)
+    expected.add(dict(reversed(full.items())))
     ranks = [on_server(full, tp, rank) for rank in range(tp)]
     assert expected.mismatches([{name: int(position_checksum(t)) for name, t in held.items()} for held in ranks]) == []
     for held in ranks:

@@ -36,6 +36,7 @@ from model_specs.hf_config import parse_config
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
+from rollout.inference.sglang import checksums
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.hooks import (
@@ -506,13 +507,23 @@ def on_server(shape: ModelShape, tensors: dict[str, Tensor], *, tp: int, rank: i
     return held
 
 
+@pytest.mark.parametrize("most", [1, 12, 24, 30, 1000])
+def test_checksums_of_many_parts_are_those_of_each_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "CHECKSUM_CHUNK", most)
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64):
+        parts = [(100 * torch.randn(6, 4)).to(dtype)[:, :2] for _ in range(7)]
+        starts = [5 * 10**17 + 12, 0, 12, 24, 7, 2**33, 1]
+        found = checksums.position_checksums(parts, starts)
+        assert found == [position_checksum(part, start) for part, start in zip(parts, starts, strict=True)]
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_checksums_follow_a_tensor_that_is_fused_in_the_checkpoint(tp: int) -> None:
     glm4 = {"model_type": "glm4", "head_dim": 128, "num_key_value_heads": 2, "intermediate_size": 24}
     shape = ModelShape.from_config(parse_config({**MODEL, **glm4}))
     name, gate_up = "model.layers.0.mlp.gate_up_proj.weight", torch.randn(48, 32)
     expected = ExpectedChecksums(shape, tp=tp)
-    expected.add(name, gate_up)
+    expected.add({name: gate_up})
     gate, up = gate_up.split(24)
     held = [torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]) for rank in range(tp)]
     assert expected.mismatches([{name: int(position_checksum(part))} for part in held]) == []
@@ -538,8 +549,7 @@ def test_checksums_of_quantized_tensors_predict_quantized_parameters(tp: int) ->
     }  # fmt: skip
     tensors = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
     expected = ExpectedChecksums(shape, tp=tp)
-    for name, tensor in quantize_bucket(tensors).items():
-        expected.add(name, tensor)
+    expected.add(quantize_bucket(tensors))
     received, held = [], []
     for rank in range(tp):
         pairs = {name: quantize(t) for name, t in on_server(shape, tensors, tp=tp, rank=rank).items()}
@@ -559,8 +569,7 @@ def test_checksums_of_quantized_tensors_predict_quantized_parameters(tp: int) ->
 def test_checksums_of_full_tensors_predict_those_of_fused_and_cut_ones(tp: int, tied: bool) -> None:
     shape, tensors = small_model(tied=tied)
     expected = ExpectedChecksums(shape, tp=tp)
-    for name, tensor in reversed(tensors.items()):
-        expected.add(name, tensor)
+    expected.add(dict(reversed(tensors.items())))
     ranks = [on_server(shape, tensors, tp=tp, rank=rank) for rank in range(tp)]
 
     def received() -> list[dict[str, int]]:
