@@ -435,7 +435,8 @@ def test_tensors_that_fill_one_piece_of_memory_make_a_bucket_of_it() -> None:
         {"b": parts["b"], "a": parts["a"]},  # another order
         {"a": memory[:4].view(2, 2).T, "b": memory[4:]},  # not contiguous
         {"a": memory[:4], "b": memory[5:]},  # a hole
-        {"b": memory[4:]},  # a part of it
+        {"b": memory[4:]},  # its end
+        {"a": memory[:4]},  # its beginning
         {"a": memory[:5], "b": memory[4:]},  # one place twice
     ):
         bucket = FlatBucket.of(copied)
