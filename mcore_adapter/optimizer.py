@@ -137,11 +137,14 @@ class TrainOptimizer:
             chunks,
         )
         inner = [optimizer.optimizer for optimizer in self.megatron.chained_optimizers]
-        self._state = OptimizerState(inner, chunks[0].buffers[0].grad_data.device)
+        device = chunks[0].buffers[0].grad_data.device
+        self._state = OptimizerState(inner, device)
         if settings.offload:
             for optimizer in inner:
                 optimizer.step = partial(self._state.step_in_pieces, optimizer, optimizer.step)
             self._state.to_host()
+            if device.type != "cpu":
+                self._state.reserve()  # for the moments, which the first step makes
 
     def pending_bytes(self) -> float:
         """Return the bytes of moments that the first step will allocate on the device and keep."""

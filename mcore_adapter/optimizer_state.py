@@ -7,9 +7,11 @@ ordered behind every copy that it has queued.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,25 @@ class HostPages:
         self._expected, self._slab_bytes = total_bytes, slab_bytes
         self._free: list[Tensor] = []
         """The unused end of each slab: [bytes] uint8."""
+        self._reserved: SimpleQueue[Tensor | Exception] = SimpleQueue()
+        self._num_reserved = 0
+
+    def reserve(self, device: torch.device) -> None:
+        """Begin to take the slabs that all further pages will fill, for copies from and to a GPU. Page-locking them
+        takes seconds for every 10 GB, which a thread spends here instead of take()."""
+        self._num_reserved = max(0, self._expected) // self._slab_bytes
+        arguments = (self._num_reserved, device)
+        threading.Thread(target=self._take_slabs, args=arguments, name="reserve", daemon=True).start()
+
+    def _take_slabs(self, count: int, device: torch.device) -> None:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+        for _ in range(count):
+            try:
+                self._reserved.put(_page_locked(self._slab_bytes))
+            except Exception as error:  # noqa: BLE001  raised where the slab is taken
+                self._reserved.put(error)
+                return
 
     def take(self, like: Tensor) -> Tensor:
         """Return a page of the shape and format of a contiguous tensor, from the first slab that has room for it; its
@@ -54,7 +75,14 @@ class HostPages:
         """Return a slab of a power of two: the largest that the rest of all pages fills, unless one page takes more."""
         rest = max(1, min(self._slab_bytes, self._expected))
         size = max(1 << (least - 1).bit_length(), 1 << (rest.bit_length() - 1))
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        if size != self._slab_bytes or not self._num_reserved:
+            return _page_locked(size)
+        self._num_reserved -= 1
+        slab = self._reserved.get()
+        if isinstance(slab, Exception):
+            self._num_reserved = 0
+            raise slab
+        return slab
 
 
 class _Piece(NamedTuple):
@@ -84,6 +112,10 @@ class OptimizerState:
         for optimizer in self._optimizers:
             self._move(optimizer, _params(optimizer), self._page)
         self._event(self._current_stream()).synchronize()
+
+    def reserve(self) -> None:
+        """Begin to take the host memory of what will move there for the first time."""
+        self._memory.reserve(self._device)
 
     def to_device(self) -> None:
         for optimizer in self._optimizers:
@@ -205,6 +237,10 @@ class OptimizerState:
         event = self._module.Event()
         event.record(stream)
         return event
+
+
+def _page_locked(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -450,10 +451,61 @@ def test_copies_of_a_gpu_overlap_in_both_directions(monkeypatch: pytest.MonkeyPa
     assert any(a < d and c < b for a, b in to_device for c, d in to_host)
 
 
+@pytest.mark.parametrize("reserved", [True, False])
+def test_reserved_slabs_are_those_that_pages_fill(reserved: bool, allocated: list[int]) -> None:
+    memory = HostPages(4 * SLAB, SLAB)
+    pages = [memory.take(torch.zeros(SLAB // 8))]
+    if reserved:
+        memory.reserve(torch.device("cpu"))
+        wait_until(lambda: len(allocated) == 4)
+    ahead = len(allocated)
+    pages += [memory.take(torch.zeros(SLAB // 8)) for _ in range(7)]
+    assert len(allocated) == 4 and ahead == (4 if reserved else 1)
+    assert all(a[1] <= b[0] for a, b in pairwise(sorted(places(pages))))
+
+
+def test_a_slab_that_cannot_be_reserved_fails_where_it_is_taken(
+    allocated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(num_bytes: int) -> Tensor:
+        raise RuntimeError("no memory to lock")
+
+    page_locked = optimizer_state._page_locked
+    monkeypatch.setattr(optimizer_state, "_page_locked", fails)
+    memory = HostPages(4 * SLAB, SLAB)
+    memory.reserve(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="no memory to lock"):
+        memory.take(torch.zeros(8))
+    monkeypatch.setattr(optimizer_state, "_page_locked", page_locked)
+    assert memory.take(torch.zeros(8)).numel() == 8, "another try takes it itself"
+
+
+def test_the_memory_of_moments_is_reserved_when_masters_have_left(allocated: list[int]) -> None:
+    optimizer = make_optimizer([SLAB // 4] * 8)
+    state = Visiting([optimizer], torch.device("cpu"), slab_bytes=SLAB)
+    state.to_host()
+    assert len(allocated) == 8
+    state.reserve()
+    wait_until(lambda: len(allocated) == 24)
+    update(state, optimizer)
+    assert len(allocated) == 24
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if holds():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never held")
+
+
 @pytest.mark.gpu
 @needs_gpu
-def test_pages_are_page_locked() -> None:
-    memory = HostPages(0, SLAB)
+@pytest.mark.parametrize("reserved", [True, False])
+def test_pages_are_page_locked(reserved: bool) -> None:
+    memory = HostPages(2 * SLAB, SLAB)
+    if reserved:
+        memory.reserve(torch.device("cuda", torch.cuda.current_device()))
     tensors = [torch.randn(size, device="cuda") for size in SIZES]
     pages = [memory.take(tensor) for tensor in tensors]
     assert all(page.is_pinned() for page in pages)
