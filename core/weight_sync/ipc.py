@@ -33,7 +33,7 @@ class IpcSender(BucketSender):
 
     def __init__(self, settings: SenderSettings, device: torch.device) -> None:
         super().__init__(replace(settings, staged_bytes=0), device)
-        self._opened = device.type == "cuda"  # by servers, on this node
+        self._shares_memory = device.type == "cuda"
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Connect to the servers. Raises ValueError for a server with pipeline stages (each handle may be opened once,
@@ -60,7 +60,7 @@ class IpcSender(BucketSender):
             if bucket is None:  # on every rank
                 continue
             place = num_buckets % 2
-            new = memory.write(bucket, place) if self._opened else bucket.flat
+            new = memory.write(bucket, place) if self._shares_memory else bucket.flat
             self._meet(copying, deadline)
             num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
             copying = self._hand_over(bucket, new, place, num_buckets, deadline)
@@ -123,7 +123,7 @@ class IpcSender(BucketSender):
 
     def _release(self, memory: _Memory, deadline: Deadline) -> None:
         """Free the memory, on all ranks, when the servers have closed it."""
-        if not self._opened:
+        if not self._shares_memory:
             return
         calls = _Calls()
         if self._settings.rank == 0:
@@ -139,7 +139,7 @@ class _Memory:
     """Two pieces of device memory of this rank."""
 
     def __init__(self, num_bytes: int) -> None:
-        """`num_bytes`: of each, unless a bucket is larger."""
+        """`num_bytes`: of each, unless a bucket is larger, or so small that it is probably the only one."""
         self._num_bytes = num_bytes
         self._pieces: dict[int, Tensor] = {}
 
@@ -148,7 +148,9 @@ class _Memory:
         piece = self._pieces.get(place)
         fits = piece is not None and piece.numel() >= bucket.num_bytes
         if piece is None or not fits:
-            size = max(self._num_bytes, bucket.num_bytes)
+            size = bucket.num_bytes
+            if size > self._num_bytes // 2:
+                size = max(size, self._num_bytes)
             piece = self._pieces[place] = torch.empty(size, dtype=torch.uint8, device=bucket.flat.device)
         piece[: bucket.num_bytes].copy_(bucket.flat)
         return None if fits else piece

@@ -210,6 +210,7 @@ class Opening:
     def __init__(self, copies: Callable[[int], None] = lambda number: None) -> None:
         """`copies`: called with the number of each bucket, from 0, before it is copied."""
         self.opened: dict[int, Tensor] = {}
+        self.largest = 0
         self.calls: list[tuple[int, bool]] = []
         """Number of the memory of each bucket, and whether it was new."""
         self.received: dict[str, Tensor] = {}
@@ -221,6 +222,7 @@ class Opening:
     def share(self, bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
         if memory is not None:
             self.opened[number] = memory
+            self.largest = max(self.largest, len(memory))
         self.calls.append((number, memory is not None))
         self.gathered.append(weakref.ref(bucket.flat))
         layout = FlatBucket(
@@ -243,18 +245,22 @@ class Opening:
 def opened_by(server: Opening, tmp_path: Path, **changes: Any) -> IpcSender:
     """Return a sender on the CPU whose memory the server opens."""
     sender = IpcSender(settings_alone(**changes), torch.device("cpu"))
-    sender._opened = True
+    sender._shares_memory = True
     sender.connect([server])  # type: ignore[list-item]
     return sender
 
 
 @pytest.mark.parametrize(
-    ("bucket_bytes", "opens"),
-    [(1000, [True, True, False, False, False]), (1, [True, True, False, True, True])],
-    ids=["all fit", "larger and larger ones"],
+    ("bucket_bytes", "opens", "largest"),
+    [
+        (100, [True, True, False, False, False], 100),
+        (1, [True, True, False, True, True], 70),
+        (1000, [True, True, False, True, True], 70),
+    ],
+    ids=["all fit", "larger and larger ones", "a small model"],
 )
 def test_by_ipc_two_pieces_of_memory_hold_all_buckets_in_turn(
-    bucket_bytes: int, opens: list[bool], tmp_path: Path
+    bucket_bytes: int, opens: list[bool], largest: int, tmp_path: Path
 ) -> None:
     server = Opening(lambda number: time.sleep(0.05))  # the sender goes on meanwhile
     sender = opened_by(server, tmp_path, bucket_bytes=bucket_bytes)
@@ -266,6 +272,7 @@ def test_by_ipc_two_pieces_of_memory_hold_all_buckets_in_turn(
     assert all(torch.equal(server.received[name], tensor) for name, tensor in sent.items())
     assert server.calls == [(i % 2, new) for i, new in enumerate(opens)]
     assert not server.opened, "closed before the trainer frees it"
+    assert server.largest == largest, "bytes of a piece of memory"
     assert report is not None and report.num_bytes == 2 * sum(sizes)
 
 
@@ -293,7 +300,7 @@ def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_it
     monkeypatch.setattr(dist, "all_gather_object", gather_of_three)
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: None)
     server, sender = Server(), IpcSender(settings_alone(world_size=3), torch.device("cpu"))
-    sender._opened = True
+    sender._shares_memory = True
     sender.connect([server])  # type: ignore[list-item]
     sender.prepare(iter([tensors_of(1, i) for i in range(3)]), verify=False)
     sender.send()
