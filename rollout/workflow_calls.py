@@ -7,6 +7,7 @@ therefore runs in a task of its own.
 Invariant: no exit in the task of a call, nor in a task that it starts, ends the event loop. asyncio ends the loop when
 a task raises SystemExit or KeyboardInterrupt, and no other sample would be finished. A task of a workflow therefore
 raises what as_failure() makes of them. A KeyboardInterrupt in the main thread is not converted: it may be a Ctrl-C.
+Not covered: callbacks of the loop, and tasks that are not made by create_task() or a TaskGroup.
 """
 
 from __future__ import annotations

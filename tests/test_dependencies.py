@@ -35,6 +35,7 @@ DISTRIBUTION = {
     "yaml": "PyYAML",
     "math_verify": "math-verify",
     "mlflow": "mlflow-skinny",
+    "deep_gemm": "sglang",  # which requires sgl-deep-gemm
 }
 """Where the name to import and the name to install differ."""
 

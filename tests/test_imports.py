@@ -116,7 +116,7 @@ ORDER = {
         "__main__",
     ),
     "tools.bench.fp8": ("servers updates", "learning loop mismatch", "rounded"),
-    "tools.bench.whole": ("size", "running", "measure"),
+    "tools.bench.whole": ("size", "running push", "measure"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 20

@@ -53,8 +53,8 @@ class PushConfig(Section):
     )
     bucket_mib: int = key(
         1024,
-        "Bucket size of weight updates in MiB. Larger buckets are faster; three of them or more take memory of a "
-        "trainer GPU during an update",
+        "Bucket size of weight updates in MiB. Larger buckets are faster. With nccl and ipc a trainer GPU needs memory "
+        "for at least three of them",
         ge=1,
     )
     timeout_seconds: float = key(120.0, "Timeout of a weight update; a longer one ends the attempt", gt=0)

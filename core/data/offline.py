@@ -62,8 +62,9 @@ def open_sample(open_one: Callable[..., EpochBatches[Any]], source: DataSource) 
     """Open a data set without a run: a sample of a large one. Raises DatasetError as a run does."""
     try:
         return open_one(source, sample=SAMPLE)
-    except NoneLeftError:
-        return open_one(source)  # a row that fits may not be in the sample
+    except NoneLeftError as error:
+        logger.info("%s; reading every row: one that fits may not be in the sample of at most %d", error, SAMPLE)
+        return open_one(source)
 
 
 def report_steps(data: EpochBatches[Any], path: str, *, batch_size: int, epochs: int, steps_limit: int | None) -> None:

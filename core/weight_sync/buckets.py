@@ -8,6 +8,7 @@ Invariant: a sender either finishes in time or raises, and names the servers tha
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from mcore_adapter.hf.saving import dtype_of
 from model_specs.block_fp8 import SCALE
 from rollout.inference.backend import Quantization, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
-from tracing import span
+from tracing import add_span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class SenderSettings:
     """For `send` as a whole, and for joining the servers."""
     bucket_bytes: int
     weight_format: Quantization = "auto"
-    """fp8_block: weights of linear layers are quantized, once, by the rank that sends them."""
+    """fp8_block: weights of linear layers are quantized, once, by every rank that receives full tensors."""
     staged_bytes: int | None = None
     """Most bytes laid out before the pause, on every rank. None: what the device has to spare."""
 
@@ -122,8 +123,10 @@ class Buckets:
     def __next__(self) -> FlatBucket | None:
         if self._staged:
             return self._staged.popleft()
-        with span("gather", lane="gathering"):
-            return self._flat(next(self._source))
+        begin, tensors = time.perf_counter(), next(self._source)
+        bucket = self._flat(tensors)
+        add_span("gather", time.perf_counter() - begin, lane="gathering")
+        return bucket
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> FlatBucket | None:
         if not tensors:

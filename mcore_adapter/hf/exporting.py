@@ -4,8 +4,8 @@ Global rank 0 receives everything, or every rank does, or every part of the mode
 each pipeline stage gathers over tensor parallelism alone, and the first rank of each expert-parallel rank has its
 experts already. A bucket is one piece of memory: tensors that a rank holds as a whole come first, end to end, so that
 its shards are received where they stay; tensors that several ranks hold, or that lie interleaved, are put together.
-Invariant: a rank that receives holds its shard and one bucket, the other ranks nothing but their shards; what is
-exported is byte for byte what was loaded.
+Invariant: a rank that receives holds its shard, one bucket and the shards that are put together in it, the other ranks
+their shards and those of one bucket; what is exported is byte for byte what was loaded.
 """
 
 from __future__ import annotations
@@ -220,7 +220,8 @@ def _lies_end_to_end(conversion: Conversion, shapes: Shapes, tp: int) -> bool:
         if runs and runs[-1][0] == piece.name and runs[-1][2] == begin:
             begin = runs.pop()[1]
         runs.append((piece.name, begin, piece.stop))
-    return runs == [(name, 0, sizes[name]) for name in conversion.names] and (dim == 0 or len(runs) == 1)
+    assert dim == 0 or len(sizes) == 1, "columns of several tensors would lie interleaved"
+    return runs == [(name, 0, sizes[name]) for name in conversion.names]
 
 
 def _gather_round(

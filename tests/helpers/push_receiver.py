@@ -63,7 +63,9 @@ class Receiver(nn.Module):
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
         (payload,) = body["serialized_named_tensors"]
         updater = SimpleNamespace(get_model=lambda: self)
-        self.buckets.copy_shared(None, updater, pickle.loads(base64.b64decode(payload)))
+        succeeded, message = self.buckets.copy_shared(None, updater, pickle.loads(base64.b64decode(payload)))
+        if not succeeded:
+            raise ValueError(message)
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> None:
         self._count()

@@ -7,8 +7,8 @@ the HTTP interface lacks:
 - every token carries the version of the weights that its forward pass ran with (`weight_version` of a response is
   that of the moment of output, one for the whole response);
 - cached prefixes of older weights are never used for requests that start or restart under newer ones, and do not stay;
-- an update begins when no forward pass is running any more; one from the trainer's memory is answered when its copies
-  are complete;
+- an update begins when no forward pass is running any more; one from the trainer's memory is answered when the copies
+  of all ranks are complete, and one that fails on any rank is answered as a failure;
 - a checksum of every parameter that the sender can compute too, whatever the device;
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
 - the experts of tokens are reported without a GPU too, for tests;
@@ -137,8 +137,7 @@ class Hooks:
                 req.extra_key = request.rid
 
     def wait_for_device(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """Wait for the device. After a pause: in_place leaves a forward pass running. After an update: the sender may
-        reuse its memory."""
+        """Wait for the device after a pause: in_place leaves a forward pass running."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -397,7 +396,8 @@ def install_hooks() -> None:
         (updater + "release_memory_occupation", folders.forget, HookType.AFTER),
         (updater + "update_weights_from_tensor", folders.forget, HookType.AFTER),
         (updater + "update_weights_from_distributed", folders.forget, HookType.AFTER),
-        (updater + "update_weights_from_tensor", hooks.wait_for_device, HookType.AFTER),
+        (updater + "update_weights_from_tensor", folders.report_any_failure, HookType.AFTER),
+        (updater + "update_weights_from_distributed", folders.report_any_failure, HookType.AFTER),
         ("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", drop_answer, HookType.BEFORE),
         ("sglang.srt.layers.quantization.fp8.Fp8Config.get_quant_method", no_cache_scales, HookType.AROUND),
         ("sglang.srt.state_capturer.base.BaseHostCache.__init__", kept_experts, HookType.AROUND),

@@ -44,8 +44,8 @@ class PushedFolders:
         return True, "Succeeded to update the changed weights."
 
     def report_any_failure(self, result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
-        """Put the failure of any tensor-parallel rank into what SchedulerWeightUpdaterManager.update_weights_from_disk
-        returns. SGLang reports what the first rank did alone, so the others could keep old weights unnoticed."""
+        """Put the failure of any tensor-parallel rank into what an update of SchedulerWeightUpdaterManager returns.
+        SGLang reports what the first rank did alone, so the others could keep old weights unnoticed."""
         group = manager.tp_cpu_group
         outcomes: list[Any] = [(result.success, result.message)] * torch.distributed.get_world_size(group=group)
         if len(outcomes) > 1:

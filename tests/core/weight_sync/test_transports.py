@@ -32,7 +32,7 @@ from core.weight_sync.disk import DiskSender
 from core.weight_sync.errors import PushError
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from core.weight_sync.servers import ServerPush, with_colocated_ranks
+from core.weight_sync.servers import SenderPlan, ServerPush, with_colocated_ranks
 from rollout.inference.backend import Transport
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
@@ -209,7 +209,8 @@ class Opening:
 
     def __init__(self, copies: Callable[[int], None] = lambda number: None) -> None:
         """`copies`: called with the number of each bucket, from 0, before it is copied."""
-        self.opened: dict[int, Tensor] = {}
+        self.opened: dict[int, weakref.ref[Tensor]] = {}
+        """What the trainer frees is gone."""
         self.largest = 0
         self.calls: list[tuple[int, bool]] = []
         """Number of the memory of each bucket, and whether it was new."""
@@ -221,7 +222,7 @@ class Opening:
 
     def share(self, bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
         if memory is not None:
-            self.opened[number] = memory
+            self.opened[number] = weakref.ref(memory)
             self.largest = max(self.largest, len(memory))
         self.calls.append((number, memory is not None))
         self.gathered.append(weakref.ref(bucket.flat))
@@ -235,10 +236,13 @@ class Opening:
         (index,) = map(int, shared)
         self._copies(index)
         layout, number = self._shared[index]
-        filled = replace(layout, flat=self.opened[number][: layout.num_bytes].clone())
+        memory = self.opened[number]()
+        assert memory is not None, "the trainer has freed it"
+        filled = replace(layout, flat=memory[: layout.num_bytes].clone())
         self.received |= filled.tensors()
 
     def release_shared(self, *, timeout_seconds: float) -> None:
+        assert all(memory() is not None for memory in self.opened.values()), "closed before the trainer frees it"
         self.opened.clear()
 
 
@@ -271,7 +275,7 @@ def test_by_ipc_two_pieces_of_memory_hold_all_buckets_in_turn(
     assert server.received.keys() == sent.keys()
     assert all(torch.equal(server.received[name], tensor) for name, tensor in sent.items())
     assert server.calls == [(i % 2, new) for i, new in enumerate(opens)]
-    assert not server.opened, "closed before the trainer frees it"
+    assert not server.opened
     assert server.largest == largest, "bytes of a piece of memory"
     assert report is not None and report.num_bytes == 2 * sum(sizes)
 
@@ -338,9 +342,23 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
     rows = [json.loads(line) for line in (tmp_path / FOLDER / "sender.jsonl").read_text().splitlines()[1:]]
     assert [row[-1]["number"] for row in rows if row[:2] == ["copy", "copies of generator-0"]] == [1, 2, 3, 4, 5]
     assert [row[-1]["number"] for row in rows if row[0] == "bucket"] == [1, 2, 3, 4, 5]
-    assert len([row for row in rows if row[0] == "gather"]) == NUM_BUCKETS, "four, and the end; one was made ahead"
+    assert len([row for row in rows if row[0] == "gather"]) == NUM_BUCKETS - 1, "one was made ahead"
     assert report is not None and report.num_buckets == NUM_BUCKETS
     assert alive == [[]] * 2 * NUM_BUCKETS, "a bucket is in one of two pieces of memory alone when it is copied"
+
+
+@pytest.mark.parametrize(
+    ("kind", "senders", "receivers"),
+    [("ipc", (0,), "all"), ("nccl", (0,), "first"), ("nccl", (0, 2), "holders"), ("disk", (0,), "first")],
+)
+def test_the_transport_decides_which_ranks_receive_full_tensors(
+    kind: Transport, senders: tuple[int, ...], receivers: str, tmp_path: Path
+) -> None:
+    plan = SenderPlan(
+        type=kind, model_path="", dtype="bfloat16", bucket_bytes=1, timeout_seconds=1.0, senders=senders,
+        folder=tmp_path,
+    )  # fmt: skip
+    assert plan.receivers == receivers
 
 
 def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell(tmp_path: Path) -> None:
