@@ -8,6 +8,7 @@ ordered behind every copy that it has queued.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -42,21 +43,12 @@ class HostPages:
         self._num_reserved = 0
 
     def reserve(self, device: torch.device) -> None:
-        """Begin to take the slabs that all further pages will fill, for copies from and to a GPU. Page-locking them
-        takes seconds for every 10 GB, which a thread spends here instead of take()."""
-        self._num_reserved = max(0, self._expected) // self._slab_bytes
-        arguments = (self._num_reserved, device)
-        threading.Thread(target=self._take_slabs, args=arguments, name="reserve", daemon=True).start()
-
-    def _take_slabs(self, count: int, device: torch.device) -> None:
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device)
-        for _ in range(count):
-            try:
-                self._reserved.put(_page_locked(self._slab_bytes))
-            except Exception as error:  # noqa: BLE001  raised where the slab is taken
-                self._reserved.put(error)
-                return
+        """Begin to take the whole slabs that further pages, each at most a slab, will fill beside what is free, for
+        copies from and to a GPU. Page-locking them takes seconds for every 10 GB, which a thread spends here instead of
+        take()."""
+        self._num_reserved = max(0, self._expected - sum(map(len, self._free))) // self._slab_bytes
+        arguments = (weakref.ref(self), self._reserved, self._num_reserved, self._slab_bytes, device)
+        threading.Thread(target=_take_slabs, args=arguments, name="reserve").start()
 
     def take(self, like: Tensor) -> Tensor:
         """Return a page of the shape and format of a contiguous tensor, from the first slab that has room for it; its
@@ -100,7 +92,7 @@ class OptimizerState:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, slab_bytes: int = SLAB_BYTES
     ) -> None:
-        self._optimizers, self._device = optimizers, device
+        self._optimizers, self._device, self._slab_bytes = optimizers, device, slab_bytes
         self._module: Any = torch.get_device_module(device)  # torch.cpu's streams and events do nothing
         self._h2d, self._d2h = self._module.Stream(device), self._module.Stream(device)
         masters = sum(_aligned(param.nbytes) for optimizer in optimizers for param in _params(optimizer))
@@ -115,7 +107,9 @@ class OptimizerState:
 
     def reserve(self) -> None:
         """Begin to take the host memory of what will move there for the first time."""
-        self._memory.reserve(self._device)
+        params = [param for optimizer in self._optimizers for param in _params(optimizer)]
+        if max((_aligned(param.nbytes) for param in params), default=0) <= self._slab_bytes:
+            self._memory.reserve(self._device)
 
     def to_device(self) -> None:
         for optimizer in self._optimizers:
@@ -237,6 +231,26 @@ class OptimizerState:
         event = self._module.Event()
         event.record(stream)
         return event
+
+
+def _take_slabs(
+    owner: Callable[[], object],
+    slabs: SimpleQueue[Tensor | Exception],
+    count: int,
+    num_bytes: int,
+    device: torch.device,
+) -> None:
+    """Put page-locked slabs into a queue, or the error that it ends with. Stop where the owner is gone, or the process
+    is ending: the interpreter waits for one slab, as a daemon thread could abort it."""
+    try:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+        for _ in range(count):
+            if owner() is None or not threading.main_thread().is_alive():
+                return
+            slabs.put(_page_locked(num_bytes))
+    except Exception as error:  # noqa: BLE001  raised where the slab is taken
+        slabs.put(error)
 
 
 def _page_locked(num_bytes: int) -> Tensor:

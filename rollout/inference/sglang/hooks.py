@@ -8,7 +8,8 @@ the HTTP interface lacks:
   that of the moment of output, one for the whole response);
 - cached prefixes of older weights are never used for requests that start or restart under newer ones, and do not stay;
 - an update begins when no forward pass is running any more; one from the trainer's memory is answered when the copies
-  of all ranks are complete, and one that fails on any rank is answered as a failure;
+  of all ranks are complete;
+- an update that fails on any tensor-parallel rank is answered as a failure;
 - a checksum of every parameter that the sender can compute too, whatever the device;
 - logits leave the LM head in fp32, as in the trainer: bfloat16 would round a logit of 20 by up to 0.06;
 - the experts of tokens are reported without a GPU too, for tests;

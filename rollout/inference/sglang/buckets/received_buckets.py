@@ -66,10 +66,12 @@ class ReceivedBuckets:
         elif number is not None:
             self._shared[number] = memory
         layout = (content[name] for name in ("names", "dtypes", "shapes"))
-        self._copies.load(updater.get_model(), memory[: content["num_bytes"]], *layout)
-        # Each rank of the server does so before they meet: the first one answers for all, and the trainer writes the
-        # next bucket but one into this memory then.
-        wait_for_copies(memory)
+        try:
+            self._copies.load(updater.get_model(), memory[: content["num_bytes"]], *layout)
+        finally:
+            # Each rank of the server does so before they meet: the first one answers for all, and the trainer writes
+            # the next bucket but one into this memory then.
+            wait_for_copies(memory)
 
     def _broadcast(self, num_bytes: int, device: Any, group: Any) -> Tensor:
         """Return the bytes that rank 0 of the group sends; what the current stream does next waits for them."""
@@ -90,9 +92,9 @@ class ReceivedBuckets:
 
 
 def wait_for_copies(memory: Tensor) -> None:
-    """Return when the copies from it that were queued in this thread are complete."""
+    """Return when the copies from it are complete, in whatever stream a model's loader has queued them."""
     if memory.is_cuda:
-        torch.cuda.current_stream(memory.device).synchronize()
+        torch.cuda.synchronize(memory.device)
 
 
 def _outcome_of(update: Callable[[], None]) -> tuple[bool, str]:

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -143,11 +144,16 @@ def test_fp8_weights_come_without_scales_of_a_cache() -> None:
 def test_the_server_receives_buckets_in_the_ways_that_are_fast(balances: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights would arrive in SGLang's own way too, only later. Copies are recorded unless it balances experts."""
     registered: dict[str, tuple[Any, Any]] = {}
+    after: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+    """Hooks of the manager of updates, of which a function has several."""
 
     class HookRegistry:
         @staticmethod
         def register(target: str, hook: Any, kind: Any, *, source: Any) -> None:
-            registered[target.rpartition(".")[2]] = (hook, kind)
+            owner, _, function = target.rpartition(".")
+            registered[function] = (hook, kind)
+            if owner.endswith(".SchedulerWeightUpdaterManager"):
+                after[function].append((hook, kind))
 
     kinds = SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
     registry = SimpleNamespace(HookRegistry=HookRegistry, HookSource=lambda *names: names, HookType=kinds)
@@ -157,6 +163,9 @@ def test_the_server_receives_buckets_in_the_ways_that_are_fast(balances: bool, m
     for package in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, package, SimpleNamespace())
     install_hooks()
+    for source in ("tensor", "distributed", "disk"):
+        names = [hook.__name__ for hook, kind in after[f"update_weights_from_{source}"] if kind == "after"]
+        assert "report_any_failure" in names, "SGLang answers with the outcome of the first rank"
     for target, name in (
         ("_update_bucketed_weights_from_distributed", "receive"),
         ("_update_weights_from_flattened_bucket", "copy_shared"),
