@@ -147,18 +147,17 @@ class Buckets:
 
 def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
     """Return how many buckets fit ahead on every rank that sends, at least one."""
-    if settings.staged_bytes is not None:
-        return max(1, settings.staged_bytes // settings.bucket_bytes)
-    spare = 1 << 62
-    if device.type == "cuda":
-        # Half of what is free (the allocator's own reserve included): the rest is for the gathering itself and for
-        # the copies inside a colocated server.
+    spare = 1 << 62 if settings.staged_bytes is None else settings.staged_bytes
+    if settings.staged_bytes is None and device.type == "cuda":
+        # Half of what is free (the allocator's own reserve included): the rest is for the gathering itself.
         free = torch.cuda.mem_get_info(device)[0]
         spare = (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
     count = [max(1, spare // settings.bucket_bytes)]
-    if settings.world_size > 1 and settings.senders == (0,):
+    if settings.staged_bytes is not None or settings.world_size == 1:
+        return count[0]
+    if settings.senders == (0,):
         dist.broadcast_object_list(count, src=0, device=device)
-    elif settings.world_size > 1:
+    else:
         count *= settings.world_size
         dist.all_gather_object(count, count[0])
         count = [count[rank] for rank in settings.senders]
