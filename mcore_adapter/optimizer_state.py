@@ -36,7 +36,7 @@ class HostPages:
 
     def __init__(self, total_bytes: int, slab_bytes: int) -> None:
         """`total_bytes`: an estimate of all pages; no slab is much larger than what is left of it or than one page."""
-        self._expected, self._slab_bytes = total_bytes, slab_bytes
+        self._expected, self.slab_bytes = total_bytes, slab_bytes
         self._free: list[Tensor] = []
         """The unused end of each slab: [bytes] uint8."""
         self._reserved: SimpleQueue[Tensor | Exception] = SimpleQueue()
@@ -46,8 +46,8 @@ class HostPages:
         """Begin to take the whole slabs that further pages, each at most a slab, will fill beside what is free, for
         copies from and to a GPU. Page-locking them takes seconds for every 10 GB, which a thread spends here instead of
         take()."""
-        self._num_reserved = max(0, self._expected - sum(map(len, self._free))) // self._slab_bytes
-        arguments = (weakref.ref(self), self._reserved, self._num_reserved, self._slab_bytes, device)
+        self._num_reserved = max(0, self._expected - sum(map(len, self._free))) // self.slab_bytes
+        arguments = (weakref.ref(self), self._reserved, self._num_reserved, self.slab_bytes, device)
         threading.Thread(target=_take_slabs, args=arguments, name="reserve").start()
 
     def take(self, like: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ class HostPages:
 
     def _slab(self, least: int) -> Tensor:
         """Return a slab of a power of two: the largest that the rest of all pages fills, unless one page takes more."""
-        rest = max(1, min(self._slab_bytes, self._expected))
+        rest = max(1, min(self.slab_bytes, self._expected))
         size = max(1 << (least - 1).bit_length(), 1 << (rest.bit_length() - 1))
-        if size != self._slab_bytes or not self._num_reserved:
+        if size != self.slab_bytes or not self._num_reserved:
             return _page_locked(size)
         self._num_reserved -= 1
         slab = self._reserved.get()
@@ -92,7 +92,7 @@ class OptimizerState:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, slab_bytes: int = SLAB_BYTES
     ) -> None:
-        self._optimizers, self._device, self._slab_bytes = optimizers, device, slab_bytes
+        self._optimizers, self._device = optimizers, device
         self._module: Any = torch.get_device_module(device)  # torch.cpu's streams and events do nothing
         self._h2d, self._d2h = self._module.Stream(device), self._module.Stream(device)
         masters = sum(_aligned(param.nbytes) for optimizer in optimizers for param in _params(optimizer))
@@ -108,7 +108,7 @@ class OptimizerState:
     def reserve(self) -> None:
         """Begin to take the host memory of what will move there for the first time."""
         params = [param for optimizer in self._optimizers for param in _params(optimizer)]
-        if max((_aligned(param.nbytes) for param in params), default=0) <= self._slab_bytes:
+        if max((_aligned(param.nbytes) for param in params), default=0) <= self._memory.slab_bytes:
             self._memory.reserve(self._device)
 
     def to_device(self) -> None:

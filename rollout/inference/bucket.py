@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,17 +40,11 @@ class FlatBucket:
     def num_bytes(self) -> int:
         return self.flat.numel()
 
-    def spans(self) -> Iterator[tuple[str, torch.dtype, torch.Size, int, int]]:
-        """Yield (name, dtype, shape, first byte, byte after the last) of each tensor."""
-        start = 0
-        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
-            end = start + dtype.itemsize * torch.Size(shape).numel()
-            yield name, dtype, torch.Size(shape), start, end
-            start = end
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors again, as views."""
-        return {name: self.flat[start:end].view(dtype).view(shape) for name, dtype, shape, start, end in self.spans()}
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+        parts = zip(self.names, self.flat.split(sizes), self.dtypes, self.shapes, strict=True)
+        return {name: part.view(dtype).view(shape) for name, part, dtype, shape in parts}
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> Tensor | None:
