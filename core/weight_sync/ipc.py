@@ -1,7 +1,7 @@
 """Weight push into servers on the trainer's own GPUs: each rank shares memory with the server beside it.
 
-Every rank of the trainer has the full tensors. It copies buckets in turn into two pieces of device memory, which the
-server on its GPU opens when they are new; the server alone copies the bytes then. Where there is no device memory to
+Every rank of the trainer has the full tensors. It copies buckets in turn into two pieces of device memory. The server
+on its GPU opens each piece at its first bucket, and copies from it to its weights. Where there is no device memory to
 share (CPU), the bytes themselves are sent. While the servers copy a bucket, the ranks gather the next one.
 Invariant: a piece of memory is written when every server has copied what was in it, and read when every rank has
 written it; the servers answer when their copies are complete.

@@ -412,6 +412,8 @@ def pieces_run(rank: Rank, model: str, offload: bool, target: str) -> dict[str, 
     optimizer_state.PIECE_BYTES = 40_000
     cut, pieces = optimizer_state._pieces, []
     optimizer_state._pieces = lambda params: (pieces.append(p) or p for p in cut(params))
+    reserve, reserved = optimizer_state.OptimizerState.reserve, []
+    optimizer_state.OptimizerState.reserve = reserved.append
     try:
         with rank.joined(ParallelLayout()) as (parallel, device):
             engine = make_engine(parallel, device, model, optimizer={"offload": offload})
@@ -422,8 +424,10 @@ def pieces_run(rank: Rank, model: str, offload: bool, target: str) -> dict[str, 
             num_pieces = len(pieces)
             engine = make_engine(parallel, device, model, optimizer={"offload": offload})
             engine.load(target)
+            assert not reserved, "nothing is page-locked for the CPU"
             return {"steps": steps, "again": [step() for _ in range(2)], "num_pieces": num_pieces}
     finally:
+        optimizer_state.OptimizerState.reserve = reserve
         optimizer_state._pieces, optimizer_state.PIECE_BYTES = cut, 1 << 30
 
 

@@ -41,11 +41,13 @@ class Copying:
     def __init__(self, name: str, trainer_ranks: tuple[int, ...], refused: int | None = None) -> None:
         self.name, self.trainer_ranks, self._refused = name, trainer_ranks, refused
         self.kept: list[tuple[dict[int, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in trainer_ranks]
+        self.shared_by_this_rank = False
         self._count = 0
 
     def share(self, bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
         if memory is not None:
             memory.share_memory_()
+            self.shared_by_this_rank = True
         layout = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
         file = io.BytesIO()
         ForkingPickler(file).dump((layout, bucket.num_bytes, memory, number))
@@ -78,8 +80,9 @@ def bucket_of(version: int, bucket: int) -> dict[str, Tensor]:
     return {f"layers.{bucket}.norm.weight": torch.randn(SIZES[bucket], generator=generator).bfloat16()}
 
 
-def sharing_rank(rank: Rank, port: int) -> list[str]:
-    """Push twice on one of four ranks, of which the last has no server beside it; return the outcomes."""
+def sharing_rank(rank: Rank, port: int) -> tuple[list[str], list[str]]:
+    """Push three times on one of four ranks, of which the last has no server beside it. Return the outcomes, and the
+    servers with which this rank shares memory."""
 
     def gather(version: int) -> Iterator[dict[str, Tensor]]:
         for bucket in range(len(SIZES)):
@@ -113,7 +116,7 @@ def sharing_rank(rank: Rank, port: int) -> list[str]:
                             assert all(torch.equal(received[n], t) for n, t in bucket_of(version, bucket).items())
     finally:
         dist.destroy_process_group()
-    return outcomes
+    return outcomes, [server.name for server in servers if server.shared_by_this_rank]
 
 
 def test_by_ipc_several_ranks_share_two_pieces_of_memory_with_servers_of_different_speeds(ranks: RankPool) -> None:
@@ -121,5 +124,7 @@ def test_by_ipc_several_ranks_share_two_pieces_of_memory_with_servers_of_differe
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    outcomes = ranks.run(sharing_rank, 4, port)
-    assert outcomes == [["sent", "generator-1 refuses", "sent"]] * 4
+    results = ranks.run(sharing_rank, 4, port)
+    assert [outcomes for outcomes, _ in results] == [["sent", "generator-1 refuses", "sent"]] * 4
+    # Memory that no server opens and closes could not be freed.
+    assert [shared for _, shared in results] == [["generator-0"], ["generator-0"], ["generator-1"], []]
