@@ -36,16 +36,18 @@ class HostCopy:
         """Begin to take memory, bytes by name, for what is on the device `on`. Page-locking it takes seconds for every
         10 GB, which a thread spends here instead of the first copy."""
         if on.type != "cpu":
-            self._reserving = threading.Thread(
-                target=self._take_all, args=(dict(rooms), on), name="reserve", daemon=True
-            )
+            self._reserving = threading.Thread(target=self._take_all, args=(dict(rooms), on), name="reserve")
             self._reserving.start()
 
     def _take_all(self, rooms: Mapping[str, int], on: torch.device) -> None:
+        """Stop where the process is ending: the interpreter waits for one of them, as a daemon thread could abort
+        it."""
         torch.accelerator.set_device_index(on)
         for name, size in rooms.items():
+            if not threading.main_thread().is_alive():
+                return
             try:
-                self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._buffers[name] = _host_memory(size, page_locked=True)
             except RuntimeError as error:
                 logger.warning("could not page-lock %.1f GB of memory for checkpoints: %s", size / 1e9, error)
                 return
@@ -58,7 +60,7 @@ class HostCopy:
         size = numel * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on.type != "cpu")
+            buffer = _host_memory(size, page_locked=on.type != "cpu")
             self._buffers[name] = buffer
         return buffer[:size].view(dtype)
 
@@ -72,6 +74,10 @@ class HostCopy:
         for device in self._devices:
             torch.accelerator.synchronize(device)
         self._devices.clear()
+
+
+def _host_memory(num_bytes: int, *, page_locked: bool) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=page_locked)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import errno
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,20 @@ def test_what_a_save_needs_of_host_memory_is_known_before(ranks, folder, tmp_pat
     for said, used in ranks.run(sizes_run, layout.world_size, layout, str(folder / "model"), str(tmp_path / "saved")):
         assert said.keys() == used.keys()
         assert all(used[name] <= said[name] <= 1.1 * used[name] + 65536 for name in used)
+
+
+def test_a_process_that_ends_while_memory_is_reserved_ends_with_its_own_exit_code() -> None:
+    script = (
+        "import atexit, sys, torch; from mcore_adapter.checkpoint import host_copy;"
+        "torch.accelerator.set_device_index = lambda device: None;"
+        "host_copy._host_memory = lambda size, page_locked: torch.ones(1 << 25)[:1].clone();"
+        "copy, rooms = host_copy.HostCopy(), {str(i): 1 for i in range(1000)};"
+        "copy.reserve(rooms, on=torch.device('cuda', 0));"
+        "atexit.register(lambda: print(len(copy._buffers))); sys.exit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], check=False, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert 0 < int(ended.stdout) < 1000, "it stops when the process ends, and not before"
 
 
 def background_failure_run(rank: Rank, model: str, path: str) -> str:
