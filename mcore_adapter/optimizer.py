@@ -62,12 +62,16 @@ class _Wrapper(DistributedDataParallel):
 
 
 def _add_gradient(total: Tensor, gradient: Tensor) -> None:
-    if total.is_cuda and (total.dtype, gradient.dtype) == (torch.float32, torch.bfloat16):
+    addition(total, gradient.dtype)(total, gradient)
+
+
+def addition(total: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], object]:
+    """Return what adds gradients of this format to `total`, in place."""
+    if total.is_cuda and (total.dtype, dtype) == (torch.float32, torch.bfloat16):
         from mcore_adapter.cuda.gradients import add_to
 
-        add_to(total, gradient)
-    else:
-        total.add_(gradient)
+        return add_to
+    return Tensor.add_
 
 
 def wrap_for_training(

@@ -45,6 +45,16 @@ def environment() -> dict[str, str]:
     }
 
 
+def write_interpreter(path: Path) -> Path:
+    """Write a program that starts the interpreter under PREFIX with PREFIX/site and PREFIX/lib on its paths."""
+    path.write_text(
+        f"#!/bin/sh\nexport PYTHONPATH={PREFIX}/site LD_LIBRARY_PATH={PREFIX}/lib SGLANG_USE_CPU_ENGINE=1 "
+        f'OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PATH={PREFIX}/venv/bin:$PATH\nexec {PREFIX}/venv/bin/python "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
 def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
     """A server on the CPU, which admits prompts as one on a GPU does."""
     values: dict[str, Any] = {

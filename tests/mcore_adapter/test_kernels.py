@@ -23,14 +23,17 @@ def test_every_part_is_named_with_its_library(ranks: RankPool, tmp_path: Path) -
         write_model(name, tmp_path / name)
     (dense,) = ranks.run(parts, 1, str(tmp_path / "qwen3"), True)
     assert list(dense) == [
-        "attention", "query, key, value", "attention output", "norm", "MLP input", "MLP output", "head", "Adam",
-        "gradient norm", "gradient scale",
+        "attention", "query, key, value", "attention output", "norm", "MLP input", "MLP output", "head",
+        "rotary embedding", "SwiGLU", "sums of gradients", "Adam", "gradient norm", "gradient scale",
     ]  # fmt: skip
     assert dense["attention"].startswith("Slipstream (") and dense["MLP input"] == "Megatron (ColumnParallelLinear)"
     assert dense["head"] == "Slipstream (LMHead)" and dense["Adam"].startswith("Slipstream (")
+    assert dense["rotary embedding"] == "Slipstream (rotary_thd)" and dense["SwiGLU"] == "Slipstream (_bias_swiglu)"
+    assert dense["sums of gradients"] == "torch (add_)", "on GPUs: add_to"
     (experts,) = ranks.run(parts, 1, str(tmp_path / "qwen3_moe"), False)
-    assert "experts" in experts and "Adam" not in experts
+    assert not {"Adam", "sums of gradients"} & experts.keys()
     assert experts["routing"] == "Slipstream (routing)", "on GPUs: fused_routing"
+    assert experts["dispatch"] == "Megatron (MoEAlltoAllTokenDispatcher)", "on GPUs: LocalDispatcher"
 
 
 def test_the_longest_name_decides() -> None:

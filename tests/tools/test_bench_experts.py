@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tools.bench import gpu_experts
+from tools.bench import gpu, gpu_experts
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene
-from tools.bench.gpu_memory import Measured
+from tools.bench.gpu_experts import TRIED
+from tools.bench.gpu_memory import Measured, WidthsScene
 
 RATES = {"grouped": 2.0, "stacked": 8.0, "auto": 6.0}
 
@@ -55,3 +56,11 @@ def test_what_is_measured_has_rows_before_the_next_is_measured(tmp_path: Path, m
         for figure in gpu_experts.experts(Scene(folder=tmp_path)):
             written.append(figure)
     assert {"memory.experts_64", "memory.experts_32"} <= {figure.name for figure in written}
+
+
+def test_megatrons_loop_counts_with_its_fastest_step_as_the_result_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "measured_seconds", lambda device, step: step() or [3.0, 2.0, 4.0])
+    rate, _ = gpu_experts._megatron(WidthsScene(folder=tmp_path, raw=TRIED), 32, 4, 64, ())
+    assert rate == 128 / 2

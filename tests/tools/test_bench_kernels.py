@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,10 +158,13 @@ def test_updates_against_megatrons_loop_are_profiled_and_those_with_options_are_
 @pytest.mark.slow
 def test_each_update_of_a_measurement_has_its_file_in_the_folder_that_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.bench", "gpu", "--trial", "--only", "long"]
-    command += ["--profile", str(tmp_path / "profiles"), "--output", str(tmp_path / "rows")]
+    command += ["--shape", "tiny", "--profile", str(tmp_path / "profiles"), "--output", str(tmp_path / "rows")]
     subprocess.run(command, check=True, capture_output=True, timeout=240)
     host_gib = "long-recompute-auto-recompute_host_gib-0.0-128-tokens.md"
     names = {*(f"long-recompute-{way}-tokens.md" for way in ("auto-64", "auto-128", "full-64")), host_gib}
     assert {path.name for path in (tmp_path / "profiles").iterdir()} == names
     text = (tmp_path / "profiles" / host_gib).read_text()
     assert text.startswith("long, {'recompute': 'auto', 'recompute_host_gib': 0.0}, 128 tokens: ")
+    (path,) = (tmp_path / "rows").iterdir()
+    how = {row["command"] for row in json.loads(path.read_text())}
+    assert how == {"python -m tools.bench gpu --only long --shape tiny --profile FOLDER"}, "how to measure it again"

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
     parser.add_argument("--only", nargs="+", choices=sorted(MEASUREMENTS["cpu"].keys() | MEASUREMENTS["gpu"].keys()))
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has trl")
-    parser.add_argument("--shape", choices=SHAPES, default="1.5B", help="gpu: shape of the model")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
     parser.add_argument("--trial", action="store_true", help="gpu: without a GPU, run everything small on the CPU")
     parser.add_argument(
@@ -183,13 +183,21 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
             if given.device == "gpu" and (why := lacking(name)):
                 print(f"{name} is left out: {why}", flush=True)
                 continue
-            command = f"python -m tools.bench {given.device} --only {name}"
+            command = _command(given, name)
             for figure in find(MEASUREMENTS[given.device][name])(scene):
                 ratio = figure.value / figure.baseline if figure.baseline else None
                 rows.append(Row(**asdict(figure), ratio=ratio, command=command, versions=versions))
                 print(line(rows[-1]), flush=True)
                 write(given.output, host(given.device), rows)
                 yield rows[-1]
+
+
+def _command(given: argparse.Namespace, name: str) -> str:
+    """Return what measures `name` alone as it is measured here; interpreters and folders differ between hosts."""
+    words = ["python -m tools.bench", given.device, "--only", name]
+    if given.device == "gpu":
+        words += ["--shape", given.shape] * (given.shape != SHAPES[0]) + ["--profile FOLDER"] * bool(given.profile)
+    return " ".join(words)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,7 +208,7 @@ def seconds_of(device: Any, step: Callable[[], object]) -> float:
 
 
 def median_seconds(device: Any, step: Callable[[], object]) -> float:
-    return float(np.median(measured_seconds(device, step)))
+    return statistics.median(measured_seconds(device, step))
 
 
 def measured_seconds(device: Any, step: Callable[[], object]) -> list[float]:
@@ -260,9 +261,11 @@ def fastest_bare_rate(
 
 
 def bare_rate(
-    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, **settings: Any
-) -> tuple[float, float]:
-    """Return (tokens/s, peak GB) of Megatron's own training step with these settings of BareLoop."""
+    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, *,
+    of: Callable[[list[float]], float] = statistics.median, **settings: Any,
+) -> tuple[float, float]:  # fmt: skip
+    """Return (tokens/s, peak GB) of Megatron's own training step with these settings of BareLoop; `of` makes one
+    duration of those that were measured."""
     from mcore_adapter.bare_loop import BareLoop
     from mcore_adapter.data.packing import PackingLayout, pack_microbatch
 
@@ -271,7 +274,7 @@ def bare_rate(
     packed = [pack_microbatch(batch, part, PackingLayout(), device=device.torch_device) for part in parts]
     device.forget_peak()
     loop = BareLoop(read_config(scene.model), parallel=parallel, device=device, **settings)
-    seconds = median_seconds(device, lambda: loop.step(packed))
+    seconds = of(measured_seconds(device, lambda: loop.step(packed)))
     return batch.num_tokens / seconds, device.memory_stats()["peak_gib"] * 2**30 / 1e9
 
 

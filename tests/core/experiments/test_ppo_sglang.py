@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.runs import came_back, metrics_of, ppo, server_of
-from helpers.sglang_environment import PREFIX, TWO_RANKS
+from helpers.sglang_environment import PREFIX, TWO_RANKS, write_interpreter
 from rollout.inference.gpus import query_gpus
 
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
@@ -18,16 +18,9 @@ WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix o
 
 @pytest.fixture(scope="module")
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the environment under PREFIX: PREFIX/venv/bin/python, PREFIX/site and PREFIX/lib on its paths."""
     if PREFIX is None:
         pytest.skip(WHY_NOT)
-    script = tmp_path_factory.mktemp("bin") / "python"
-    script.write_text(
-        f"#!/bin/sh\nexport PYTHONPATH={PREFIX}/site LD_LIBRARY_PATH={PREFIX}/lib SGLANG_USE_CPU_ENGINE=1 "
-        f'OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PATH={PREFIX}/venv/bin:$PATH\nexec {PREFIX}/venv/bin/python "$@"\n'
-    )
-    script.chmod(0o755)
-    return script
+    return write_interpreter(tmp_path_factory.mktemp("bin") / "python")
 
 
 @pytest.mark.timeout(600)  # a server of two ranks takes two minutes to start beside other work on two cores
