@@ -115,7 +115,7 @@ ORDER = {
         "whole",
         "__main__",
     ),
-    "tools.bench.fp8": ("servers updates", "learning loop mismatch", "rounded"),
+    "tools.bench.fp8": ("servers updates", "learning loop mismatch", "picture rounded"),
     "tools.bench.whole": ("size", "running push", "measure"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
@@ -188,6 +188,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "matplotlib loads for a second: only where a picture is drawn": {
         "tools.demo_plot": "matplotlib",
         "tools.timeline": "matplotlib",
+        "tools.bench.fp8.picture": "matplotlib",
         "tools.eval.report": "matplotlib",
         "tools.sweep.figures": "matplotlib",
     },

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.inference.sglang.server import ServerSettings
-from tools.bench.fp8 import loop, servers
+from tools.bench.fp8 import loop, picture, servers
 from tools.bench.gpu import Scene
 
 
@@ -91,3 +91,40 @@ def test_fp8_servers_are_not_measured_without_deep_gemm(
         next(measured(Scene(folder=tmp_path)))
     monkeypatch.setattr(servers, "find_spec", lambda name: name == "deep_gemm" or None)
     servers.require_deep_gemm(Scene(folder=tmp_path))
+
+
+def test_the_loop_counts_with_the_median_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"loop-auto": [4.0, 4.0, 4.0, 5.0, 4.0, 5.0], "loop-fp8_block": [2.0, 2.0, 40.0, 2.0, 2.0, 40.0]}
+
+    def run(scene: Scene, trial: str, config: dict[str, Any]) -> list[dict[str, float]]:
+        steps = [100.0] * loop.WARM_UP_STEPS + seconds[trial]
+        assert config["exp_ctrl.benchmark_steps"] == len(steps)
+        parts = [{f"time/{part}": step / 2 for part in loop.PARTS} for step in steps]
+        return [{"n_valid_tokens": 80.0, "time/step": step, **of} for step, of in zip(steps, parts, strict=True)]
+
+    monkeypatch.setattr(loop, "run", run)
+    monkeypatch.setattr(loop, "formats", lambda: ("auto", "fp8_block"))
+    monkeypatch.setattr(loop, "query_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(loop, "configuration", lambda *args: {})
+    rows = {figure.name: (figure.value, figure.baseline) for figure in loop.loop(Scene(folder=tmp_path))}
+    assert rows["fp8.1.5B_loop_tokens_per_second"] == (40.0, 20.0), "two slow steps change nothing"
+    assert rows["fp8.1.5B_loop_update_seconds"] == (1.0, 2.0)
+
+
+def test_the_picture_has_a_curve_for_each_side(tmp_path: Path) -> None:
+    named = {"fp8.sums": 0.4, "fp8.sums_both_ends": 0.5}
+    rows = [
+        {"name": f"{name}_accuracy_after_{step}_steps", "value": value + step / 1000, "baseline": 0.3}
+        for name, value in named.items() for step in (100, 0)
+    ]  # fmt: skip
+    others = [{"name": "fp8.sums_rounded_accuracy_after_0_steps", "value": 0.9, "baseline": 0.9}]
+    found = {label: points for (label, _), points in picture.curves(rows + others).items()}
+    assert found == {
+        "FP8 server": [(0, 0.4), (100, 0.5)],
+        "FP8 at both ends": [(0, 0.5), (100, 0.6)],
+        "bfloat16": [(0, 0.3), (100, 0.3)],
+    }
+    picture.draw(tmp_path / "curve.png", rows)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no rows of fp8_learning"):
+        picture.draw(tmp_path / "none.png", others)

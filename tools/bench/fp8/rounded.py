@@ -24,7 +24,7 @@ from tools.bench.fp8.learning import Size, Sums, figures, learn, warm_up
 from tools.bench.gpu import Scene as Shaped
 from tools.bench.gpu import trainer_world
 
-SIZE = Size(steps=160, every=40)
+SIZE = Size(steps=800, every=100)
 LEARNING_RATE = 2e-4
 
 
