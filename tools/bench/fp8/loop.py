@@ -21,7 +21,7 @@ PARTS = ("wait_for_rollout", "update", "push")
 
 
 def loop(scene: Scene) -> Iterator[Figure]:
-    """Yield trained tokens/s and what a step takes, medians, with truncated importance weights; of 7B the 12 layers that
+    """Yield trained tokens/s and parts of a step, medians, with truncated importance weights; of 7B the 12 layers that
     one GPU trains."""
     require_deep_gemm(scene)
     scene = replace(scene, shape="7B_12_layers") if scene.shape == "7B" else scene
