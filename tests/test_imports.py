@@ -115,7 +115,7 @@ ORDER = {
         "whole",
         "__main__",
     ),
-    "tools.bench.fp8": ("servers updates", "learning loop mismatch", "picture rounded"),
+    "tools.bench.fp8": ("servers updates", "learning loop mismatch", "rounded", "picture"),
     "tools.bench.whole": ("size", "running push", "measure"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""

@@ -117,7 +117,7 @@ def test_the_picture_has_a_curve_for_each_side(tmp_path: Path) -> None:
         {"name": f"{name}_accuracy_after_{step}_steps", "value": value + step / 1000, "baseline": 0.3}
         for name, value in named.items() for step in (100, 0)
     ]  # fmt: skip
-    others = [{"name": "fp8.sums_rounded_accuracy_after_0_steps", "value": 0.9, "baseline": 0.9}]
+    others = [{"name": "fp8.7B_push_accuracy_after_0_steps", "value": 0.9, "baseline": 0.9}]
     found = {label: points for (label, _), points in picture.curves(rows + others).items()}
     assert found == {
         "FP8 server": [(0, 0.4), (100, 0.5)],
@@ -128,3 +128,7 @@ def test_the_picture_has_a_curve_for_each_side(tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no rows of fp8_learning"):
         picture.draw(tmp_path / "none.png", others)
+    of_rounded = [{**row, "name": row["name"].replace("both_ends", "rounded")} for row in rows[2:]]
+    assert [label for label, _ in picture.curves(of_rounded)] == ["weights rounded to FP8", "bfloat16"]
+    with pytest.raises(ValueError, match="keep those of one"):
+        picture.curves(rows + of_rounded)

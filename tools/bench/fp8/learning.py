@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -106,9 +106,8 @@ async def _measured(scene: Scene, parallel: Any, device: Any, size: Size) -> Asy
         warm.save_hf(folder, tokenizer_from=str(scene.model))
 
         async def curve(served: Served, **changes: Any) -> list[float]:
-            of = [await learn(engine_of(folder, 2e-4, **changes), served, sums, size, seed=n) for n in size.seeds]
-            logger.info("%s in the server, %s in the trainer, seed by seed: %s", served.weight_format, changes, of)
-            return list(np.mean(of, axis=0))
+            logger.info("%s in the server, %s in the trainer", served.weight_format, changes)
+            return await mean_curve(partial(engine_of, folder, 2e-4, **changes), served, sums, size)
 
         curves = [await curve(served) for served in both]
         for figure in figures("fp8.sums", curves, size):
@@ -139,6 +138,13 @@ async def warm_up(engine: Any, served: Server, sums: Sums, size: Size) -> None:
         await served.push(engine, version, verify=False)
         if await _accuracy(served, sums, size) >= size.warm_accuracy:
             return
+
+
+async def mean_curve(make_engine: Callable[[], Any], served: Server, sums: Sums, size: Size) -> list[float]:
+    """Return the means over the seeds of learn(), each with an engine of its own."""
+    of = [await learn(make_engine(), served, sums, size, seed=seed) for seed in size.seeds]
+    logger.info("accuracies seed by seed: %s", of)
+    return list(np.mean(of, axis=0))
 
 
 async def learn(engine: Any, served: Server, sums: Sums, size: Size, *, seed: int = 1) -> list[float]:

@@ -1,4 +1,4 @@
-"""The picture of `fp8_learning`: held-out accuracy by step with FP8 in the server, at both ends, and with bfloat16.
+"""The picture of `fp8_learning` or `fp8_rounded`: held-out accuracy by step with FP8, and with bfloat16.
 
 python -m tools.bench.fp8.picture benchmarks/HOST-DATE.json --output curve.png
 """
@@ -14,17 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from tools import arguments as cli
+from tools.bench.fp8 import rounded
 from tools.bench.fp8.learning import Size
 
-SIDES = {"fp8.sums_both_ends": ("FP8 at both ends", "#eb6834"), "fp8.sums": ("FP8 server", "#2a78d6")}
+SIDES = {
+    "fp8.sums_rounded": ("weights rounded to FP8", "#2a78d6"),
+    "fp8.sums_both_ends": ("FP8 at both ends", "#eb6834"),
+    "fp8.sums": ("FP8 server", "#2a78d6"),
+}
 """Name of a measurement -> label and color of its values; their baselines are bfloat16's."""
 BASELINE = ("bfloat16", "#666666")
+ROUNDED = SIDES["fp8.sums_rounded"]
 _ROW = re.compile(rf"({'|'.join(SIDES)})_accuracy_after_(\d+)_steps")
 
 
 def curves(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[tuple[int, float]]]:
     """Return (label, color) -> (step, accuracy) of every evaluation, in the order of the steps. Raises ValueError
-    where the rows have none."""
+    where the rows have none, or those of both measurements."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if (match := _ROW.fullmatch(row["name"])) is None:
@@ -34,7 +40,9 @@ def curves(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[tuple[int, 
         if row["baseline"] is not None:
             found.setdefault(BASELINE, {})[step] = row["baseline"]
     if not found:
-        raise ValueError("no rows of fp8_learning")
+        raise ValueError("no rows of fp8_learning or fp8_rounded")
+    if ROUNDED in found and len(found) > 2:
+        raise ValueError("rows of fp8_learning and of fp8_rounded; their baselines differ, so keep those of one")
     return {side: sorted(values.items()) for side, values in found.items()}
 
 
@@ -46,23 +54,25 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import PercentFormatter
 
-    size = Size()
+    found = curves(rows)
+    size = rounded.SIZE if ROUNDED in found else Size()
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
-    for number, ((label, color), points) in enumerate(curves(rows).items()):
+    for number, ((label, color), points) in enumerate(found.items()):
         steps, values = zip(*points, strict=True)
         errors = [math.sqrt(value * (1 - value) / (size.held_out * len(size.seeds))) for value in values]
-        places = [step + 0.7 * (number - 1) for step in steps]  # so that no bar hides another
+        places = [step + 0.009 * max(steps) * (number - 1) for step in steps]  # so that no bar hides another
         axes.errorbar(
             places, values, errors, color=color, label=label, linewidth=2, marker="o", markersize=5, capsize=3
         )
-    axes.set_ylim(0.25, 0.6)
+    every = [value for points in found.values() for _, value in points]
+    axes.set_ylim(min(every) - 0.08, max(every) + 0.1)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(colors="#666666", length=0)
     axes.set_xlabel("GRPO step", color="#666666")
-    axes.set_title("Held-out accuracy, means of two seeds", loc="left", fontsize=11)
+    axes.set_title(f"Held-out accuracy, means of {len(size.seeds)} seeds", loc="left", fontsize=11)
     axes.legend(frameon=False, loc="upper left")
     figure.subplots_adjust(left=0.08, right=0.97, top=0.9, bottom=0.13)
     figure.savefig(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +21,11 @@ from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.types import WeightBucket
 from tools.bench.cpu import Scene
 from tools.bench.figure import Figure
-from tools.bench.fp8.learning import Size, Sums, figures, learn, warm_up
+from tools.bench.fp8.learning import Size, Sums, figures, mean_curve, warm_up
 from tools.bench.gpu import Scene as Shaped
 from tools.bench.gpu import trainer_world
 
-SIZE = Size(steps=800, every=100)
+SIZE = Size(steps=800, every=100, seeds=(1, 2, 3))
 LEARNING_RATE = 2e-4
 
 
@@ -75,7 +76,7 @@ async def _measured(scene: Shaped) -> list[Figure]:
         await warm_up(warm, both[0], sums, SIZE)
         folder = str(scene.folder / "warm")
         warm.save_hf(folder, tokenizer_from=model)
-        curves = [await learn(engine_of(folder, LEARNING_RATE), served, sums, SIZE) for served in both]
+        curves = [await mean_curve(partial(engine_of, folder, LEARNING_RATE), served, sums, SIZE) for served in both]
         for served in both:
             await served.generator.close()
     return list(figures("fp8.sums_rounded", curves, SIZE))
