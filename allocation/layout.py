@@ -144,7 +144,8 @@ def nearest_layout(layout: ParallelLayout, world_size: int) -> ParallelLayout:
 
 
 def nearest_layouts(layout: ParallelLayout, world_size: int) -> Iterator[ParallelLayout]:
-    """Yield the layouts on exactly `world_size` ranks, those closest to `layout` first."""
+    """Yield the layouts on exactly `world_size` ranks, those closest to `layout` first. Where it spreads or splits
+    experts, those that spread them over about as many ranks follow."""
 
     def distance(shape: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
         steps = (abs(math.log2(a / b)) for a, b in zip(shape, (layout.tp, layout.pp, layout.cp), strict=True))
@@ -153,6 +154,18 @@ def nearest_layouts(layout: ParallelLayout, world_size: int) -> Iterator[Paralle
     sizes = divisors(world_size)
     shapes = [(tp, pp, cp) for tp in sizes for pp in sizes for cp in {1, layout.cp} if world_size % (tp * pp * cp) == 0]
     for tp, pp, cp in sorted(shapes, key=distance):
-        dp = world_size // (tp * pp * cp)
-        ep, etp = (layout.ep, layout.etp) if (dp * tp * cp) % (layout.ep * layout.etp) == 0 else (1, 1)
-        yield ParallelLayout(dp, tp, pp, cp, ep, layout.vpp if pp > 1 else 1, etp)
+        dp, per_stage = world_size // (tp * pp * cp), world_size // pp
+        for ep, etp in _expert_splits(layout, per_stage):
+            yield ParallelLayout(dp, tp, pp, cp, ep, layout.vpp if pp > 1 else 1, etp)
+
+
+def _expert_splits(layout: ParallelLayout, per_stage: int) -> Iterator[tuple[int, int]]:
+    """Yield (ep, etp) for so many ranks of a pipeline stage: those of `layout`, close ones, and that of a dense
+    model."""
+    spread = layout.ep * layout.etp
+    if per_stage % spread == 0:
+        yield layout.ep, layout.etp
+    near = sorted(divisors(per_stage), key=lambda ep: abs(math.log2(ep / spread)))[:3] if spread > 1 else []
+    for ep in dict.fromkeys([*near, 1]):
+        if (ep, 1) != (layout.ep, layout.etp):
+            yield ep, 1

@@ -7,6 +7,7 @@ import pytest
 
 from allocation import (
     AllocationError,
+    Checks,
     ParallelLayout,
     batch_errors,
     check_batch,
@@ -14,6 +15,7 @@ from allocation import (
     model_errors,
     parse,
 )
+from allocation.suggestions import nearest_layouts_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,6 +86,22 @@ def test_a_single_expert_is_not_split() -> None:
     layout = parse("(attn:d1m2p1|ffn:d1m2p1)", n_nodes=1, n_gpus_per_node=2).trainer.layout
     (error,) = model_errors(layout, "actor_train", **{**MODEL, "num_experts": 8})
     assert "m2 of ffn" in str(error) and error.nearest == "m1 for ffn"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_experts", "near"),
+    [
+        ("sglang.d2m2p1+(attn:d4m1p1|ffn:d1m4p1)", 128, "sglang.d2m2p1+d4m1p1e4"),
+        ("sglang.d2m2p1+d4m1p1e4", 0, "sglang.d2m2p1+d4m1p1"),
+        ("sglang.d2m2p1+d4m1p1e4", 6, "sglang.d2m2p1+d4m1p1e2"),
+    ],
+)
+def test_the_suggested_layout_has_the_same_ranks_and_spreads_experts_over_about_as_many(
+    text: str, num_experts: int, near: str
+) -> None:
+    model = {**MODEL, "num_experts": num_experts}
+    checks = Checks(suits=lambda role, layout: not model_errors(layout, role, **model))
+    assert str(nearest_layouts_of(parse(text, n_nodes=1, n_gpus_per_node=8), checks)) == near
 
 
 def test_the_layouts_with_experts_that_are_shown_can_be_trained() -> None:
