@@ -1,6 +1,8 @@
 """The picture of `fp8_learning` or `fp8_rounded`: held-out accuracy by step with FP8, and with bfloat16.
 
-python -m tools.bench.fp8.picture benchmarks/HOST-DATE.json --output curve.png
+Of the rows in a file:
+
+    python -m tools.bench.fp8.picture benchmarks/HOST-DATE.json --output curve.png
 """
 
 from __future__ import annotations
