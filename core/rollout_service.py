@@ -23,7 +23,7 @@ from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset, first_prompt
 from rollout.data.source import DatasetError, DataSource
 from rollout.data.tokenizer import load_tokenizer
-from rollout.errors import ErrorPolicy
+from rollout.errors import ErrorPolicy, evaluation_failure
 from rollout.evaluation import Episode, EvaluationGenerator, RecordedRewards, run_episodes
 from rollout.experience import make_experience
 from rollout.experience.base import Group
@@ -68,7 +68,7 @@ class RolloutService:
             sampling=replace(settings.sampling, stop_token_ids=stop),
             group_size=settings.group_size,
         )
-        self._fatal = _NOT_OF_A_PROMPT if settings.on_error == "skip" else (Exception,)
+        self._on_error = settings.on_error
         self._eval_rewards = RecordedRewards(self._rewards)
         self._eval_workflow = make(
             reward_pool=self._eval_rewards,
@@ -211,14 +211,19 @@ class RolloutService:
             for name, of in self._eval_prompts.items()
             for i, prompt in enumerate(of)
         ]
-        await run_episodes(
-            questions,
-            self._eval_rewards,
-            self._tokenizer,
-            max_in_flight=len(questions),
-            fatal=self._fatal,
-            on_done=lambda key, prompt, episode: ended.update({key: (prompt, episode)}),
-        )
+        try:
+            await run_episodes(
+                questions,
+                self._eval_rewards,
+                self._tokenizer,
+                max_in_flight=len(questions),
+                fatal=_NOT_OF_A_PROMPT if self._on_error == "skip" else (Exception,),
+                on_done=lambda key, prompt, episode: ended.update({key: (prompt, episode)}),
+            )
+        except Exception as error:
+            if self._on_error == "skip" or isinstance(error, _NOT_OF_A_PROMPT):
+                raise
+            raise evaluation_failure(error) from None
         results = {}
         for name, prompts in self._eval_prompts.items():
             answers = [ended[name, i] for i in range(len(prompts))]

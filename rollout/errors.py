@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from typing import Literal
 
 OnError = Literal["skip", "fail"]
 _WINDOW = 100
 """Prompts that the share of failed ones refers to."""
+_SHOWN = 500
+"""Characters of an error in the message of another one."""
+_SKIP = "set workflow.on_error=skip"
+
+
+class WorkflowFailureError(ValueError):
+    """The workflow failed too often. Another attempt would run it on the same prompts with the same seeds."""
 
 
 class ErrorPolicy:
     """Decides whether the run goes on after a workflow has failed for a prompt, out of retries.
 
     With "skip" it does, while at most `max_share` of the last 100 prompts have failed. Errors of type `always_fatal`
-    are those of the run's own processes, not of the prompt."""
+    are those of the run's own processes, not of the prompt: another attempt may not meet them."""
 
     def __init__(
         self, *, on_error: OnError, max_share: float = 0.1, always_fatal: tuple[type[Exception], ...] = ()
@@ -26,15 +34,38 @@ class ErrorPolicy:
         """Record the end of a prompt."""
         self._last.append(failed)
 
-    def skips(self, error: Exception) -> bool:
-        """Return whether the prompt that failed with `error`, and is counted, is skipped."""
-        return self._on_error == "skip" and not isinstance(error, self.always_fatal) and not self.exceeded()
-
-    def exceeded(self) -> str:
-        """Return what to report when too many prompts were skipped; empty while they are few enough."""
-        if self._on_error == "fail" or sum(self._last) <= self._max_share * _WINDOW:
-            return ""
-        return (
+    def ends_run(self, error: Exception, *, runs: int) -> Exception | None:
+        """Return the error that ends the run, after a prompt that is counted has failed `runs` times, with `error` the
+        last time; None: the prompt is skipped."""
+        if isinstance(error, self.always_fatal):
+            return error
+        if self._on_error == "fail":
+            return _failure(
+                f"the workflow failed {runs} times for one prompt (workflow.on_error=fail)",
+                error,
+                way_out=_SKIP,
+            )
+        if sum(self._last) <= self._max_share * _WINDOW:
+            return None
+        return _failure(
             f"the workflow failed for {sum(self._last)} of the last {len(self._last)} prompts, more than "
-            f"workflow.max_error_share={self._max_share:g} of {_WINDOW} may"
+            f"workflow.max_error_share={self._max_share:g} of {_WINDOW} may",
+            error,
+            way_out="raise workflow.max_error_share",
         )
+
+
+def evaluation_failure(error: Exception) -> WorkflowFailureError:
+    """Return the error that ends a run with "fail" whose workflow raised `error` in an evaluation."""
+    return _failure("the workflow failed in an evaluation (workflow.on_error=fail)", error, way_out=_SKIP)
+
+
+def _failure(message: str, error: Exception, *, way_out: str) -> WorkflowFailureError:
+    """Return what ends the run, with the traceback of `error`, the last one that the workflow raised."""
+    last = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n")[0][:_SHOWN]
+    failure = WorkflowFailureError(
+        f"workflow.type: {message}; correct the workflow, or {way_out}. The last error: {last}"
+    )
+    # A note, not a cause: it is sent to the driver with the error, and the place in the user's file is its last frame.
+    failure.add_note("".join(traceback.format_exception(error)))
+    return failure

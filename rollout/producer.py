@@ -59,7 +59,7 @@ class RolloutProducer:
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
         at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
-        with the same seeds; then `errors` decides: the prompt is dropped, or take() raises its error. None: it raises.
+        with the same seeds; then `errors` decides: the prompt is dropped, or take() raises. None: it raises.
         `limits`: what else than `group_size` a group must keep. `stats_sources` are added to stats(): a reward pool's,
         a router's.
         """
@@ -103,7 +103,7 @@ class RolloutProducer:
     async def take(self, version: int) -> list[Group]:
         """Return the groups that step `version` trains on, oldest first; waits until they are there.
 
-        Raises the error of a workflow that kept failing.
+        Raises WorkflowFailureError where the workflow kept failing, or the error of a generator or a reward worker.
         """
         return await self._store.select(version)
 
@@ -276,11 +276,9 @@ class RolloutProducer:
         error.add_note(f"sampling prompt {prompt.query_id} of epoch {prompt.epoch}, attempt {self._max_retries + 1}, "
                        "the last")  # fmt: skip
         self._errors.count(failed=True)
-        if not self._errors.skips(error):
+        if failure := self._errors.ends_run(error, runs=self._max_retries + 1):
             self._running = False
-            if exceeded := self._errors.exceeded():
-                error.add_note(exceeded)
-            await self._store.fail(_portable(error))
+            await self._store.fail(_portable(failure))
             return
         self._counts["num_skipped"] += 1
         logger.warning(

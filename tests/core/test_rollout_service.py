@@ -22,8 +22,11 @@ from core.rollout_service import RolloutService, named
 from core.rollout_settings import RolloutSettings
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
+from rollout.errors import OnError, WorkflowFailureError
 from rollout.inference.embedded.generator import EmbeddedGenerator
+from rollout.inference.errors import GeneratorGone
 from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.router import NoGeneratorError
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 from rollout.workflows import SingleTurnMathWorkflow
 
@@ -38,6 +41,7 @@ def service(
     reward: str = "math",
     samples: SampleSettings = NO_SAMPLES,
     max_staleness: int = 0,
+    on_error: OnError = "skip",
 ) -> RolloutService:
     sampling = SamplingParams(max_new_tokens=3)
     settings = RolloutSettings(
@@ -46,7 +50,7 @@ def service(
         num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2,
         max_staleness=max_staleness, over_age="wait", in_order=False, num_epochs=1, num_steps=None,
         sampling=sampling, eval_sampling=replace(sampling, temperature=0.0), max_in_flight=4, workflow=workflow,
-        prompt_format=PromptFormat(),
+        on_error=on_error, prompt_format=PromptFormat(),
         samples=samples, reward=reward, reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
         health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
     )  # fmt: skip
@@ -145,6 +149,47 @@ def test_an_evaluation_uses_the_workflow_of_the_run_and_request_ids_of_its_own(a
     assert (figures["accuracy"], figures["reward"]) == (1.0, 0.25)
     ids = [request.request_id for request in generator.requests]
     assert len(set(ids)) == 6 and all(name.startswith("eval-prompts/") for name in ids)
+
+
+class Failing(SingleTurnMathWorkflow):
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        raise KeyError("no such tool")
+
+
+@pytest.mark.parametrize("on_error", ["skip", "fail"])
+def test_a_workflow_that_fails_in_an_evaluation_counts_as_wrong_or_ends_the_run(assets, on_error: OnError) -> None:
+    async def evaluate() -> dict[str, float]:
+        workflow = f"{__name__}:Failing"
+        made = service(assets, Recording(), [str(assets.prompts)], workflow=workflow, on_error=on_error)  # type: ignore[arg-type]
+        try:
+            await made.start()
+            return await made.evaluate()
+        finally:
+            await made.close()
+
+    if on_error == "skip":
+        assert asyncio.run(evaluate())["accuracy"] == 0.0
+        return
+    with pytest.raises(WorkflowFailureError, match=r"evaluation \(workflow.on_error=fail\).* KeyError: 'no such tool'"):
+        asyncio.run(evaluate())
+
+
+@pytest.mark.parametrize("on_error", ["skip", "fail"])
+def test_a_generator_that_is_lost_in_an_evaluation_is_no_failure_of_the_workflow(assets, on_error: OnError) -> None:
+    class Gone(Recording):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            raise GeneratorGone("generator-0 exited")
+
+    async def evaluate() -> dict[str, float]:
+        made = service(assets, Gone(), [str(assets.prompts)], on_error=on_error)  # type: ignore[arg-type]
+        try:
+            await made.start()
+            return await made.evaluate()
+        finally:
+            await made.close()
+
+    with pytest.raises(NoGeneratorError):
+        asyncio.run(evaluate())
 
 
 def test_the_first_prompt_and_how_it_is_judged_are_described(assets) -> None:

@@ -18,7 +18,7 @@ import pytest
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from helpers.virtual_clock import run_virtual, settle
 from rollout.data.prompts import PromptDataset
-from rollout.errors import ErrorPolicy
+from rollout.errors import ErrorPolicy, OnError, WorkflowFailureError
 from rollout.experience import make_experience
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
@@ -275,10 +275,14 @@ def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None
     async def main() -> None:
         workflow = CallWorkflow(failing_reward_parser)
         producer = make_producer(workflow, max_retries=2)
-        with pytest.raises(ZeroDivisionError, match="seven") as error:
+        with pytest.raises(WorkflowFailureError) as error:
             async with producer:
                 await train(producer, workflow, range(100))
         shown = "".join(traceback.format_exception(error.value))
+        assert str(error.value) == (
+            "workflow.type: the workflow failed 3 times for one prompt (workflow.on_error=fail); correct the workflow, "
+            "or set workflow.on_error=skip. The last error: ZeroDivisionError: seven"
+        )
         assert "in failing_reward_parser" in shown
         assert "sampling prompt q7 of epoch 0, attempt 3, the last" in shown
         assert workflow.calls["q7"] == 3
@@ -337,11 +341,14 @@ def test_skipped_prompts_take_no_place_of_max_in_flight() -> None:
 def test_too_many_skipped_prompts_end_the_run_with_the_error_and_the_limit() -> None:
     async def main() -> None:
         workflow = CallWorkflow(fails_for(*range(20)))
-        with pytest.raises(ZeroDivisionError) as error:
+        with pytest.raises(WorkflowFailureError) as error:
             async with make_producer(workflow, max_retries=0, errors=skipping(0.05)) as producer:
                 await producer.take(0)
-        shown = "".join(traceback.format_exception(error.value))
-        assert "failed for 6 of the last 6 prompts, more than workflow.max_error_share=0.05 of 100 may" in shown
+        assert str(error.value) == (
+            "workflow.type: the workflow failed for 6 of the last 6 prompts, more than workflow.max_error_share=0.05 "
+            "of 100 may; correct the workflow, or raise workflow.max_error_share. The last error: ZeroDivisionError: "
+            "this prompt"
+        )
 
     run_virtual(main())
 
@@ -356,11 +363,13 @@ def test_a_share_of_failing_prompts_within_the_limit_never_ends_a_run() -> None:
     run_virtual(main())
 
 
-def test_errors_of_the_run_itself_are_not_skipped() -> None:
+@pytest.mark.parametrize("on_error", ["skip", "fail"])
+def test_errors_of_the_run_itself_are_not_skipped(on_error: OnError) -> None:
     async def main() -> None:
         workflow = CallWorkflow(fails_for(*range(20), error=ConnectionError))
+        errors = ErrorPolicy(on_error=on_error, always_fatal=(ConnectionError,))
         with pytest.raises(ConnectionError, match="this prompt"):
-            async with make_producer(workflow, max_retries=0, errors=skipping()) as producer:
+            async with make_producer(workflow, max_retries=0, errors=errors) as producer:
                 await producer.take(0)
 
     run_virtual(main())
@@ -371,7 +380,7 @@ def test_a_workflow_that_exits_fails_like_any_other() -> None:
 
     async def main() -> None:
         workflow = CallWorkflow(fails_for(*range(20), error=SystemExit))
-        with pytest.raises(RuntimeError, match=r"the workflow raised SystemExit\(this prompt\)"):
+        with pytest.raises(WorkflowFailureError, match=r"the workflow raised SystemExit\(this prompt\)"):
             async with make_producer(workflow, max_retries=0) as producer:
                 await producer.take(0)
 
@@ -442,10 +451,9 @@ def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(caplo
 def test_samples_that_fail_in_every_task_group_end_the_run_with_their_error() -> None:
     async def main() -> None:
         workflow = TaskGroupWorkflow(fails_for(*range(20)))
-        with pytest.raises(ZeroDivisionError, match="this prompt") as error:
+        with pytest.raises(WorkflowFailureError, match=r"max_error_share=0.05 .* ZeroDivisionError: this prompt"):
             async with make_producer(workflow, errors=skipping(0.05)) as producer:
                 await producer.take(0)
-        assert "more than workflow.max_error_share=0.05" in "".join(traceback.format_exception(error.value))
 
     run_virtual(main())
 
@@ -539,15 +547,19 @@ class TwoArgumentError(Exception):
         super().__init__(f"{file}:{line} is wrong")
 
 
-def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_place() -> None:
+@pytest.mark.parametrize(("always_fatal", "kind"), [((), WorkflowFailureError), ((TwoArgumentError,), RuntimeError)])
+def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_place(
+    always_fatal: tuple[type[Exception], ...], kind: type[Exception]
+) -> None:
     def unpicklable(prompt: Prompt, calls: int) -> None:
         raise TwoArgumentError("rows.txt", 7)
 
     async def main() -> None:
-        async with make_producer(CallWorkflow(unpicklable), max_retries=0) as producer:
+        errors = ErrorPolicy(on_error="fail", always_fatal=always_fatal)
+        async with make_producer(CallWorkflow(unpicklable), max_retries=0, errors=errors) as producer:
             await producer.take(0)
 
-    with pytest.raises(RuntimeError, match="TwoArgumentError: rows.txt:7 is wrong") as error:
+    with pytest.raises(kind, match="TwoArgumentError: rows.txt:7 is wrong") as error:
         run_virtual(main())
     sent = pickle.loads(pickle.dumps(error.value))
     shown = "".join(traceback.format_exception(sent))
@@ -595,7 +607,7 @@ def test_something_cancelled_inside_a_workflow_is_a_failure_like_any_other() -> 
         async with make_producer(workflow) as producer:
             assert len(await producer.take(0)) == 4
         workflow = CallWorkflow(cancel)
-        with pytest.raises(RuntimeError, match="awaited was cancelled"):
+        with pytest.raises(WorkflowFailureError, match="awaited was cancelled"):
             async with make_producer(workflow, max_retries=0) as producer:
                 await producer.take(0)
 
@@ -623,7 +635,7 @@ def test_a_workflow_that_returns_something_else_is_told_so(group: object, said: 
         async with make_producer(CallWorkflow(lambda prompt, calls: group), max_retries=0) as producer:
             await producer.take(0)
 
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(WorkflowFailureError) as error:
         run_virtual(main())
     assert said in str(error.value)
 

@@ -231,6 +231,45 @@ def test_a_lost_generator_that_is_the_only_one_comes_back_while_the_run_waits(
     assert "Interrupted. recover_mode=disabled: there is no checkpoint to continue" in command.output()
 
 
+FAILING_WORKFLOW = """import asyncio
+
+from rollout.workflows import SingleTurnMathWorkflow
+
+
+class Failing(SingleTurnMathWorkflow):
+    async def run(self, prompt, generator):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.ask())
+
+    async def ask(self):
+        raise RuntimeError("env down")
+"""
+
+
+@pytest.mark.parametrize(
+    ("on_error", "failed"),
+    [
+        ("skip", r"for 11 of the last 11 prompts, more than workflow\.max_error_share=0\.1 of 100 may"),
+        ("fail", r"4 times for one prompt \(workflow\.on_error=fail\)"),
+    ],
+)
+def test_a_workflow_that_always_fails_ends_the_run_without_another_attempt(
+    assets, run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, failed: str
+) -> None:
+    (tmp_path / "my_workflow.py").write_text(FAILING_WORKFLOW)
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{tmp_path}")
+    workflow = {"type": "my_workflow:Failing", "on_error": on_error}
+    config = ppo(assets, allocation_mode="mock.d1m1p1+d1m1p1", recover_mode="auto", workflow=workflow)
+    command = run_command("ppo-math", config)
+    assert command.finish() == 1
+    place = r"my_workflow\.py, line 12, in ask; traceback: \S+/master_worker\.log"
+    message = (
+        rf"workflow\.type: the workflow failed {failed}; correct the workflow, .* RuntimeError: env down \({place}\)"
+    )
+    assert len(re.findall(rf"ERROR: {message}$", command.output(), re.MULTILINE)) == 1
+    assert "Restarting" not in command.output() and "Traceback" not in command.output()
+
+
 def test_a_dead_ray_cluster_is_one_clear_error(assets, run_command) -> None:
     command = run_command("ppo-math", ppo(assets, launch={"ray_address": "127.0.0.1:1", "threads_per_process": 1}))
     assert command.finish() == 1
