@@ -36,6 +36,8 @@ class Actions:
     """(finished steps); None: there is nothing to evaluate on."""
     save_model: Callable[[str], None]
     """(name of the saved model's folder)"""
+    has_model: Callable[[str], bool]
+    """(name of the saved model's folder)"""
     begin_save: Callable[[Path], WaitWritten]
     """(folder of the recover checkpoint)"""
     rollout_state: Callable[[], object]
@@ -83,7 +85,8 @@ class PeriodicActions:
 
     @contextmanager
     def saved_at_interrupt(self) -> Iterator[None]:
-        """Save checkpoint and model of the last finished step when a signal ends the block, then raise it again."""
+        """Save checkpoint and model of the last finished step when a signal ends the block, then raise it again. At
+        the end of a run that had no step left to train, save the model of its last step if there is none."""
         try:
             yield
         except EndNow as end:
@@ -95,6 +98,8 @@ class PeriodicActions:
             raise
         if self.recover is not None:
             with postponed(self.interrupt_seconds):
+                if self.start.step == self.schedule.total_steps:
+                    self._save_missing_model()
                 self.recover.wait()
 
     def whole_step(self) -> AbstractContextManager[None]:
@@ -137,10 +142,18 @@ class PeriodicActions:
         except KeyboardInterrupt:
             logger.warning("The evaluation of step %d was interrupted.", step)
 
+    def _save_missing_model(self) -> None:
+        step = self.start.step
+        if self.control.save_hf_checkpoint != "never" and not self.actions.has_model(self._model_name(step)):
+            self._save_model(step)
+
     def _save_model(self, step: int) -> None:
-        epoch, epoch_step = self.schedule.position(step)
-        self.actions.save_model(f"epoch{epoch}epochstep{epoch_step}globalstep{step}")
+        self.actions.save_model(self._model_name(step))
         self._last["save"] = step
+
+    def _model_name(self, step: int) -> str:
+        epoch, epoch_step = self.schedule.position(step)
+        return f"epoch{epoch}epochstep{epoch_step}globalstep{step}"
 
     def _checkpoint(self, recover: RecoverStore, step: int) -> None:
         began = time.perf_counter()

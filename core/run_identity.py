@@ -76,3 +76,18 @@ def cannot_continue(checkpoint: Path) -> str:
         "to keep model and optimizer and drop the rest; or start a new run with another trial_name or "
         "recover_mode=disabled"
     )
+
+
+def ends_too_early(end: str, step: int, checkpoint: Path, *, way_out: str) -> str:
+    """Return why a run of this length cannot continue from a checkpoint of the later step `step`, and the ways
+    out."""
+    return (
+        f"{end} must be at least {step}, the step that the run continues from ({checkpoint}). {way_out}; or start a "
+        "new run with another trial_name or recover_mode=disabled"
+    )
+
+
+def too_few_steps(total: int, step: int, checkpoint: Path) -> str:
+    """Return ends_too_early() of exp_ctrl.total_train_steps."""
+    way_out = f"Set it to {step} to save the model of that step, or higher to train on"
+    return ends_too_early(str(total), step, checkpoint, way_out=way_out)

@@ -17,7 +17,7 @@ from core.monitoring.monitor import MetricSink, TensorBoardSink
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink
 from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
-from core.run_identity import RunIdentity
+from core.run_identity import RunIdentity, ends_too_early, too_few_steps
 from core.run_record import saved_models
 
 if TYPE_CHECKING:
@@ -86,6 +86,18 @@ def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
         start.state.step, step,
     )  # fmt: skip
     return replace(start, state=replace(start.state, step=step, version=step))
+
+
+def check_ends_later(start: Start, schedule: Schedule) -> None:
+    """Raise ValueError where the run would end before the step that it continues from."""
+    step, total = start.state.step, schedule.total_steps
+    if start.checkpoint is None or step <= total:
+        return
+    if total == schedule.total_steps_limit:
+        raise ValueError(f"exp_ctrl.total_train_steps: {too_few_steps(total, step, start.checkpoint)}")
+    end = f"{schedule.total_epochs} epochs of {schedule.steps_per_epoch} steps"
+    message = ends_too_early(end, step, start.checkpoint, way_out="Raise it")
+    raise ValueError(f"exp_ctrl.total_train_epochs: {message}")
 
 
 def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_from: str, *, keep: int | None) -> None:

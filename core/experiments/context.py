@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from core.config.ray_address import joined_cluster
 from core.experiments.common import (
     Start,
+    check_ends_later,
     find_start,
     fit_to_schedule,
     metric_sinks,
@@ -22,6 +23,7 @@ from core.monitoring.monitor import MetricSink, Monitor, StepTimer
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore
+from core.run_record import saved_models
 from tracing import record_spans
 
 if TYPE_CHECKING:
@@ -68,8 +70,10 @@ class RunContext:
         )  # fmt: skip
 
     def fitted_to(self, schedule: Schedule) -> RunContext:
-        """Return this attempt with its start in the steps of `schedule`; see fit_to_schedule."""
+        """Return this attempt with its start in the steps of `schedule`; see fit_to_schedule. Raises ValueError where
+        that is beyond its end."""
         start = fit_to_schedule(self.start, schedule)
+        check_ends_later(start, schedule)
         self.attempt.report(began=start.state.step, step=start.state.step)
         return replace(self, start=start)
 
@@ -120,6 +124,10 @@ class RunContext:
         def save(name: str) -> None:
             save_model(engines, checkpoints, name, tokenizer_from, keep=config.exp_ctrl.save_keep)
 
+        def has_model(name: str) -> bool:
+            folders = [checkpoints / engine.name for engine in engines]
+            return all(folder / name in saved_models(folder) for folder in folders)
+
         return PeriodicActions(
             schedule=schedule,
             control=config.exp_ctrl,
@@ -127,6 +135,7 @@ class RunContext:
                 report_step=lambda step: self.attempt.report(step=step),
                 evaluate=evaluate,
                 save_model=save,
+                has_model=has_model,
                 begin_save=engines.begin_save,
                 rollout_state=rollout_state,
                 driver_state=driver_state,

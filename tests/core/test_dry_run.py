@@ -163,6 +163,29 @@ def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_star
     assert f"{elsewhere} cannot be continued exactly" in capsys.readouterr().err
 
 
+def test_fewer_steps_than_the_newest_checkpoint_has_are_seen_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    words = ["recover_mode=auto", "dataset.train_bs_n_seqs=8"]
+    config = load_config("ppo-math", path, words).config
+    fileroot = config.external_configs.cluster_config.fileroot
+    newest = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
+    newest.mkdir(parents=True)
+    (newest / "run.json").write_text(json.dumps({"identity": asdict(config.run_identity), "state": {"step": 10}}))
+    assert dry_run(path, *words, "exp_ctrl.total_train_steps=10") == 0
+    capsys.readouterr()
+    assert dry_run(path, *words, "exp_ctrl.total_train_steps=9") == 2
+    said = (
+        f"exp_ctrl.total_train_steps: 9 must be at least 10, the step that the run continues from ({newest}). Set it to"
+    )
+    assert said in capsys.readouterr().err
+    assert main(["ppo-math", "--config", str(path), *words, "exp_ctrl.total_train_steps=9"]) == 2
+    capsys.readouterr()
+    other = ["dataset.train_bs_n_seqs=4", "exp_ctrl.total_train_steps=9"]  # its steps cannot be compared
+    assert dry_run(path, *words, *other) == 2 and "total_train_steps" not in capsys.readouterr().err
+
+
 def test_prompts_that_are_too_long_are_counted_and_none_that_fits_is_an_error(
     assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

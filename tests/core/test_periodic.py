@@ -22,19 +22,21 @@ class Run:
 
     def __init__(
         self, *, steps: int = 3, during: Callable[[int], None] = lambda step: None, interrupt_seconds: float = 60.0,
-        evaluate: Callable[[int], None] | None = None, recovers: bool = True, **control: Any,
+        evaluate: Callable[[int], None] | None = None, recovers: bool = True, done: int = 0,
+        has_model: Callable[[str], bool] = lambda name: False, **control: Any,
     ) -> None:  # fmt: skip
         self.models: list[str] = []
         self.checkpoints: list[int] = []
         self.waits = 0
         self.trained = 0
         self._during, self._steps = during, steps
-        start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+        self._done = done
+        start = RunState(step=done, version=done, elapsed_seconds=0.0, extra={})
         self._periodic = PeriodicActions(
             schedule=Schedule(num_prompts=steps, batch_size=1, total_epochs=1),
             control=ExperimentSaveEvalControl(**{"ckpt_freq_secs": None, **control}),
             actions=Actions(
-                report_step=lambda step: None, evaluate=evaluate, save_model=self.models.append,
+                report_step=lambda step: None, evaluate=evaluate, save_model=self.models.append, has_model=has_model,
                 begin_save=lambda folder: lambda stop: None, rollout_state=lambda: None, driver_state=lambda: (0.0, {}),
             ),
             recover=self if recovers else None,  # type: ignore[arg-type]
@@ -55,7 +57,7 @@ class Run:
     def train(self, before: Callable[[int], None] = lambda step: None) -> None:
         timer = StepTimer(lambda phase: None)
         with self._periodic.saved_at_interrupt():
-            for step in range(1, self._steps + 1):
+            for step in range(self._done + 1, self._steps + 1):
                 before(step)  # waits for its batch
                 with self._periodic.whole_step():
                     self._during(step)
@@ -102,6 +104,24 @@ def test_models_are_saved_always_or_at_the_end_or_never(mode: str, saved: list[i
     with pytest.raises(KeyboardInterrupt):
         run.train(before=at(3, ctrl_c))
     assert run.models == ([] if mode == "never" else [name_of(2)])
+
+
+@pytest.mark.parametrize(("mode", "saved"), [("always", [name_of(3)]), ("last", [name_of(3)]), ("never", [])])
+def test_a_run_that_continues_from_its_last_step_saves_the_model_that_is_missing(mode: str, saved: list[str]) -> None:
+    asked: list[str] = []
+
+    def has_model(name: str) -> bool:
+        asked.append(name)
+        return present
+
+    for present in (False, True):
+        run = Run(steps=3, done=3, has_model=has_model, save_hf_checkpoint=mode)
+        run.train()
+        assert run.models == ([] if present else saved) and run.checkpoints == [] and run.waits == 1
+    assert asked == ([] if mode == "never" else [name_of(3)] * 2)
+    run = Run(steps=3, done=2, save_hf_checkpoint=mode)
+    run.train()
+    assert run.models == saved, "once, with the step"
 
 
 def test_a_benchmark_saves_nothing() -> None:

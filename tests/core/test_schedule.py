@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.config.runtime import ExperimentSaveEvalControl
-from core.experiments.common import Start, fit_to_schedule, rows_that_stay
+from core.experiments.common import Start, check_ends_later, fit_to_schedule, rows_that_stay
 from core.monitoring.monitor import StepTimer
 from core.periodic import Actions, PeriodicActions
 from core.recovery.recover import RunState
@@ -113,6 +113,7 @@ def make_periodic(
             report_step=lambda step: None,
             evaluate=([] if evaluated is None else evaluated).append,
             save_model=([] if saved is None else saved).append,
+            has_model=lambda name: True,
             begin_save=lambda folder: lambda stop: None,
             rollout_state=lambda: None,
             driver_state=lambda: (0.0, {"value_norm": {}}),
@@ -165,3 +166,35 @@ def test_another_batch_size_continues_after_the_same_prompts_also_where_the_run_
     schedule = Schedule(num_prompts=1000, batch_size=8, total_epochs=1, total_steps_limit=12)
     state = fit_to_schedule(start, schedule).state
     assert (state.step, state.version) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "limit", "message"),
+    [
+        (1, 12, None),
+        (1, 13, None),
+        (
+            1,
+            11,
+            r"^exp_ctrl\.total_train_steps: 11 must be at least 12, .* \(recover/globalstep12\)\. Set it to 12 to .*",
+        ),
+        (
+            2,
+            None,
+            r"^exp_ctrl\.total_train_epochs: 2 epochs of 5 steps must be at least 12, .*\. Raise it; or start a new",
+        ),
+        (2, 11, r"^exp_ctrl\.total_train_epochs: 2 epochs of 5 steps "),
+    ],
+)
+def test_a_run_does_not_end_before_the_step_that_it_continues_from(
+    epochs: int, limit: int | None, message: str | None
+) -> None:
+    state = RunState(step=12, version=12, elapsed_seconds=0.0, extra={})
+    start = Start(state=state, rollout_state=None, checkpoint=Path("recover/globalstep12"))
+    num_prompts = 5 if message and "epochs" in message else 100
+    schedule = Schedule(num_prompts=num_prompts, batch_size=1, total_epochs=epochs, total_steps_limit=limit)
+    if message is None:
+        check_ends_later(start, schedule)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_ends_later(start, schedule)

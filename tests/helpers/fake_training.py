@@ -276,8 +276,8 @@ def _saving(
         schedule=schedule,
         control=ExperimentSaveEvalControl(ckpt_freq_steps=1),
         actions=Actions(
-            report_step=lambda step: None, evaluate=None, save_model=lambda name: None, begin_save=begin_save,
-            rollout_state=lambda: None, driver_state=driver_state,
+            report_step=lambda step: None, evaluate=None, save_model=lambda name: None, has_model=lambda name: True,
+            begin_save=begin_save, rollout_state=lambda: None, driver_state=driver_state,
         ),
         recover=store,
         start=start,

@@ -18,7 +18,7 @@ from core.config.file_experiments import offline_data
 from core.config.models import ModelUse
 from core.data.offline import open_sample, report_steps
 from core.paths import RunPaths
-from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, read_stream, recover_checkpoints
+from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, read_stream, recover_checkpoints, too_few_steps
 from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
@@ -309,11 +309,16 @@ def _recover(config: ExperimentConfig, *, read: _ReadStream) -> Iterator[Problem
     if newest is None:
         return
     try:
-        identity, _ = read_run(newest)
+        identity, state = read_run(newest)
+        step = int(str(state.get("step", 0)))
     except _NOT_OF_A_RUN:
         return
-    for field, change in config.run_identity.changes_since(identity).items():
+    changes = config.run_identity.changes_since(identity)
+    for field, change in changes.items():
         yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(newest)}")
+    limit = config.exp_ctrl.total_train_steps
+    if limit is not None and step > limit and "train_bs_n_seqs" not in changes:
+        yield Problem(key="exp_ctrl.total_train_steps", message=too_few_steps(limit, step, newest))
     try:
         data, settings = read(newest)
     except _NOT_OF_A_RUN:
