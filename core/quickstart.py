@@ -41,6 +41,7 @@ from core.errors import could_not_write, first_line, is_of_disk, what_user_code_
 from core.monitoring.logs import kept_records, log_to_terminal
 from core.monitoring.worker_warnings import DRIVER_LOG
 from core.paths import RunningError, RunPaths, private_files, sole_run
+from core.processes.signals import begin_shutdown
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 from core.run_record import command_line, how_to_continue, where_the_model_is, write_record
 
@@ -211,6 +212,7 @@ def _attempt(
     """Run one attempt and return the exit code. Unless it is final, another attempt may follow."""
     try:
         _run(config, paths, console, attempt)
+        begin_shutdown()  # a signal changes nothing from here on
         logger.info("Training is complete. %s", where_the_model_is(config, paths))
         return DONE
     except KeyboardInterrupt:

@@ -34,8 +34,11 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         while self._before:
             signal.signal(*self._before.popitem())
 
-    def keep(self) -> None:
-        """Leave the handlers in place until this process ends. Only for a process that has nothing else to do."""
+    def ignore(self) -> None:
+        """Ignore both signals until this process ends, also when its interpreter has taken its own handlers away. Only
+        for a process that has nothing else to do."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
         self._before.clear()
 
     def forget_child(self) -> None:

@@ -67,6 +67,8 @@ class Attempt:
     cause: str = ""
     final: bool = False
     """It ended for a reason that another attempt would meet as well."""
+    done: bool = False
+    """Training is complete, and everything saved."""
     seconds: float = 0.0
 
     def report(self, **facts: object) -> None:
@@ -105,7 +107,7 @@ def run_attempts(
         limits = Limits(driver_seconds=driver_seconds, end_seconds=end_seconds)
         code = _supervise(run, interrupted, retries, limits, log_folder, forwarding)
         if is_command():
-            forwarding.keep()  # the exit code is known: another Ctrl-C must not change it
+            forwarding.ignore()  # the exit code is known: another Ctrl-C must not change it
         return code
 
 
@@ -165,6 +167,8 @@ def _run_as_driver(
             code = _drive(run, attempt, log_folder)
         finally:
             begin_shutdown()
+        if code == DONE:
+            attempt.report(done=True)
     except KeyboardInterrupt:
         code = interrupted(attempt)
     except BaseException:
@@ -228,11 +232,19 @@ def _in_child(
     attempt.seconds = time.monotonic() - begin
     end_orphans(others)
     code = os.waitstatus_to_exitcode(status)
-    if forwarding.came and code != DONE and not attempt.final:  # it came before the attempt was ready for it
-        attempt.report(final=True, cause="interrupted")
-        return INTERRUPTED
+    killed = ""
     if os.WIFSIGNALED(status) or (watch.verdict and code != DONE):  # a driver that is woken may end before it is killed
         killed = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    if attempt.done:
+        # The interpreter ends without the handlers of signals, so that one may have killed it.
+        if killed and not forwarding.came:
+            logger.warning("After the end of training, %s.", killed)
+        attempt.cause = "done"
+        return DONE
+    if forwarding.came and not attempt.final:  # it came before the attempt was ready for it
+        attempt.report(final=True, cause="interrupted")
+        return INTERRUPTED
+    if killed:
         attempt.cause = f"{attempt.cause}; then {killed}" if attempt.cause else killed
         if attempt.final:  # it had reported its end, and hung in its exit
             return INTERRUPTED if forwarding.came else FAILED

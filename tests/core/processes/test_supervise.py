@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -13,9 +14,12 @@ import psutil
 import pytest
 
 from core import quickstart
+from core.config.load import load_config
 from core.errors import first_line
 from core.paths import RunPaths
+from core.processes.signals import Interrupts
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = """
@@ -525,3 +529,71 @@ def test_exit_codes_are_documented_and_in_the_help(capsys: pytest.CaptureFixture
     assert quickstart.main(["sft", "--help"]) == 0
     said = capsys.readouterr().out
     assert "Exit codes:" in said and all(f"  {code:<4} {meaning}" in said for code, meaning in EXIT_CODES.items())
+
+
+AT_EXIT = """
+class Late:
+    '''Interrupted when the interpreter of the process `pid` has put the handlers of signals back already.'''
+
+    def __init__(self, pid, to):
+        self.pid, self.to = pid, to
+
+    def __del__(self, getpid=os.getpid, kill=os.kill, sleep=time.sleep, number=signal.SIGINT):
+        if getpid() == self.pid:
+            kill(self.to, number)
+            sleep(1)
+"""
+
+
+def test_a_signal_while_the_interpreter_of_a_complete_attempt_ends_changes_no_exit_code() -> None:
+    body = f"""{AT_EXIT}
+def attempt(self):
+    sys.late = Late(os.getpid(), os.getppid())
+    return 0
+"""
+    code, said = run(body, retries=1)
+    assert code == DONE and "After the end" not in said
+
+
+def test_a_complete_attempt_that_crashes_on_its_way_out_is_not_repeated() -> None:
+    body = f"""{AT_EXIT}
+def attempt(self):
+    sys.late = Late(os.getpid(), os.getpid())
+    return 0
+"""
+    code, said = run(body, retries=1)
+    assert code == DONE and said.strip() == "After the end of training, the driver was killed by SIGINT."
+
+
+def test_a_signal_while_the_interpreter_of_a_command_ends_changes_no_exit_code() -> None:
+    body = f"""{AT_EXIT}
+from core.processes.before_start import end_at_signals, raise_at_signals
+sys.late = Late(os.getpid(), os.getpid())
+
+def attempt(self):
+    return 0
+
+end_at_signals(); raise_at_signals()
+"""
+    assert run(body, retries=1)[0] == DONE
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_right_after_training_is_complete_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int
+) -> None:
+    class Signals(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            if len(said) == 1:
+                os.kill(os.getpid(), end)
+
+    said: list[str] = []
+    config = load_config("ppo-math", write_run(tmp_path, SMALLEST_PPO), []).config
+    paths = RunPaths.for_trial(str(tmp_path / "out"), "small", "one")
+    monkeypatch.setattr(quickstart, "_run", lambda *args: None)
+    monkeypatch.setattr(logging.getLogger("quickstart"), "handlers", [Signals()])
+    logging.getLogger("quickstart").setLevel(logging.INFO)
+    with Interrupts():
+        assert quickstart._attempt(config, paths, None, Attempt(), []) == DONE  # type: ignore[arg-type]
+    assert len(said) == 1 and said[0].startswith("Training is complete.")
