@@ -135,7 +135,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def uses_critic(self) -> bool:
-        has_critic = self.algorithm.name not in PRESETS or self.algorithm.advantage == "gae"
+        name = self.algorithm_name
+        # An unknown name has none: the error about the name is the only one that helps.
+        has_critic = (
+            ":" in name or self.algorithm.name is None or (name in PRESETS and self.algorithm.advantage == "gae")
+        )
         return not self.ppo.disable_value and has_critic
 
     @property

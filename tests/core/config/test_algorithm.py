@@ -212,6 +212,21 @@ def test_what_is_wrong_with_the_choice_is_one_clear_error(tmp_path: Path, overri
     assert found.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("grpoo", "unknown algorithm 'grpoo'; use one of ppo, grpo, "),
+        ("dpo", "dpo trains on files, without generators; run `python -m core.quickstart dpo`"),
+    ],
+)
+def test_a_name_that_is_unknown_is_the_error_and_not_a_critic_that_is_missing(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    (found,) = messages(load(tmp_path, f"algorithm.name={name} ppo.disable_value=false"))
+    assert found.startswith(f"algorithm.name: {message}")
+    assert name == "dpo" or found.endswith("did you mean grpo?")
+
+
 OWN = """
 from core.algorithms.base import Algorithm
 
