@@ -12,6 +12,8 @@ from typing import Protocol
 from core.paths import RUNNING, RunPaths
 
 _METRICS = "metrics.jsonl"
+_MARKER = "COMMITTED"
+"""What appears last in a recover checkpoint (core/recovery/manifest.py)."""
 _PUSHED = "push"
 """In the folder of the models: weights on their way to the generators."""
 
@@ -28,9 +30,19 @@ class RecoverKeys(Protocol):
 
 def begins_anew(keys: RecoverKeys, paths: RunPaths) -> bool:
     """Return whether a run of this trial would begin at the first step where an earlier run has left results."""
-    if keys.recovers and (keys.recover_mode == "resume" or _has_checkpoint(paths.recover)):
+    if keys.recovers and (keys.recover_mode == "resume" or has_checkpoint(paths.recover)):
         return False
     return bool(_results(paths))
+
+
+def has_checkpoint(recover: Path) -> bool:
+    """Return whether a trial, by its folder `recover`, has a recover checkpoint that was written to its end."""
+    return bool(_checkpoints(recover))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a recover checkpoint that was written to its end."""
+    return (folder / _MARKER).exists()
 
 
 def set_aside(paths: RunPaths) -> RunPaths:
@@ -52,7 +64,7 @@ def near_trials(recover: Path) -> list[str]:
     """Return the trials of the user, as experiment/trial, that have a recover checkpoint and a name like that of the
     folder `recover`; the most similar first."""
     user = recover.parent.parent
-    others = [trial for trial in user.glob("*/*") if trial != recover and _has_checkpoint(trial)]
+    others = [trial for trial in user.glob("*/*") if trial != recover and has_checkpoint(trial)]
     names = [f"{trial.parent.name}/{trial.name}" for trial in others]
     return difflib.get_close_matches(f"{recover.parent.name}/{recover.name}", names, n=3, cutoff=0.6)
 
@@ -81,9 +93,5 @@ def _results(paths: RunPaths) -> list[Path]:
     return found + _checkpoints(paths.recover)
 
 
-def _has_checkpoint(recover: Path) -> bool:
-    return bool(_checkpoints(recover))
-
-
 def _checkpoints(recover: Path) -> list[Path]:
-    return list(recover.glob("globalstep*/COMMITTED"))
+    return list(recover.glob(f"globalstep*/{_MARKER}"))

@@ -186,6 +186,48 @@ def test_fewer_steps_than_the_newest_checkpoint_has_are_seen_before_the_start(
     assert dry_run(path, *words, *other) == 2 and "total_train_steps" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--dry-run"], []])
+def test_a_checkpoint_to_continue_from_must_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    path, other = write_run(tmp_path), tmp_path / "other"
+
+    def refused(*overrides: str) -> str:
+        assert main(["ppo-math", "--config", str(path), *words, *overrides]) == 2
+        assert not (tmp_path / "out" / "logs").exists(), "nothing was started"
+        return capsys.readouterr().err
+
+    recover = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").recover
+    way_out = "write a folder globalstepN of another trial, or null to begin at step 0"
+    given = f"override 'resume_from={other}': resume_from: {other}"
+    assert refused(f"resume_from={other}") == f"error: {given}: no such folder; {way_out}\n"
+    none = f"recover_mode: resume needs a recover checkpoint of this trial; {recover}"
+    assert f"{none}: no such folder; check experiment_name and trial_name, or" in refused("recover_mode=resume")
+    recover.mkdir(parents=True)
+    assert f"{none} has none; check experiment_name and trial_name, or" in refused("recover_mode=resume")
+    other.mkdir()
+    assert refused(f"resume_from={other}") == f"error: {given} is no recover checkpoint; {way_out}\n"
+    (other / "globalstep3").mkdir()
+    (other / "globalstep3" / "COMMITTED").touch()
+    assert refused(f"resume_from={other}").endswith(f"did you mean {other}/globalstep3?\n")
+
+
+def test_a_checkpoint_that_is_there_or_is_not_needed_is_no_problem(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    other = tmp_path / "other" / "globalstep3"
+    other.mkdir(parents=True)
+    (other / "COMMITTED").touch()
+    absent = f"resume_from={tmp_path / 'absent'}"
+    assert dry_run(path, f"resume_from={other}", "recover_mode=resume") == 0
+    assert dry_run(path, absent, "recover_mode=disabled") == 0
+    assert dry_run(path, "exp_ctrl.benchmark_steps=1", absent) == 0
+    assert dry_run(path, absent, *SERVERS) == 0, "a path of the cluster"
+    own = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").recover / "globalstep1"
+    own.mkdir(parents=True)
+    (own / "COMMITTED").touch()
+    assert dry_run(path, "recover_mode=resume") == dry_run(path, absent) == 0
+
+
 def test_prompts_that_are_too_long_are_counted_and_none_that_fits_is_an_error(
     assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

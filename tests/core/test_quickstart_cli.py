@@ -111,6 +111,9 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(tmp_path: Path) -> N
 
 def test_what_ends_a_run_is_one_line_on_the_terminal_and_a_traceback_in_the_log(tmp_path: Path) -> None:
     path = write_run(tmp_path)
+    damaged = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").recover / "globalstep1"
+    damaged.mkdir(parents=True)
+    (damaged / "COMMITTED").touch()
     done = run("ppo-math", "--config", str(path), "recover_mode=resume")
     assert done.returncode == 1
     assert "ERROR: recover_mode=resume: there is no valid recover checkpoint in" in done.stdout
@@ -135,6 +138,9 @@ def test_only_recover_mode_auto_makes_further_attempts(
 
     monkeypatch.setattr(quickstart, "run_attempts", run_attempts)
     monkeypatch.setattr(quickstart, "log_to_terminal", lambda *_, **__: None)
+    own = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").recover / "globalstep1"
+    own.mkdir(parents=True)
+    (own / "COMMITTED").touch()  # recover_mode=resume needs one
     arguments = ["ppo-math", "--config", str(write_run(tmp_path)), f"recover_mode={mode}", "recover_retries=7"]
     try:
         assert quickstart.main(arguments) == 0 and made == [retries]
@@ -177,7 +183,7 @@ def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs
     (logs / "master_worker.log").mkdir(parents=True)
-    done = run("ppo-math", "--config", str(path), "recover_mode=resume")
+    done = run("ppo-math", "--config", str(path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: external_configs.cluster_config.fileroot: cannot write {logs}/master_worker")
     assert len(done.stderr.splitlines()) == 1

@@ -17,6 +17,7 @@ from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, 
 from core.config.file_experiments import offline_data
 from core.config.models import ModelUse
 from core.data.offline import open_sample, report_steps
+from core.earlier_runs import has_checkpoint, is_checkpoint, near_trials
 from core.paths import RunPaths
 from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, read_stream, recover_checkpoints, too_few_steps
 from model_specs.block_fp8 import serving_problems
@@ -48,7 +49,7 @@ def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[
         "sft": (partial(_rows, lengths=lengths, read=read),),
         "dpo": (partial(_rows, lengths=lengths, read=read),),
     }
-    return (_models, *of_experiment[config.NAME], _environment, partial(_recover, read=read))
+    return (_models, *of_experiment[config.NAME], _environment, _checkpoint, partial(_recover, read=read))
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
@@ -301,6 +302,43 @@ def _to_continue(config: ExperimentConfig) -> Path | None:
         return None if config.resume_from is None else Path(config.resume_from).expanduser()
     except (OSError, RuntimeError, ValueError):
         return None
+
+
+def _checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield a checkpoint that must be there to begin with, and is not. A start verifies what its files hold."""
+    if not config.recovers:
+        return
+    try:
+        cluster = config.external_configs.cluster_config
+        recover = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name).recover
+        if has_checkpoint(recover):
+            return
+    except (OSError, RuntimeError):
+        return  # a folder that cannot be used, which is reported with fileroot
+    if config.resume_from is not None:
+        if message := _not_resumable(config.resume_from):
+            yield Problem(key="resume_from", message=message)
+    elif config.recover_mode == "resume":
+        near = near_trials(recover)
+        others = f" (trials with one: {', '.join(near)})" if near else ""
+        found = f"{recover} has none" if recover.is_dir() else f"{recover}: no such folder"
+        message = f"resume needs a recover checkpoint of this trial; {found}{others}; check experiment_name and "
+        yield Problem(key="recover_mode", message=message + "trial_name, or write recover_mode=auto to begin at step 0")
+
+
+def _not_resumable(path: str) -> str | None:
+    """Return why there is nothing to continue from at resume_from=`path`; None: there is a recover checkpoint."""
+    way_out = "write a folder globalstepN of another trial, or null to begin at step 0"
+    try:
+        given = Path(path).expanduser()
+        if not given.is_dir():
+            return f"{path}: no such folder; {way_out}"
+        if is_checkpoint(given):
+            return None
+        inside = [found for found in recover_checkpoints(given) if is_checkpoint(found)]
+    except (OSError, RuntimeError) as error:
+        return f"{path}: {error}; {way_out}"
+    return f"{path} is no recover checkpoint; {f'did you mean {inside[-1]}?' if inside else way_out}"
 
 
 def _recover(config: ExperimentConfig, *, read: _ReadStream) -> Iterator[Problem]:
