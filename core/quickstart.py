@@ -76,7 +76,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         looks_only = arguments.dry_run or arguments.preflight
-        with kept_records("rollout.data", "core.data") as about_data:
+        with kept_records("rollout.data", "core.data", "core.config.checks") as about_data:
             problems = run_checks(loaded.config, loaded.where, connections=looks_only)
         lacking = [problem for problem in problems if problem.of_host] if looks_only else []
         if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):

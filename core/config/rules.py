@@ -14,7 +14,7 @@ from core.config.base import Violation
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
 from core.config.runtime import NOT_IN_A_RUN
-from core.config.unused import recomputation_warnings, unused_keys
+from core.config.unused import not_used, recomputation_warnings, unused_keys
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
 """No vocabulary is so large: as a top_k it cuts nothing off."""
@@ -40,12 +40,12 @@ def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield settings that are valid but probably not intended."""
     unused: dict[str, list[str]] = {}
     for key, reason in unused_keys(config):
-        unused.setdefault(f" ({reason})", []).append(key)
+        unused.setdefault(reason, []).append(key)
     elsewhere = {key for keys in unused.values() for key in keys}
     if unread := [key for find in _UNREAD[config.NAME] for key in find(config) if key not in elsewhere]:
         unused[""] = unread
     for reason, keys in unused.items():
-        yield f"{', '.join(keys)}: not used by this run{reason}; remove {'it' if len(keys) == 1 else 'them'}"
+        yield not_used(keys, reason)
     for warn in _WARNINGS[config.NAME]:
         yield from warn(config)
 

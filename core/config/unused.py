@@ -5,7 +5,7 @@ A key counts as given if its value is not the default. core/algorithms/effects.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, 
 from core.config.models import ModelTrainEvalConfig, ModelUse
 from core.config.push import choose_senders, choose_transport
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
+from rollout.data.left_out import has_chat_template
 from rollout.inference.registry import BACKENDS
 
 Idle = tuple[str, tuple[str, ...]]
 """A reason, and patterns of the keys that have no effect for it."""
+_OF_CHAT_TEMPLATES = ("prompt.system", "prompt.chat_template", "prompt.chat_options")
+"""Keys that conversations and prompts in the chat template use; prompt.instruction is for the latter alone."""
 
 
 def unused_keys(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
@@ -34,7 +37,7 @@ def unused_keys(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         if any(key.startswith(f"{name}.") for key in given):
             yield name, reason
     allocation = resolve_allocation(config)
-    rules = [*_common(config), *_BY_EXPERIMENT[config.NAME](config, allocation), *_experts(config)]
+    rules = [*_common(config), *_prompt(config), *_BY_EXPERIMENT[config.NAME](config, allocation), *_experts(config)]
     rules += _recomputation(config, allocation)
     roles = dict(_unused_roles(config))
     for key in [key for key in given if key.partition(".")[0] not in absent]:
@@ -51,6 +54,20 @@ def given_keys(config: Section, defaults: Section | None = None, prefix: str = "
             yield from given_keys(value, default if isinstance(default, Section) else None, f"{prefix}{name}.")
         elif value != default:
             yield prefix + name
+
+
+def keys_of_conversations(config: ExperimentConfig) -> list[str]:
+    """Return the keys that were given and that only rows which are conversations use, because prompt.template decides
+    about all others and the model has a chat template."""
+    if config.prompt.template is None or not _has_chat_template(config):
+        return []
+    return [key for key in given_keys(config) if key in _OF_CHAT_TEMPLATES]
+
+
+def not_used(keys: Sequence[str], reason: str) -> str:
+    """Return the warning about keys without effect. `reason` may be empty."""
+    why = f" ({reason})" if reason else ""
+    return f"{', '.join(keys)}: not used by this run{why}; remove {'it' if len(keys) == 1 else 'them'}"
 
 
 def _absent_from_ppo(config: PPOMATHConfig) -> Iterator[tuple[str, str]]:
@@ -79,6 +96,25 @@ def _common(config: ExperimentConfig) -> Iterator[Idle]:
             yield f"{name}.optimizer.lr_scheduler_type=constant", (f"{name}.optimizer.min_lr_ratio",)
         if model.gradient_checkpointing != "auto":
             yield f"{name}.gradient_checkpointing is not auto", (f"{name}.gradient_checkpointing_*_gib",)
+
+
+def _prompt(config: ExperimentConfig) -> Iterator[Idle]:
+    """Yield keys of the chat template in runs that do not use it, whatever their rows are."""
+    if config.prompt.template is not None:
+        yield "prompt.template is set", ("prompt.instruction",)
+    if not _has_chat_template(config):
+        yield "the model has no chat template", ("prompt.instruction", *_OF_CHAT_TEMPLATES)
+
+
+def _has_chat_template(config: ExperimentConfig) -> bool:
+    """Return whether there is a chat template. True where no tokenizer can be read, which the checks report."""
+    folder = Path(next(use.path for use in config.model_uses if use.tokenizer))
+    try:
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            return True
+        return has_chat_template(config.prompt.prompt_format(boxed=False), folder)
+    except OSError:
+        return True
 
 
 def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:

@@ -130,14 +130,15 @@ def check_lengths(
 def num_surely_fitting(rows: Sequence[Row], *, model: Path, prompt_format: PromptFormat, max_prompt_len: int) -> int:
     """Return how many prompts fit by their size in bytes; others fit or not, which only their tokens show. A chat
     template may put anything around a prompt: none fits for sure."""
-    if prompt_format.template is None and _has_chat_template(prompt_format, model):
+    if prompt_format.template is None and has_chat_template(prompt_format, model):
         return 0
     room = max_prompt_len - len((prompt_format.template or "").encode()) - _START_TOKENS
     plain = (row for row in rows if not (row.messages or row.tools))
     return sum(len(row.prompt.encode(errors="replace")) <= room for row in plain)  # at most one token a byte
 
 
-def _has_chat_template(prompt_format: PromptFormat, model: Path) -> bool:
+def has_chat_template(prompt_format: PromptFormat, model: Path) -> bool:
+    """Return whether prompts of the model in this folder have a chat template, prompt_format's or its own."""
     if prompt_format.chat_template is not None or (model / "chat_template.jinja").is_file():
         return True
     config = model / "tokenizer_config.json"

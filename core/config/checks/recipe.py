@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -16,6 +17,7 @@ from core.config.base import Problem
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.file_experiments import offline_data
 from core.config.models import ModelUse
+from core.config.unused import keys_of_conversations, not_used
 from core.data.offline import open_sample, report_steps
 from core.earlier_runs import has_checkpoint, is_checkpoint, near_trials
 from core.paths import RunPaths
@@ -35,6 +37,8 @@ from rollout.workflows import check_workflow
 
 if TYPE_CHECKING:
     from core.data.epochs import EpochBatches
+
+logger = logging.getLogger(__name__)
 
 _ReadStream = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]]
 """read_stream(), which remembers what it has read."""
@@ -147,10 +151,12 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: _ReadStream) -> Iter
         "max_prompt_len": config.dataset.max_prompt_len,
     }
     trained: list[Row] = []
+    chats: set[bool] = set()
     lengths = lengths and _has_tokenizer(config.actor.path)
 
     def scan(source: DataSource) -> None:
         rows = scan_rows(source, solved=boxed)
+        chats.update(row.messages is not None for row in rows)
         if not trained:
             trained.extend(rows)
         if lengths:
@@ -162,9 +168,10 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: _ReadStream) -> Iter
         yield from _same_prompts(config, trained, lambda: num_surely_fitting(trained, **measured), read)
     if config.demonstrations.path:
         try:
-            read_examples(config.demonstrations.path)
+            chats.update(row.messages is not None for row in read_examples(config.demonstrations.path))
         except DatasetError as error:
             yield Problem(key="demonstrations.path", message=str(error))
+    _report_prompt_keys(config, chats)
 
 
 def _has_tokenizer(model: str) -> bool:
@@ -207,10 +214,21 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: _ReadStream) ->
     """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
     its steps, and check whether a recover checkpoint can be continued with these rows."""
     settings = offline_data(config)
-    if not (lengths and _has_tokenizer(settings.model)):
-        columns = settings.pair_columns
-        yield from _data_sets(config, read_examples if columns is None else partial(read_preferences, fields=columns))
-        return
+    columns, chats = settings.pair_columns, set[bool]()
+
+    def scan(source: DataSource) -> None:
+        if columns is None:
+            chats.update(row.messages is not None for row in read_examples(source))
+        else:
+            chats.update(not isinstance(pair.prompt, str) for pair in read_preferences(source, columns))
+
+    measures = lengths and _has_tokenizer(settings.model)
+    if not measures or keys_of_conversations(config):
+        found = list(_data_sets(config, scan))
+        _report_prompt_keys(config, chats)
+        if not measures or found:
+            yield from found
+            return
     opener, control = cache(settings.opener), config.exp_ctrl
     for number, (key, source) in enumerate(config.data_sources):
         try:
@@ -237,6 +255,13 @@ def _same_rows(config: SFTConfig | DPOConfig, data: EpochBatches[Any], read: _Re
         yield Problem(key="dataset.train_path", message=str(change))
     except _NOT_OF_A_RUN:
         return
+
+
+def _report_prompt_keys(config: ExperimentConfig, chats: Container[bool]) -> None:
+    """Log keys of prompt.* that no row uses. `chats`: whether rows are conversations."""
+    keys = keys_of_conversations(config)
+    if keys and False in chats and True not in chats:
+        logger.warning("%s", not_used(keys, "prompt.template is set, and no row is a conversation"))
 
 
 def _data_sets(config: ExperimentConfig, scan: Callable[[DataSource], object]) -> Iterator[Problem]:

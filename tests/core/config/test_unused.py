@@ -98,6 +98,32 @@ def test_a_key_without_effect_is_reported_with_the_reason(
         assert not keys & reported(load(tmp_path, f"{overrides} {otherwise}")).keys()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "chat_template", "found"),
+    [
+        ("prompt.system=s prompt.instruction=i prompt.chat_options.a=1", False, {
+            "prompt.system": "the model has no chat template", "prompt.instruction": "the model has no chat template",
+            "prompt.chat_options": "the model has no chat template",
+        }),
+        ("prompt.system=s prompt.instruction=i prompt.chat_options.a=1", True, {}),
+        ("prompt.system=s prompt.instruction=i prompt.chat_template=/x.jinja", False, {}),
+        ("prompt.template=Q{prompt} prompt.system=s prompt.instruction=i", False, {
+            "prompt.system": "the model has no chat template", "prompt.instruction": "prompt.template is set",
+        }),
+        ("prompt.template=Q{prompt} prompt.system=s prompt.instruction=i", True,
+         {"prompt.instruction": "prompt.template is set"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("experiment", ["ppo-math", "sft", "dpo"])
+def test_the_keys_of_a_prompt_that_have_no_effect_whatever_the_rows_are(
+    tmp_path: Path, experiment: str, overrides: str, chat_template: bool, found: dict[str, str]
+) -> None:
+    path = write_run(tmp_path, SMALLEST_PPO if experiment == "ppo-math" else SMALLEST_SFT)
+    if chat_template:
+        (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert reported(load_config(experiment, path, overrides.split()).config) == found
+
+
 V3 = {
     "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "num_key_value_heads": 4, "n_shared_experts": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
