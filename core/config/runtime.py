@@ -55,6 +55,12 @@ class ExperimentSaveEvalControl(Section):
     benchmark_steps: int | None = key(None, "Stop after this many steps; for benchmarks", ge=1)
 
     @property
+    def evaluates_steps(self) -> bool:
+        """True if any step is followed by an evaluation, given data for it."""
+        given = (self.eval_freq_epochs, self.eval_freq_steps, self.eval_freq_secs)
+        return self.benchmark_steps is None and any(given)
+
+    @property
     def steps_limit(self) -> int | None:
         """Steps after which the run ends before its epochs do. None: no such limit."""
         limits = [n for n in (self.total_train_steps, self.benchmark_steps) if n is not None]

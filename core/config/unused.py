@@ -86,7 +86,8 @@ def _common(config: ExperimentConfig) -> Iterator[Idle]:
     if config.recover_mode != "auto":
         yield f"recover_mode={config.recover_mode}", ("recover_retries",)
     if control.benchmark_steps is not None:
-        keys = ("exp_ctrl.save_freq_*", "exp_ctrl.ckpt_freq_*", "exp_ctrl.eval_freq_*", "recover_keep", "resume_from")
+        yield _no_step_evaluated(config), ("exp_ctrl.eval_freq_*",)
+        keys = ("exp_ctrl.save_freq_*", "exp_ctrl.ckpt_freq_*", "recover_keep", "resume_from")
         yield "exp_ctrl.benchmark_steps: benchmarks save nothing", (*keys, "recover_ignore_changes")
         yield "exp_ctrl.benchmark_steps: benchmarks save nothing", ("exp_ctrl.save_keep", "exp_ctrl.save_hf_checkpoint")
     if control.save_hf_checkpoint == "never":
@@ -96,6 +97,13 @@ def _common(config: ExperimentConfig) -> Iterator[Idle]:
             yield f"{name}.optimizer.lr_scheduler_type=constant", (f"{name}.optimizer.min_lr_ratio",)
         if model.gradient_checkpointing != "auto":
             yield f"{name}.gradient_checkpointing is not auto", (f"{name}.gradient_checkpointing_*_gib",)
+
+
+def _no_step_evaluated(config: ExperimentConfig) -> str:
+    """Return why no evaluation follows a step."""
+    if config.exp_ctrl.benchmark_steps is not None:
+        return "exp_ctrl.benchmark_steps: benchmarks do not evaluate after steps"
+    return "exp_ctrl.eval_freq_*=null: no step is evaluated"
 
 
 def _prompt(config: ExperimentConfig) -> Iterator[Idle]:
@@ -128,6 +136,10 @@ def _ppo(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]:
         yield "samples.share=0", tuple(f"samples.{key}" for key in type(config.samples).model_fields if key != "share")
     if not config.evaluation.paths:
         yield "evaluation.path=null", ("evaluation.*", "exp_ctrl.eval_at_start")
+    if not config.exp_ctrl.eval_at_start and not config.exp_ctrl.evaluates_steps:
+        yield f"exp_ctrl.eval_at_start=false, and {_no_step_evaluated(config)}", ("evaluation.*",)
+    if config.workflow.on_error == "fail":
+        yield "workflow.on_error=fail", ("workflow.max_error_share",)
     yield from _generators(config, allocation)
 
 

@@ -77,6 +77,21 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
             "staleness.max_staleness=0 staleness.over_age=mask", {"staleness.over_age"}, "no token is too old",
             "staleness.max_staleness=1",
         ),
+        (
+            "workflow.on_error=fail workflow.max_error_share=0.5", {"workflow.max_error_share"},
+            "workflow.on_error=fail", "workflow.on_error=skip",
+        ),
+        (
+            "evaluation.path={data} exp_ctrl.eval_at_start=false evaluation.temperature=1",
+            {"evaluation.path", "evaluation.temperature"},
+            "exp_ctrl.eval_at_start=false, and exp_ctrl.eval_freq_*=null: no step is evaluated",
+            "exp_ctrl.eval_freq_steps=5",
+        ),
+        (
+            "evaluation.path={data} exp_ctrl.eval_freq_steps=5 exp_ctrl.benchmark_steps=3",
+            {"exp_ctrl.eval_freq_steps"}, "exp_ctrl.benchmark_steps: benchmarks do not evaluate after steps",
+            "exp_ctrl.benchmark_steps=null",
+        ),
         ("wandb.group=g", {"wandb"}, "wandb.mode=disabled", "wandb.mode=offline"),
         ("samples.share=0 samples.keep_files=2", {"samples.keep_files"}, "samples.share=0", "samples.share=1"),
         (
