@@ -160,6 +160,8 @@ def _start(
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:
         logger.warning(ignored_lines(loaded.ignored))
+    for replaced in loaded.replaced:
+        logger.warning("%s", replaced)
     if difference := difference_line(config, loaded.ignored):
         logger.warning(difference)
     for warning in config_warnings(config):

@@ -137,7 +137,7 @@ def _arguments(config: ConfigSource, overrides: Mapping[str, object]) -> Iterato
         return
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         file = Path(folder) / "config.yaml"
-        dotted = {key: value for key, value in config.items() if "." in key}
+        dotted = {key: value for key, value in config.items() if "." in key and key not in overrides}
         tree = {key: value for key, value in config.items() if "." not in key}
         file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         yield file, [*(f"{key}={_word(value)}" for key, value in dotted.items()), *words]

@@ -31,6 +31,8 @@ class LoadedConfig:
     config: ExperimentConfig
     ignored: tuple[Problem, ...]
     """Keys that were given and have no effect, with the reason."""
+    replaced: tuple[Problem, ...]
+    """Overrides without effect, because a later one sets the same key."""
     sources: Mapping[str, str]
 
     def where(self, key: str) -> str:
@@ -44,8 +46,9 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
     model = EXPERIMENTS[experiment]
     tree = Table("") if path is None else read_yaml(path)
     problems: list[Problem] = []
+    replaced: list[Problem] = []
     for override in overrides:
-        problems += apply_override(tree, override)
+        problems += apply_override(tree, override, replaced)
     problems += [p for old, new in model.RENAMED.items() if (p := move(tree, old, new))]
 
     binder = _Binder(model, tree)
@@ -59,7 +62,7 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
             problems.append(Problem(key=rule.keys[0], message=rule.message, where=_where(binder.sources, rule.keys[0])))
     if problems:
         raise ConfigError(sorted(problems, key=_line))
-    return LoadedConfig(config=config, ignored=tuple(binder.ignored), sources=binder.sources)
+    return LoadedConfig(config=config, ignored=tuple(binder.ignored), replaced=tuple(replaced), sources=binder.sources)
 
 
 def _where(sources: Mapping[str, str], key: str) -> str:

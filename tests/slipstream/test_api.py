@@ -11,6 +11,7 @@ import yaml
 import slipstream
 from core.config.base import ConfigError
 from helpers.config_inputs import SMALLEST_PPO, write_run
+from slipstream.api import _arguments
 
 CHANGES: dict[str, Any] = {
     "seed": 0, "ppo.adv_norm": False, "ppo.kl_ctl": 0.0, "shuffle_dataset": False, "actor.optimizer.weight_decay": 0.0,
@@ -86,6 +87,8 @@ def test_dotted_keys_of_a_mapping_are_overrides_too_and_arguments_win(tmp_path: 
     _, tree = with_values(tmp_path)
     config = slipstream.load_config({**tree, "ppo.kl_ctl": 0.0, "ppo.adv_norm": False}, **{"ppo.kl_ctl": 0.25})
     assert (value_of(config, "ppo.kl_ctl"), value_of(config, "ppo.adv_norm")) == (0.25, False)
+    with _arguments({"ppo.kl_ctl": 0.0, "ppo.adv_norm": False}, {"ppo.kl_ctl": 0.25}) as (_, words):
+        assert words == ["ppo.adv_norm=false", "ppo.kl_ctl=0.25"], "none that another one replaces"
 
 
 def test_problems_of_checks_are_raised_as_those_of_the_file_are(tmp_path: Path) -> None:

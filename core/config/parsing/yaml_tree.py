@@ -17,6 +17,8 @@ from core.masking import masked_override
 
 _MAX_NODES = 100_000
 """Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""
+_OVERRIDE = "override "
+"""What the place of a value from an override begins with."""
 _STANDARD_TAG = "tag:yaml.org,2002:"
 
 
@@ -71,9 +73,10 @@ def read_yaml(path: str | Path) -> Table:
     return root
 
 
-def apply_override(tree: Table, override: str) -> list[Problem]:
-    """Write `a.b.c=value` into the tree; a mapping is merged into what is there. Returns what is wrong with it."""
-    where = f"override {masked_override(override)!r}"
+def apply_override(tree: Table, override: str, replaced: list[Problem]) -> list[Problem]:
+    """Write `a.b.c=value` into the tree; a mapping is merged into what is there. Returns what is wrong with it, and
+    adds values of earlier overrides that have no effect because of it to `replaced`."""
+    where = f"{_OVERRIDE}{masked_override(override)!r}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -91,17 +94,19 @@ def apply_override(tree: Table, override: str) -> list[Problem]:
             prefix = ".".join(keys[:depth])
             return [Problem(key=prefix, message=f"is a value ({below.where}), not a section", where=where)]
         table = below
-    _merge(table, keys[-1], value)
+    _merge(table, keys[-1], value, ".".join(keys), replaced)
     return []
 
 
-def _merge(table: Table, name: str, value: Node) -> None:
+def _merge(table: Table, name: str, value: Node, path: str, replaced: list[Problem]) -> None:
     there = table.children.get(name)
     if isinstance(there, Table) and isinstance(value, Table):
         for child, node in value.children.items():
-            _merge(there, child, node)
-    else:
-        table.children[name] = value
+            _merge(there, child, node, f"{path}.{child}", replaced)
+        return
+    if there is not None and there.where.startswith(_OVERRIDE) and there.where != value.where:
+        replaced.append(Problem(key=path, message=f"has no effect, {value.where} comes after it", where=there.where))
+    table.children[name] = value
 
 
 def find(tree: Table, path: str) -> Node | None:
@@ -113,17 +118,16 @@ def find(tree: Table, path: str) -> Node | None:
 
 
 def move(tree: Table, old: str, new: str) -> Problem | None:
-    """Give the node at `old`, if there is one, the path `new`. A problem if both are given."""
+    """Give the node at `old`, if there is one, the path `new`. A problem if both are given; then it is removed."""
     node = find(tree, old)
     if node is None:
         return None
-    if find(tree, new) is not None:
-        return Problem(
-            key=old, message=f"is another name of {new}, which is given too; keep one of them", where=node.where
-        )
     parent = find(tree, old.rpartition(".")[0]) if "." in old else tree
     assert isinstance(parent, Table), "it holds the node"
     del parent.children[old.rpartition(".")[2]]
+    if find(tree, new) is not None:
+        message = f"is another name of {new}, which is given too; keep one of them"
+        return Problem(key=old, message=message, where=node.where)
     table = tree
     for name in new.split(".")[:-1]:
         below = table.children.get(name)
