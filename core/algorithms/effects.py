@@ -81,6 +81,48 @@ def _kl_keys(settings: AlgorithmSettings) -> frozenset[str]:
     return frozenset(reads)
 
 
+_DECIDED_BY: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("discount", "gae_lambda", "group_adv_norm", "advantage_std", "disable_value"), ("advantage",)),
+    **dict.fromkeys(
+        ("clip_low", "clip_high", "ratio", "dual_clip", "ratio_cap", "sapo_tau_positive", "sapo_tau_negative"),
+        ("loss",),
+    ),
+    "opmd_tau": ("advantage", "loss"),
+    **dict.fromkeys(
+        (
+            "decoupled", "behave_imp_weight_cap", "correction_min", "correction_max", "correction_veto",
+            "correction_level", "m2po_threshold",
+        ),
+        ("correction",),
+    ),
+    **dict.fromkeys(("kl_estimator", "kl_reward_level", "kl_target", "kl_gradient", "kl_loss_coeff"), ("kl_in",)),
+    "kl_horizon": ("kl_target",),
+    "adv_norm_std": ("adv_norm",),
+    "dynamic_sampling_limit": ("dynamic_sampling",),
+    "overlong_penalty": ("overlong_share",),
+    "aggregation_constant": ("aggregation",),
+    **dict.fromkeys(
+        ("demonstration_loss", "demonstration_warmup_steps", "demonstration_decay_steps"), ("demonstration_weight",)
+    ),
+}  # fmt: skip
+"""Setting -> those that leave it without effect, wherever nothing else in decided_by() does."""
+
+
+def decided_by(key: str, settings: AlgorithmSettings) -> tuple[str, ...]:
+    """Return the names of the settings because of which a setting that keys_read() leaves out has no effect."""
+    if key in ("value_eps_clip", "value_norm", "critic_sample_reuse"):
+        return ("disable_value",) if settings.advantage == "gae" else ("advantage",)
+    if key.startswith("kl_") and not settings.needs_reference:
+        return ("kl_ctl",)
+    if key == "eps_clip":
+        return ("clip_low", "clip_high") if "clip_low" in _LOSS[settings.loss] else ("loss",)
+    if key == "proximal":
+        return ("correction",) if settings.correction == "bypass" else ("loss", "correction")
+    if key == "demonstration_valley":
+        return ("demonstration_decay_steps",) if settings.demonstration_weight else ("demonstration_weight",)
+    return _DECIDED_BY[key]
+
+
 def readers(key: str) -> list[str]:
     """Return the presets that read a key, with the settings that they set themselves."""
     return [name for name in PRESETS if key in keys_read(preset_settings(name))]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from core.algorithms import POLICY_GRADIENT, PRESETS
-from core.algorithms.effects import keys_read
+from core.algorithms.effects import decided_by, keys_read
 from core.algorithms.settings import BOUNDS, AlgorithmSettings
-from core.config.base import Problem
+from core.config.base import Problem, shown_default
 from core.config.experiments import EXPERIMENTS, PPOMATHConfig
 from rollout.plugins import PluginError, load_plugin, unknown_name
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _DERIVED = frozenset({"correction", "disable_value", "value_norm", "group_adv_norm", "max_new_tokens"})
 """Names of AlgorithmSettings that are not simply the keys of that name."""
+
+_OF_CRITIC = ("disable_value", "value_eps_clip", "value_norm", "critic_sample_reuse")
 
 
 def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
@@ -188,8 +190,8 @@ def _check_proximal(config: PPOMATHConfig, settings: AlgorithmSettings) -> Itera
         yield Problem(key=key, message=message)
 
 
-def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
-    """Yield keys that were given and that have no effect in this configuration."""
+def unread_settings(config: PPOMATHConfig) -> Iterator[tuple[str, str]]:
+    """Yield keys that were given and that have no effect in this configuration, each with the reason."""
     name = config.algorithm.name
     if name in PRESETS or name is None:
         reads, preset = keys_read(algorithm_settings(config)), PRESETS[name].values if name else {}
@@ -198,15 +200,30 @@ def unread_settings(config: PPOMATHConfig) -> Iterator[str]:
         # The tutorial's files have these beside disable_value, which decides what becomes of them.
         reads |= {"value_eps_clip", "value_norm", "critic_sample_reuse"} if name is None else frozenset()
     else:
-        reads, preset = load_algorithm(name).reads, {}
-        if reads is None:
+        own, preset = load_algorithm(name).reads, {}
+        if own is None:
             return
-        reads |= {"dynamic_sampling", "dynamic_sampling_limit"}
+        reads = own | {"dynamic_sampling", "dynamic_sampling_limit"}
     known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
     for prefix, section in (("ppo.", config.ppo), ("algorithm.", config.algorithm), ("", config)):
         for key in sorted(section.model_fields_set & known - reads):
             if prefix + key not in preset:
-                yield prefix + key
+                is_own = name is not None and name not in PRESETS
+                yield prefix + key, f"algorithm.name={name} does not read it" if is_own else _why_unread(config, key)
+
+
+def _why_unread(config: PPOMATHConfig, key: str) -> str:
+    """Return the settings that leave a key of a preset without effect, and the preset where it sets them."""
+    settings, name = algorithm_settings(config), config.algorithm.name
+    preset = PRESETS[name].values if name else {}
+    found, by_name = [], False
+    for other in decided_by(key, settings):
+        dotted = f"ppo.{other}" if other in type(config.ppo).model_fields else f"algorithm.{other}"
+        value = getattr(settings, other)
+        found.append(f"{dotted}={shown_default(value)}")
+        by_name = by_name or (dotted in preset and preset[dotted] == value)
+    reason = ", ".join(found) + (f", which algorithm.name={name} sets" if by_name else "")
+    return f"{reason}: it has no critic" if key in _OF_CRITIC else reason
 
 
 def algorithm_warnings(config: PPOMATHConfig) -> Iterator[str]:

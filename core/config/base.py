@@ -76,6 +76,13 @@ def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
             yield from all_keys(below, f"{prefix}{name}.")
 
 
+def shown_default(value: object) -> str:
+    """Return a value as YAML spells it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value) if value == "" else str(value)
+
+
 MISSING = (": no such folder", ": no such file", ": No such file or directory")
 """Of a problem whose path is not there."""
 

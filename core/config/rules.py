@@ -42,8 +42,9 @@ def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     for key, reason in unused_keys(config):
         unused.setdefault(reason, []).append(key)
     elsewhere = {key for keys in unused.values() for key in keys}
-    if unread := [key for find in _UNREAD[config.NAME] for key in find(config) if key not in elsewhere]:
-        unused[""] = unread
+    for key, reason in [found for find in _UNREAD[config.NAME] for found in find(config)]:
+        if key not in elsewhere:
+            unused.setdefault(reason, []).append(key)
     for reason, keys in unused.items():
         yield not_used(keys, reason)
     for warn in _WARNINGS[config.NAME]:
@@ -167,7 +168,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], Iterator[Violation]], ...]] = {
     "sft": (_sft_model,),
     "dpo": (_sft_model, _reference),
 }
-_UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
+_UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[tuple[str, str]]], ...]] = {
     "ppo-math": (unread_settings,), "sft": (), "dpo": ()
 }  # fmt: skip
 _WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {

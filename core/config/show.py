@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from core.algorithms import PRESETS
-from core.config.base import Problem, Section, default_of, fields_by_key, needs_of, sub_section
+from core.config.base import Problem, Section, default_of, fields_by_key, needs_of, shown_default, sub_section
 from core.config.experiments import ExperimentConfig
 
 _WIDTH = 80
@@ -129,13 +129,6 @@ def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterat
         yield f"  {prefix}{name} ({python_type(info.annotation)}; {shown})"
         choices = choices_of(info.annotation)
         yield f"      {info.description}{f'. One of: {choices}' if choices else ''}{needs}"
-
-
-def shown_default(value: object) -> str:
-    """Return a default as YAML spells it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value) if value == "" else str(value)
 
 
 def _ignored_keys(model: type[Section], prefix: str) -> Iterator[str]:

@@ -65,9 +65,8 @@ def keys_of_conversations(config: ExperimentConfig) -> list[str]:
 
 
 def not_used(keys: Sequence[str], reason: str) -> str:
-    """Return the warning about keys without effect. `reason` may be empty."""
-    why = f" ({reason})" if reason else ""
-    return f"{', '.join(keys)}: not used by this run{why}; remove {'it' if len(keys) == 1 else 'them'}"
+    """Return the warning about keys without effect."""
+    return f"{', '.join(keys)}: not used by this run ({reason}); remove {'it' if len(keys) == 1 else 'them'}"
 
 
 def _absent_from_ppo(config: PPOMATHConfig) -> Iterator[tuple[str, str]]:

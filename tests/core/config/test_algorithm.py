@@ -1,12 +1,14 @@
 """algorithm.name chooses; what the chosen algorithm has no use for is reported before the start."""
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from core.algorithms import PRESETS
-from core.algorithms.effects import keys_read
+from core.algorithms.effects import decided_by, keys_read
+from core.algorithms.settings import AlgorithmSettings
 from core.config.algorithm import algorithm_settings, build_algorithm, check_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.config.load import load_config
@@ -35,9 +37,11 @@ def preset(tmp_path: Path, name: str) -> PPOMATHConfig:
 
 
 def reported(config: PPOMATHConfig) -> str:
-    """The keys of the warning about those without effect."""
-    found = [w.partition(": not used by this run") for w in config_warnings(config)]
-    return next((keys for keys, sign, _ in found if sign), "")
+    """The keys of the warnings about those without effect, of each section in the order of the alphabet."""
+    found = [w.partition(": not used by this run (") for w in config_warnings(config)]
+    keys = [key for keys, sign, _ in found if sign for key in keys.split(", ")]
+    sections = ("ppo", "algorithm", "")
+    return ", ".join(sorted(keys, key=lambda key: (sections.index(key.rpartition(".")[0]), key)))
 
 
 def messages(config: PPOMATHConfig) -> list[str]:
@@ -225,6 +229,40 @@ def test_a_name_that_is_unknown_is_the_error_and_not_a_critic_that_is_missing(
     (found,) = messages(load(tmp_path, f"algorithm.name={name} ppo.disable_value=false"))
     assert found.startswith(f"algorithm.name: {message}")
     assert name == "dpo" or found.endswith("did you mean grpo?")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reasons"),
+    [
+        ("algorithm.name=grpo ppo.disable_value=false",
+         {"ppo.disable_value": "algorithm.advantage=group, which algorithm.name=grpo sets: it has no critic"}),
+        ("algorithm.name=dapo ppo.disable_value=false ppo.eps_clip=0.3 group_adv_norm=true", {
+            "ppo.disable_value": "algorithm.advantage=group, which algorithm.name=dapo sets: it has no critic",
+            "ppo.eps_clip": "algorithm.clip_low=0.2, algorithm.clip_high=0.28, which algorithm.name=dapo sets",
+            "group_adv_norm": "algorithm.advantage=group, which algorithm.name=dapo sets",
+        }),
+        ("algorithm.kl_in=loss algorithm.kl_loss_coeff=0.1",
+         {"algorithm.kl_in, algorithm.kl_loss_coeff": "ppo.kl_ctl=0.0"}),
+        ("ppo.kl_ctl=0.1 algorithm.kl_loss_coeff=0.1", {"algorithm.kl_loss_coeff": "algorithm.kl_in=reward"}),
+        ("algorithm.name=ppo ppo.value_norm=true", {"ppo.value_norm": "ppo.disable_value=true: it has no critic"}),
+        ("algorithm.loss=sapo algorithm.dual_clip=3", {"algorithm.dual_clip": "algorithm.loss=sapo"}),
+        ("algorithm.correction=tis algorithm.decoupled=true", {"algorithm.decoupled": "algorithm.correction=tis"}),
+    ],
+)  # fmt: skip
+def test_a_key_without_effect_has_the_reason_that_applies(
+    tmp_path: Path, overrides: str, reasons: dict[str, str]
+) -> None:
+    config = load(tmp_path, f"group_size=2 {overrides}")
+    found = [w.partition(": not used by this run (") for w in config_warnings(config)]
+    assert {keys: why.partition("); remove")[0] for keys, _, why in found} == reasons
+
+
+def test_every_key_of_an_algorithm_has_settings_that_decide_about_it(tmp_path: Path) -> None:
+    known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
+    for overrides in ("", "ppo.kl_ctl=0.1", *(f"algorithm.name={name}" for name in PRESETS)):
+        settings = algorithm_settings(load(tmp_path, f"group_size=2 demonstrations.path=x {overrides}"))
+        for key in known - keys_read(settings) - {"max_new_tokens", "correction"}:
+            assert all(hasattr(settings, other) for other in decided_by(key, settings)), key
 
 
 OWN = """
