@@ -6,13 +6,14 @@ set of column names there is one answer, whatever the rows hold, so that all row
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.data.source import Fields
+from rollout.data.source import DatasetError, Fields
 
 PROMPTS = ("prompt", "problem", "question", "instruction", "query", "input")
 """Names of a question's column, the first that there is counts."""
@@ -69,12 +70,15 @@ class Columns:
 def find_columns(names: Sequence[str], fields: Fields, hints: Fields, *, in_full: bool) -> Columns:
     """Return the columns of rows with these names. `fields` must be there, `hints` count where they are.
 
-    in_full: the answer is to be trained on, not to be compared with. Raises ValueError where there is no prompt, or a
-    column of `fields` is not there.
+    in_full: the answer is to be trained on, not to be compared with. Raises ValueError where there is no prompt, and
+    DatasetError where a column of `fields` is not there.
     """
     for role, name in fields.given.items():
         if name.partition(".")[0] not in names and name not in names:
-            raise ValueError(f"{role}_field={name!r} is not among the columns {sorted(names)}")
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            message = f"{role}_field={name!r} is not among the columns {sorted(names)}{hint}"
+            raise DatasetError(message, setting=f"{role}_field")
     given = {role: name for role, name in hints.given.items() if name in names} | fields.given
     plain = {_plain(name): name for name in reversed(names)}
     lettered = _lettered(names) if "choices" not in given else ()

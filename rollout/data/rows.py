@@ -111,7 +111,8 @@ def _read(source: DataSource, parse: Callable[[Record, Columns], T], *, in_full:
                 known[names] = find_columns(names, source.fields, source.hints, in_full=in_full)
             parsed.append(parse(record, known[names]))
         except _BROKEN as error:
-            raise DatasetError(f"{record.place}: {error}") from error
+            setting = error.setting if isinstance(error, DatasetError) else ""
+            raise DatasetError(f"{record.place}: {error}", setting=setting) from error
     unused = dict.fromkeys(name for names, columns in known.items() for name in names if name not in columns.used)
     found = dict.fromkeys(str(columns) for columns in known.values())
     logger.info(

@@ -16,6 +16,11 @@ from typing import Literal
 class DatasetError(ValueError):
     """A data set that cannot be used; the message names the file, the row where there is one, and the way out."""
 
+    def __init__(self, message: str, *, setting: str = "") -> None:
+        """`setting`: the setting of the data set that is wrong, such as prompt_field; empty: the data itself."""
+        super().__init__(message)
+        self.setting = setting
+
 
 class NoneLeftError(DatasetError):
     """A data set of which a run leaves out every row."""

@@ -278,6 +278,25 @@ def test_a_dry_run_that_measures_rows_reports_keys_of_the_chat_template_once(
     assert capsys.readouterr().out.count(said) == 1
 
 
+@pytest.mark.parametrize(
+    ("experiment", "words", "key"),
+    [
+        ("ppo-math", ["dataset.prompt_field=promt"], "dataset.prompt_field"),
+        ("ppo-math", ["evaluation.path=DATA", "evaluation.prompt_field=promt"], "evaluation.prompt_field"),
+        ("sft", ["dataset.prompt_field=promt"], "dataset.prompt_field"),
+    ],
+)
+def test_a_column_that_does_not_exist_is_a_problem_of_the_key_that_names_it(
+    tmp_path: Path, experiment: str, words: list[str], key: str
+) -> None:
+    path = write_run(tmp_path) if experiment == "ppo-math" else write_run(tmp_path, SMALLEST_SFT)
+    data = tmp_path / "prompts.jsonl"
+    loaded = load_config(experiment, path, [word.replace("DATA", str(data)) for word in words])
+    (problem,) = run_checks(loaded.config, loaded.where)
+    assert str(problem).startswith(f"override '{key}=promt': {key}: {data}:1: prompt_field='promt' is not among the ")
+    assert str(problem).endswith("; did you mean 'prompt'?")
+
+
 def test_prompts_that_are_too_long_are_counted_and_none_that_fits_is_an_error(
     assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -234,7 +234,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: _ReadStream) ->
         try:
             data = open_sample(opener(), source)
         except DatasetError as error:
-            yield Problem(key=key, message=str(error))
+            yield _of_data(key, error)
             continue
         if number == 0:  # the rows to train on
             report_steps(
@@ -269,7 +269,12 @@ def _data_sets(config: ExperimentConfig, scan: Callable[[DataSource], object]) -
         try:
             scan(source)
         except DatasetError as error:
-            yield Problem(key=key, message=str(error))
+            yield _of_data(key, error)
+
+
+def _of_data(key: str, error: DatasetError) -> Problem:
+    """Return the problem of a data set whose path is `key`, with the key of the setting that is wrong."""
+    return Problem(key=f"{key.rpartition('.')[0]}.{error.setting}" if error.setting else key, message=str(error))
 
 
 def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
