@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from core.config.base import ConfigError
+from core.config.base import ConfigError, Problem
 from core.config.checks import run_checks
 from core.config.experiments import ExperimentConfig
 from core.config.load import load_config as _load
@@ -63,10 +64,15 @@ def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrid
     lists every problem.
     """
     with _arguments(config, overrides) as (file, words):
-        loaded = _load(experiment, file, words)
-        problems = run_checks(loaded.config, loaded.where)
-        if problems:
-            raise ConfigError(problems)
+        try:
+            loaded = _load(experiment, file, words)
+            problems = run_checks(loaded.config, loaded.where)
+            if problems:
+                raise ConfigError(problems)
+        except ConfigError as error:
+            if not isinstance(config, Mapping):
+                raise
+            raise ConfigError([_of_mapping(problem, file) for problem in error.problems]) from None
         return loaded.config
 
 
@@ -141,6 +147,12 @@ def _arguments(config: ConfigSource, overrides: Mapping[str, object]) -> Iterato
         tree = {key: value for key, value in config.items() if "." not in key}
         file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         yield file, [*(f"{key}={_word(value)}" for key, value in dotted.items()), *words]
+
+
+def _of_mapping(problem: Problem, file: Path) -> Problem:
+    """Return a problem of a mapping without lines of the file that it was written to."""
+    line = re.compile(rf"{re.escape(str(file))}(:\d+)?")
+    return replace(problem, where=line.sub("config", problem.where), message=line.sub("config", problem.message))
 
 
 def _word(value: object) -> str:

@@ -95,3 +95,19 @@ def test_problems_of_checks_are_raised_as_those_of_the_file_are(tmp_path: Path) 
     path, _ = with_values(tmp_path)
     with pytest.raises(ConfigError, match="actor.path"):
         slipstream.load_config(path, **{"actor.path": str(tmp_path / "missing")})
+
+
+def test_problems_of_a_mapping_do_not_name_the_file_that_it_is_written_to(tmp_path: Path) -> None:
+    path, tree = with_values(tmp_path)
+
+    def problems(config: Any, **overrides: Any) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            slipstream.load_config(config, **overrides)
+        return [str(problem) for problem in caught.value.problems]
+
+    unknown = "grup_size: unknown key; did you mean 'group_size'?"
+    assert problems({**tree, "grup_size": 2}) == [f"config: {unknown}"]
+    assert problems({**tree, "actor": {"path": "/none"}})[0].startswith("config: actor.path: /none: no such folder")
+    assert problems(tree, **{"seed.x": 1}) == ["override 'seed.x=1': seed: is a value (config), not a section"]
+    path.write_text(yaml.safe_dump({**tree, "grup_size": 2}))
+    assert problems(path)[0].startswith(f"{path}:") and problems(path)[0].endswith(unknown)
