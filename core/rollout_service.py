@@ -223,7 +223,7 @@ class RolloutService:
         except Exception as error:
             if self._on_error == "skip" or isinstance(error, _NOT_OF_A_PROMPT):
                 raise
-            raise evaluation_failure(error) from None
+            raise evaluation_failure(error, _NOT_OF_A_PROMPT) from None
         results = {}
         for name, prompts in self._eval_prompts.items():
             answers = [ended[name, i] for i in range(len(prompts))]

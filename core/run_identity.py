@@ -55,7 +55,7 @@ def read_run(checkpoint: Path) -> tuple[RunIdentity, Mapping[str, object]]:
 
     Raises OSError, and ValueError, TypeError, LookupError or RecursionError for a file that no run wrote."""
     saved = json.loads((checkpoint / "run.json").read_bytes())
-    return RunIdentity(**saved["identity"]), saved["state"]
+    return RunIdentity(**saved["identity"]), dict(saved["state"])
 
 
 def read_stream(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -89,5 +89,8 @@ def ends_too_early(end: str, step: int, checkpoint: Path, *, way_out: str) -> st
 
 def too_few_steps(total: int, step: int, checkpoint: Path) -> str:
     """Return ends_too_early() of exp_ctrl.total_train_steps."""
-    way_out = f"Set it to {step} to save the model of that step, or higher to train on"
+    way_out = (
+        f"Set it to {step} to save the model of that step, or higher to train on, with as many exp_ctrl."
+        "total_train_epochs as that takes"
+    )
     return ends_too_early(str(total), step, checkpoint, way_out=way_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from typing import Literal
 
 OnError = Literal["skip", "fail"]
@@ -16,6 +17,11 @@ _SKIP = "set workflow.on_error=skip"
 
 class WorkflowFailureError(ValueError):
     """The workflow failed too often. Another attempt would run it on the same prompts with the same seeds."""
+
+
+class ServiceFailureError(RuntimeError):
+    """The workflow failed too often because of another process, such as a service that it calls: another attempt may
+    find it again."""
 
 
 class ErrorPolicy:
@@ -40,32 +46,43 @@ class ErrorPolicy:
         if isinstance(error, self.always_fatal):
             return error
         if self._on_error == "fail":
-            return _failure(
-                f"the workflow failed {runs} times for one prompt (workflow.on_error=fail)",
-                error,
-                way_out=_SKIP,
-            )
+            message = f"the workflow failed {runs} times for one prompt (workflow.on_error=fail)"
+            return self._failure(message, error, way_out=_SKIP)
         if sum(self._last) <= self._max_share * _WINDOW:
             return None
-        return _failure(
+        return self._failure(
             f"the workflow failed for {sum(self._last)} of the last {len(self._last)} prompts, more than "
             f"workflow.max_error_share={self._max_share:g} of {_WINDOW} may",
             error,
             way_out="raise workflow.max_error_share",
         )
 
-
-def evaluation_failure(error: Exception) -> WorkflowFailureError:
-    """Return the error that ends a run with "fail" whose workflow raised `error` in an evaluation."""
-    return _failure("the workflow failed in an evaluation (workflow.on_error=fail)", error, way_out=_SKIP)
+    def _failure(self, message: str, error: Exception, *, way_out: str) -> Exception:
+        return _failure(message, error, way_out=way_out, of_others=self.always_fatal)
 
 
-def _failure(message: str, error: Exception, *, way_out: str) -> WorkflowFailureError:
+def evaluation_failure(error: Exception, of_others: tuple[type[Exception], ...]) -> Exception:
+    """Return the error that ends a run with "fail" whose workflow raised `error` in an evaluation. `of_others`: errors
+    of the run's own processes."""
+    message = "the workflow failed in an evaluation (workflow.on_error=fail)"
+    return _failure(message, error, way_out=_SKIP, of_others=of_others)
+
+
+def _failure(message: str, error: Exception, *, way_out: str, of_others: tuple[type[Exception], ...]) -> Exception:
     """Return what ends the run, with the traceback of `error`, the last one that the workflow raised."""
     last = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n")[0][:_SHOWN]
-    failure = WorkflowFailureError(
-        f"workflow.type: {message}; correct the workflow, or {way_out}. The last error: {last}"
-    )
+    transient = any(isinstance(one, (*of_others, ConnectionError, TimeoutError)) for one in _chain(error))
+    kind = ServiceFailureError if transient else WorkflowFailureError
+    failure = kind(f"workflow.type: {message}; correct the cause, or {way_out}. The last error: {last}")
     # A note, not a cause: it is sent to the driver with the error, and the place in the user's file is its last frame.
     failure.add_note("".join(traceback.format_exception(error)))
     return failure
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, those that it contains, and those that led to it."""
+    yield error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    for other in (*inner, *([before] if before else [])):
+        yield from _chain(other)

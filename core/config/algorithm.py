@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from core.algorithms import POLICY_GRADIENT, PRESETS
 from core.algorithms.effects import decided_by, keys_read
 from core.algorithms.settings import BOUNDS, AlgorithmSettings
-from core.config.base import Problem, shown_default
+from core.config.base import Problem, as_yaml
 from core.config.experiments import EXPERIMENTS, PPOMATHConfig
 from rollout.plugins import PluginError, load_plugin, unknown_name
 
@@ -220,7 +220,7 @@ def _why_unread(config: PPOMATHConfig, key: str) -> str:
     for other in decided_by(key, settings):
         dotted = f"ppo.{other}" if other in type(config.ppo).model_fields else f"algorithm.{other}"
         value = getattr(settings, other)
-        found.append(f"{dotted}={shown_default(value)}")
+        found.append(f"{dotted}={as_yaml(value)}")
         by_name = by_name or (dotted in preset and preset[dotted] == value)
     reason = ", ".join(found) + (f", which algorithm.name={name} sets" if by_name else "")
     return f"{reason}: it has no critic" if key in _OF_CRITIC else reason

@@ -76,7 +76,7 @@ def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
             yield from all_keys(below, f"{prefix}{name}.")
 
 
-def shown_default(value: object) -> str:
+def as_yaml(value: object) -> str:
     """Return a value as YAML spells it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

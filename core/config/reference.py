@@ -17,7 +17,7 @@ from core.algorithms.effects import readers
 from core.config.base import Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.common import CommonExperimentConfig
 from core.config.experiments import EXPERIMENTS
-from core.config.show import choices_of, python_type, shown_default
+from core.config.show import as_yaml, choices_of, python_type
 
 _COMMAND = "python -m core.config.reference > docs/configuration.md"
 _HEAD = ("key", "type", "default", "meaning", "needs")
@@ -159,11 +159,11 @@ def _default(group: _Group, name: str, attribute: str, info: FieldInfo) -> str:
     """Return the default, followed by those of occurrences that differ."""
     if info.is_required():
         return "required"
-    usual = shown_default(info.default)
+    usual = as_yaml(info.default)
     others = {
         place.prefix: shown
         for place in group.places
-        if (shown := shown_default(default_of(place.defaults, attribute, info))) != usual
+        if (shown := as_yaml(default_of(place.defaults, attribute, info))) != usual
     }
     return "; ".join([f"`{usual}`", *(f"`{prefix}.{name}`: `{shown}`" for prefix, shown in others.items())])
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from core.algorithms import PRESETS
-from core.config.base import Problem, Section, default_of, fields_by_key, needs_of, shown_default, sub_section
+from core.config.base import Problem, Section, as_yaml, default_of, fields_by_key, needs_of, sub_section
 from core.config.experiments import ExperimentConfig
 
 _WIDTH = 80
@@ -112,7 +112,7 @@ def _presets() -> Iterator[str]:
     for name, preset in PRESETS.items():
         yield f"  {name}: {preset.about} ({preset.source})"
         if preset.values:
-            yield f"      {' '.join(f'{key}={shown_default(value)}' for key, value in preset.values.items())}"
+            yield f"      {' '.join(f'{key}={as_yaml(value)}' for key, value in preset.values.items())}"
     yield ""
 
 
@@ -125,7 +125,7 @@ def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterat
             yield f"{prefix}{name}: {info.description}{needs}"
             yield from _keys(below, default, f"{prefix}{name}.")
             continue
-        shown = "required" if info.is_required() else f"default {shown_default(default)}"
+        shown = "required" if info.is_required() else f"default {as_yaml(default)}"
         yield f"  {prefix}{name} ({python_type(info.annotation)}; {shown})"
         choices = choices_of(info.annotation)
         yield f"      {info.description}{f'. One of: {choices}' if choices else ''}{needs}"

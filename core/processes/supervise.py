@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 DONE, FAILED, BAD_INPUT, GAVE_UP = 0, 1, 2, 3
 EXIT_CODES = {
     DONE: "training is complete",
-    FAILED: "the run failed, and another attempt would too: bad data, a full disk; or recover_mode is not auto",
+    FAILED: "the run failed, and another attempt would too: bad data, a workflow that keeps failing, a full disk; or "
+    "recover_mode is not auto",
     BAD_INPUT: "bad input: nothing was started",
     GAVE_UP: "recover_mode=auto: more than recover_retries consecutive attempts failed without progress",
     INTERRUPTED: "interrupted by Ctrl-C or SIGTERM",
@@ -69,6 +70,8 @@ class Attempt:
     """It ended for a reason that another attempt would meet as well."""
     done: bool = False
     """Training is complete, and everything saved."""
+    silent: bool = False
+    """Its process ended without a message of its own."""
     seconds: float = 0.0
 
     def report(self, **facts: object) -> None:
@@ -133,7 +136,7 @@ def _supervise(
                 logger.info("This run took %d attempts:\n%s", len(attempts), _table(attempts))
             return code
         if retries == 0:
-            if code < 0:
+            if attempt.silent:
                 logger.error("The run failed after step %d: %s.", attempt.step, attempt.cause)
             return max(code, FAILED)
         progress = len(attempts) > 1 and attempt.began > attempts[-2].began
@@ -237,19 +240,22 @@ def _in_child(
         killed = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     if attempt.done:
         # The interpreter ends without the handlers of signals, so that one may have killed it.
-        if killed and not forwarding.came:
-            logger.warning("After the end of training, %s.", killed)
+        ended = killed or (f"the driver exited with code {code}" if code != DONE else "")
+        if ended and not forwarding.came:
+            logger.warning("After the end of training, %s.", ended)
         attempt.cause = "done"
         return DONE
     if forwarding.came and not attempt.final:  # it came before the attempt was ready for it
         attempt.report(final=True, cause="interrupted")
         return INTERRUPTED
+    attempt.silent = bool(killed) or not attempt.cause
     if killed:
         attempt.cause = f"{attempt.cause}; then {killed}" if attempt.cause else killed
         if attempt.final:  # it had reported its end, and hung in its exit
             return INTERRUPTED if forwarding.came else FAILED
-    elif not attempt.cause and code == DONE:
-        attempt.cause = "done"
+    elif code == DONE:  # as by sys.exit(0) in a library
+        code = FAILED
+        attempt.cause = attempt.cause or "the driver exited with code 0 before training was complete"
     elif not attempt.cause:
         attempt.cause = f"the driver exited without a message (exit code {code}), as when Ray fails"
     return code

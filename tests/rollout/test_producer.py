@@ -18,7 +18,7 @@ import pytest
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from helpers.virtual_clock import run_virtual, settle
 from rollout.data.prompts import PromptDataset
-from rollout.errors import ErrorPolicy, OnError, WorkflowFailureError
+from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFailureError, evaluation_failure
 from rollout.experience import make_experience
 from rollout.producer import RolloutProducer
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
@@ -280,7 +280,7 @@ def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None
                 await train(producer, workflow, range(100))
         shown = "".join(traceback.format_exception(error.value))
         assert str(error.value) == (
-            "workflow.type: the workflow failed 3 times for one prompt (workflow.on_error=fail); correct the workflow, "
+            "workflow.type: the workflow failed 3 times for one prompt (workflow.on_error=fail); correct the cause, "
             "or set workflow.on_error=skip. The last error: ZeroDivisionError: seven"
         )
         assert "in failing_reward_parser" in shown
@@ -346,11 +346,48 @@ def test_too_many_skipped_prompts_end_the_run_with_the_error_and_the_limit() -> 
                 await producer.take(0)
         assert str(error.value) == (
             "workflow.type: the workflow failed for 6 of the last 6 prompts, more than workflow.max_error_share=0.05 "
-            "of 100 may; correct the workflow, or raise workflow.max_error_share. The last error: ZeroDivisionError: "
+            "of 100 may; correct the cause, or raise workflow.max_error_share. The last error: ZeroDivisionError: "
             "this prompt"
         )
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (lambda: TimeoutError("no answer"), ServiceFailureError),
+        (lambda: chained(RuntimeError("the judge"), ConnectionResetError()), ServiceFailureError),
+        (lambda: chained(ValueError("wrapped"), Lost()), ServiceFailureError),
+        (lambda: ExceptionGroup("two", [ValueError(), TimeoutError()]), ServiceFailureError),
+        (lambda: chained(ValueError("own"), KeyError()), WorkflowFailureError),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["skip", "fail"])
+def test_a_workflow_that_other_processes_let_down_may_find_them_again_in_another_attempt(
+    raised: Callable[[], Exception], kind: type[Exception], on_error: OnError
+) -> None:
+    error = raised()
+    policy = ErrorPolicy(on_error=on_error, max_share=0.0, always_fatal=(Lost,))
+    policy.count(failed=True)
+    failure = policy.ends_run(error, runs=1)
+    assert type(failure) is kind and "correct the cause" in str(failure)
+    assert type(evaluation_failure(error, (Lost,))) is kind
+
+
+class Lost(Exception):
+    """Of the run's own processes."""
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def test_the_message_of_a_failing_workflow_has_one_line_of_its_last_error() -> None:
+    policy = ErrorPolicy(on_error="fail")
+    said = str(policy.ends_run(ValueError("x" * 2000 + "\nsecond line"), runs=1))
+    assert "second" not in said and len(said) < 800
 
 
 def test_a_share_of_failing_prompts_within_the_limit_never_ends_a_run() -> None:

@@ -68,6 +68,7 @@ def test_a_server_on_a_gpu_runs_all_requests_of_a_round_at_once(
         async with servers.serving(Scene(folder=tmp_path, shape="tiny"), None):
             pass
 
+    monkeypatch.setattr(servers, "require_deep_gemm", lambda scene: None)
     monkeypatch.setattr(servers, "query_gpus", lambda: ["a GPU"])
     monkeypatch.setattr(servers, "generator", generator)
     monkeypatch.setattr(servers, "sender", lambda *args, **kwargs: SimpleNamespace(connect=lambda endpoints: None))

@@ -232,6 +232,7 @@ def test_an_override_that_a_later_one_replaces_is_named(tmp_path: Path) -> None:
         "'ppo.gen.max_new_tokens=9' comes after it"
     ]
     assert replaced("dataset.train_bs_n_seqs=8", "ppo.gen.max_new_tokens=8", "ppo.gen={top_p: 0.9}") == []
+    assert replaced("group_size=4", "group_size=4") == []
 
 
 def test_a_run_can_be_described_by_overrides_alone() -> None:

@@ -92,6 +92,11 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
             {"exp_ctrl.eval_freq_steps"}, "exp_ctrl.benchmark_steps: benchmarks do not evaluate after steps",
             "exp_ctrl.benchmark_steps=null",
         ),
+        (
+            "evaluation.path={data} exp_ctrl.eval_at_start=false exp_ctrl.eval_freq_steps=5 exp_ctrl.benchmark_steps=3",
+            {"evaluation.path", "exp_ctrl.eval_freq_steps"}, "exp_ctrl.benchmark_steps: benchmarks do not evaluate",
+            "exp_ctrl.benchmark_steps=null",
+        ),
         ("wandb.group=g", {"wandb"}, "wandb.mode=disabled", "wandb.mode=offline"),
         ("samples.share=0 samples.keep_files=2", {"samples.keep_files"}, "samples.share=0", "samples.share=1"),
         (

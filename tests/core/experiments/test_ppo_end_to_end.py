@@ -263,9 +263,7 @@ def test_a_workflow_that_always_fails_ends_the_run_without_another_attempt(
     command = run_command("ppo-math", config)
     assert command.finish() == 1
     place = r"my_workflow\.py, line 12, in ask; traceback: \S+/master_worker\.log"
-    message = (
-        rf"workflow\.type: the workflow failed {failed}; correct the workflow, .* RuntimeError: env down \({place}\)"
-    )
+    message = rf"workflow\.type: the workflow failed {failed}; correct the cause, .* RuntimeError: env down \({place}\)"
     assert len(re.findall(rf"ERROR: {message}$", command.output(), re.MULTILINE)) == 1
     assert "Restarting" not in command.output() and "Traceback" not in command.output()
 

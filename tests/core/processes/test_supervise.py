@@ -565,6 +565,20 @@ def attempt(self):
     assert code == DONE and said.strip() == "After the end of training, the driver was killed by SIGINT."
 
 
+def test_a_complete_attempt_whose_exit_fails_is_complete_with_a_warning() -> None:
+    body = "import atexit\ndef attempt(self):\n    atexit.register(os._exit, 9)\n    return 0"
+    code, said = run(body, retries=1)
+    assert code == DONE and said.strip() == "After the end of training, the driver exited with code 9."
+
+
+@pytest.mark.parametrize("exit_", ["sys.exit(0)", "os._exit(0)"])
+def test_an_exit_before_training_is_complete_is_a_failure_whatever_its_code(exit_: str) -> None:
+    code, said = run(f"def attempt(self):\n    {exit_}", retries=1)
+    assert code == GAVE_UP and said.count("the driver exited with code 0 before training was complete") >= 2
+    code, said = run(f"def attempt(self):\n    {exit_}", retries=0)
+    assert code == FAILED and "The run failed after step 0: the driver exited with code 0 before training" in said
+
+
 def test_a_signal_while_the_interpreter_of_a_command_ends_changes_no_exit_code() -> None:
     body = f"""{AT_EXIT}
 from core.processes.before_start import end_at_signals, raise_at_signals

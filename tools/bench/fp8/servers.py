@@ -65,7 +65,8 @@ def require_deep_gemm(scene: Scene) -> None:
 
 @asynccontextmanager
 async def serving(scene: Scene, device: Any) -> AsyncIterator[list[Served]]:
-    """Start a server of each format on the trainer's GPU, at once."""
+    """Start a server of each format on the trainer's GPU, at once. Raises as require_deep_gemm()."""
+    require_deep_gemm(scene)
     gpu = scene.first_gpu if query_gpus() else None
     on_gpu = {} if gpu is None else {
         "mem_fraction_static": 0.6, "max_total_tokens": max(AT_ONCE) * (NEW_TOKENS + 160),
