@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -28,6 +28,9 @@ _KEPT = 3
 """Of each name."""
 _WRITING_SECONDS = 0.5
 """Time that a process gets to write its stacks before the requesting process continues, possibly by killing it."""
+_PAUSE_SECONDS, _LONGEST_SECONDS = 0.2, 3.0
+"""One that is still writing gets more: until it writes nothing for the former, at the end of a line; at most the
+latter."""
 _SETTLED_SECONDS = 1.0
 """A younger child may be about to become another program, and lose its handler, before it gets the signal."""
 STACKS = signal.SIGRTMIN
@@ -97,13 +100,34 @@ def collect_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
             with suppress(OSError), open(file, "a") as f:
                 f.write(f"Sending the signal failed: {error!r}\n")
     if any(state != "gone" for state in states.values()):
-        time.sleep(_WRITING_SECONDS)
+        _wait_until_written([file for file, _, _ in signalled])
     for file, size, process in signalled:
         with suppress(OSError):
             if file.stat().st_size == size:
                 with open(file, "a") as f:
                     f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process, file)}\n")
     return states
+
+
+def _wait_until_written(files: Sequence[Path]) -> None:
+    begin = grew = time.monotonic()
+    ends: list[tuple[int, bool]] = []
+    while (now := time.monotonic()) - begin < _LONGEST_SECONDS:
+        before, ends = ends, [_end(file) for file in files]
+        if ends != before:
+            grew = now
+        if now - begin >= _WRITING_SECONDS and now - grew >= _PAUSE_SECONDS and all(whole for _, whole in ends):
+            return
+        time.sleep(0.05)
+
+
+def _end(file: Path) -> tuple[int, bool]:
+    """Return the size of a file, and whether its last line is whole; 0 and True where it cannot be read."""
+    with suppress(OSError), open(file, "rb") as f:
+        size = f.seek(0, os.SEEK_END)
+        f.seek(max(0, size - 1))
+        return size, f.read(1) in (b"", b"\n")
+    return 0, True
 
 
 def _signal(process: psutil.Process) -> None:

@@ -97,6 +97,26 @@ def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Pat
         process.communicate()
 
 
+def test_a_process_that_writes_its_stacks_slowly_is_waited_for(tmp_path: Path) -> None:
+    slow = """
+import os, signal
+def write(*unused):
+    with open(Path(sys.argv[2], "stacks", "rank-0.txt"), "a") as file:
+        for piece in ("File 1\\n", "Fi", "le 2", " and the last\\n"):
+            time.sleep(0.4 if piece == "le 2" else 0.15)
+            file.write(piece); file.flush()
+signal.signal(signal.SIGRTMIN, write)
+"""
+    process = start("rank-0", tmp_path, slow)
+    try:
+        collect_stacks(tmp_path, why="the test asks")
+        process.kill()  # as a driver is, after its stacks
+        assert (tmp_path / FOLDER / "rank-0.txt").read_text().endswith("File 1\nFile 2 and the last\n")
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_process_that_got_the_id_of_an_ended_one_is_not_signalled(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "60"])  # SIGRTMIN would end it
     try:
