@@ -69,6 +69,12 @@ def near_trials(recover: Path) -> list[str]:
     return difflib.get_close_matches(f"{recover.parent.name}/{recover.name}", names, n=3, cutoff=0.6)
 
 
+def named_near_trials(recover: Path) -> str:
+    """Return near_trials() as a message names them, in brackets; empty where there are none."""
+    near = near_trials(recover)
+    return f" (trials with one: {', '.join(near)})" if near else ""
+
+
 def _free_name(paths: RunPaths, stamp: str) -> RunPaths:
     """Return folders that do not exist, named after the trial and the time."""
     number = 1

@@ -69,9 +69,10 @@ def _of_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
             if part is not None and part not in seen and type(module).__name__ != "IdentityOp":
                 seen.add(part)
                 yield part, _named(module.route if isinstance(module, Router) else type(module))
-            if "dispatch" not in seen and hasattr(module, "token_dispatcher"):
-                seen.add("dispatch")
-                yield "dispatch", _named(type(module.token_dispatcher))
+            dispatch = PARTS["token_dispatcher"]
+            if dispatch not in seen and hasattr(module, "token_dispatcher"):  # which is no module
+                seen.add(dispatch)
+                yield dispatch, _named(type(module.token_dispatcher))
 
 
 def _named(thing: type | Callable[..., Any]) -> str:

@@ -47,18 +47,16 @@ class ErrorPolicy:
             return error
         if self._on_error == "fail":
             message = f"the workflow failed {runs} times for one prompt (workflow.on_error=fail)"
-            return self._failure(message, error, way_out=_SKIP)
+            return _failure(message, error, way_out=_SKIP, of_others=self.always_fatal)
         if sum(self._last) <= self._max_share * _WINDOW:
             return None
-        return self._failure(
+        return _failure(
             f"the workflow failed for {sum(self._last)} of the last {len(self._last)} prompts, more than "
             f"workflow.max_error_share={self._max_share:g} of {_WINDOW} may",
             error,
             way_out="raise workflow.max_error_share",
+            of_others=self.always_fatal,
         )
-
-    def _failure(self, message: str, error: Exception, *, way_out: str) -> Exception:
-        return _failure(message, error, way_out=way_out, of_others=self.always_fatal)
 
 
 def evaluation_failure(error: Exception, of_others: tuple[type[Exception], ...]) -> Exception:

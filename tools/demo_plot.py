@@ -82,15 +82,21 @@ def draw_reward_curve(
     axes.set_ylim(0, 1.08)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(colors=GREY, length=0)
+    draw_horizontal_lines(axes)
+    axes.tick_params(colors=GREY)
     axes.set_xlabel("PPO step", color=GREY)
     axes.set_title(title, loc="left", fontsize=11)
     figure.subplots_adjust(left=0.08, right=0.8, top=0.9, bottom=0.13)
     figure.savefig(path)
     plt.close(figure)
+
+
+def draw_horizontal_lines(axes: Axes) -> None:
+    """Draw lines behind the values in place of the frame and the marks at its sides."""
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
 
 
 def label(axes: Axes, x: float, y: float, text: str, color: str) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.earlier_runs import near_trials
+from core.earlier_runs import named_near_trials
 from core.monitoring.background import BackgroundTracker, Tracker
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
@@ -58,9 +58,8 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
             ) from None
     if checkpoint is None:
         if config.recovers:
-            near = near_trials(folder)
-            others = f" (trials with one: {', '.join(near)})" if near else ""
-            missing = f"recover_mode={config.recover_mode}: there is no valid recover checkpoint in {folder}{others}"
+            missing = f"recover_mode={config.recover_mode}: there is no valid recover checkpoint in {folder}"
+            missing += named_near_trials(folder)
             if config.recover_mode == "resume":
                 raise ValueError(
                     f"{missing}; check experiment_name and trial_name, or start a new run with recover_mode=auto"

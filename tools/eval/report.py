@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout.answer_file import Answer, Mode
+from tools.demo_plot import draw_horizontal_lines
 
 PASS_AT = (8, 16)
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1") + tuple(
@@ -147,10 +148,7 @@ def draw_bars(path: Path, results: Sequence[Result], *, title: str) -> None:
     axes.set_xticks(range(len(results)), [f"{r.dataset}\n{r.num_questions} questions" for r in results])
     axes.set_ylim(0, 112)
     axes.set_yticks(range(0, 101, 25), [f"{p} %" for p in range(0, 101, 25)])
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)
+    draw_horizontal_lines(axes)
     axes.legend(ncols=len(series), loc="upper left", bbox_to_anchor=(0, 1.1), frameon=False, fontsize=8)
     axes.set_title(title, loc="left", fontsize=9, pad=26)
     figure.savefig(path, bbox_inches="tight")

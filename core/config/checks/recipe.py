@@ -19,7 +19,7 @@ from core.config.file_experiments import offline_data
 from core.config.models import ModelUse
 from core.config.unused import keys_of_conversations, not_used
 from core.data.offline import open_sample, report_steps
-from core.earlier_runs import has_checkpoint, is_checkpoint, near_trials
+from core.earlier_runs import has_checkpoint, is_checkpoint, named_near_trials
 from core.paths import RunPaths
 from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, read_stream, recover_checkpoints, too_few_steps
 from model_specs.block_fp8 import serving_problems
@@ -323,10 +323,8 @@ def _to_continue(config: ExperimentConfig) -> Path | None:
     """Return the recover checkpoint that a start would continue with exactly; None: there is none, or it may differ."""
     if not config.recovers or config.recover_ignore_changes:
         return None
-    cluster = config.external_configs.cluster_config
     try:
-        paths = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name)
-        found = recover_checkpoints(paths.recover)
+        found = recover_checkpoints(_recover_folder(config))
         if found:
             return found[-1]
         return None if config.resume_from is None else Path(config.resume_from).expanduser()
@@ -334,13 +332,17 @@ def _to_continue(config: ExperimentConfig) -> Path | None:
         return None
 
 
+def _recover_folder(config: ExperimentConfig) -> Path:
+    fileroot = config.external_configs.cluster_config.fileroot
+    return RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover
+
+
 def _checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield a checkpoint that must be there to begin with, and is not. A start verifies what its files hold."""
     if not config.recovers:
         return
     try:
-        cluster = config.external_configs.cluster_config
-        recover = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name).recover
+        recover = _recover_folder(config)
         if has_checkpoint(recover):
             return
     except (OSError, RuntimeError):
@@ -349,10 +351,9 @@ def _checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
         if message := _not_resumable(config.resume_from):
             yield Problem(key="resume_from", message=message)
     elif config.recover_mode == "resume":
-        near = near_trials(recover)
-        others = f" (trials with one: {', '.join(near)})" if near else ""
         found = f"{recover} has none" if recover.is_dir() else f"{recover}: no such folder"
-        message = f"resume needs a recover checkpoint of this trial; {found}{others}; check experiment_name and "
+        found += named_near_trials(recover)
+        message = f"resume needs a recover checkpoint of this trial; {found}; check experiment_name and "
         yield Problem(key="recover_mode", message=message + "trial_name, or write recover_mode=auto to begin at step 0")
 
 

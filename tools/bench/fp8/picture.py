@@ -18,6 +18,7 @@ from typing import Any
 from tools import arguments as cli
 from tools.bench.fp8 import rounded
 from tools.bench.fp8.learning import Size
+from tools.demo_plot import GREY, draw_horizontal_lines
 
 SIDES = {
     "fp8.sums_rounded": ("weights rounded to FP8", "#2a78d6"),
@@ -25,7 +26,7 @@ SIDES = {
     "fp8.sums": ("FP8 server", "#2a78d6"),
 }
 """Name of a measurement -> label and color of its values; their baselines are bfloat16's."""
-BASELINE = ("bfloat16", "#666666")
+BASELINE = ("bfloat16", GREY)
 ROUNDED = SIDES["fp8.sums_rounded"]
 _ROW = re.compile(rf"({'|'.join(SIDES)})_accuracy_after_(\d+)_steps")
 
@@ -69,11 +70,9 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     every = [value for points in found.values() for _, value in points]
     axes.set_ylim(min(every) - 0.08, max(every) + 0.1)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(colors="#666666", length=0)
-    axes.set_xlabel("GRPO step", color="#666666")
+    draw_horizontal_lines(axes)
+    axes.tick_params(colors=GREY)
+    axes.set_xlabel("GRPO step", color=GREY)
     axes.set_title(f"Held-out accuracy, means of {len(size.seeds)} seeds", loc="left", fontsize=11)
     axes.legend(frameon=False, loc="upper left")
     figure.subplots_adjust(left=0.08, right=0.97, top=0.9, bottom=0.13)
