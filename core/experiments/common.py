@@ -99,6 +99,12 @@ def check_ends_later(start: Start, schedule: Schedule) -> None:
     raise ValueError(f"exp_ctrl.total_train_epochs: {message}")
 
 
+def has_model(engines: TrainedEngines, checkpoints: Path, name: str) -> bool:
+    """Return whether every trained engine has the Hugging Face folder `{checkpoints}/{engine}/{name}`."""
+    folders = [checkpoints / engine.name for engine in engines]
+    return all(folder / name in saved_models(folder) for folder in folders)
+
+
 def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_from: str, *, keep: int | None) -> None:
     """Write `{checkpoints}/{engine}/{name}`: a Hugging Face folder for every trained engine. Then delete all but the
     newest `keep` of each."""

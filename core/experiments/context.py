@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from core.config.ray_address import joined_cluster
@@ -12,6 +13,7 @@ from core.experiments.common import (
     check_ends_later,
     find_start,
     fit_to_schedule,
+    has_model,
     metric_sinks,
     open_trackers,
     rows_that_stay,
@@ -23,7 +25,6 @@ from core.monitoring.monitor import MetricSink, Monitor, StepTimer
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore
-from core.run_record import saved_models
 from tracing import record_spans
 
 if TYPE_CHECKING:
@@ -124,10 +125,6 @@ class RunContext:
         def save(name: str) -> None:
             save_model(engines, checkpoints, name, tokenizer_from, keep=config.exp_ctrl.save_keep)
 
-        def has_model(name: str) -> bool:
-            folders = [checkpoints / engine.name for engine in engines]
-            return all(folder / name in saved_models(folder) for folder in folders)
-
         return PeriodicActions(
             schedule=schedule,
             control=config.exp_ctrl,
@@ -135,7 +132,7 @@ class RunContext:
                 report_step=lambda step: self.attempt.report(step=step),
                 evaluate=evaluate,
                 save_model=save,
-                has_model=has_model,
+                has_model=partial(has_model, engines, checkpoints),
                 begin_save=engines.begin_save,
                 rollout_state=rollout_state,
                 driver_state=driver_state,

@@ -219,6 +219,10 @@ def test_a_checkpoint_to_continue_from_must_be_there(
     (other / "globalstep3").mkdir()
     (other / "globalstep3" / "COMMITTED").touch()
     assert refused(f"resume_from={other}").endswith(f"did you mean {other}/globalstep3?\n")
+    (other / "globalstep12").mkdir()
+    assert refused(f"resume_from={other}").endswith(f"did you mean {other}/globalstep3?\n"), "12 is not complete"
+    (other / "globalstep12" / "COMMITTED").touch()
+    assert refused(f"resume_from={other}").endswith(f"did you mean {other}/globalstep12?\n")
 
 
 def test_a_checkpoint_that_is_there_or_is_not_needed_is_no_problem(tmp_path: Path) -> None:
@@ -265,6 +269,21 @@ def test_keys_of_the_chat_template_are_reported_where_the_template_leaves_them_n
     assert run_checks(loaded.config, loaded.where) == []
     said = "prompt.system, prompt.chat_options: not used by this run (prompt.template is set, and no row is a "
     assert [said in record.getMessage() for record in caplog.records] == [True] * unused
+
+
+def test_a_conversation_among_the_demonstrations_uses_the_chat_template(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, shown = write_run(tmp_path), tmp_path / "demonstrations.jsonl"
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    row = {"messages": [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]}
+    shown.write_text(json.dumps(row) + "\n")
+    words = ["prompt.template=Q{prompt}", "prompt.system=s"]
+    for more, reported in (([], True), ([f"demonstrations.path={shown}"], False)):
+        caplog.clear()
+        loaded = load_config("ppo-math", path, [*words, *more])
+        run_checks(loaded.config, loaded.where)
+        assert ("no row is a conversation" in caplog.text) is reported
 
 
 def test_a_dry_run_that_measures_rows_reports_keys_of_the_chat_template_once(

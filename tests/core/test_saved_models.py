@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.experiments.common import save_model
+from core.experiments.common import has_model, save_model
 
 
 def save(folder: Path, step: int, keep: int | None) -> None:
@@ -40,3 +40,13 @@ def test_the_newest_models_of_each_engine_are_kept_and_nothing_else_is_deleted(
     assert steps(tmp_path / "actor") == steps(tmp_path / "critic") == [10, 11]
     assert (tmp_path / "actor" / "mine").exists()
     assert f"Deleted {tmp_path}/actor/epoch1epochstep8globalstep8 (exp_ctrl.save_keep=2)" in caplog.text
+
+
+def test_a_model_is_there_when_every_engine_has_it(tmp_path: Path) -> None:
+    engines: Any = [SimpleNamespace(name=name) for name in ("actor", "critic")]
+    name = "epoch1epochstep8globalstep8"
+    assert not has_model(engines, tmp_path, name)
+    save(tmp_path, 8, keep=None)
+    assert has_model(engines, tmp_path, name)
+    (tmp_path / "critic" / name).rename(tmp_path / "critic" / "epoch1epochstep9globalstep9")
+    assert not has_model(engines, tmp_path, name)

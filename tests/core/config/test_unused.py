@@ -144,6 +144,13 @@ def test_the_keys_of_a_prompt_that_have_no_effect_whatever_the_rows_are(
     assert reported(load_config(experiment, path, overrides.split()).config) == found
 
 
+def test_a_model_without_a_tokenizer_may_have_a_chat_template(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    assert reported(load_config("ppo-math", path, ["prompt.system=s"]).config) == {}
+
+
 V3 = {
     "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "num_key_value_heads": 4, "n_shared_experts": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
