@@ -39,6 +39,18 @@ def test_the_adapted_coefficient_counts_from_the_next_step_on_and_comes_back_fro
     assert constant.settings.kl_ctl == 0.5, "without a target the configuration decides"
 
 
+def test_the_coefficient_depends_on_the_divergence_per_token_and_not_on_the_length_of_answers() -> None:
+    adapted = set()
+    for lens in ([1, 1], [3, 9], [40, 200]):
+        batch, fields = batch_of([1.0, 0.0], lens=lens)
+        # k1 = 0.11 for each sampled token; what stands at prompt tokens does not count.
+        fields["ref_logprobs"] = torch.where(fields["loss_mask"], fields["rollout_logprobs"] - 0.11, -7.0)
+        chosen = algorithm("rloo", kl_ctl=0.5, kl_in="reward", kl_target=0.1, kl_horizon=4.0)
+        chosen.advantages(batch, fields)
+        adapted.add(round(chosen.settings.kl_ctl, 6))
+    assert adapted == {0.5 * (1 + 0.1 * 2 / 4)}
+
+
 def test_low_var_clamps_the_logarithm_and_the_result() -> None:
     x = torch.tensor([1.0, 30.0, -30.0])
     zero = torch.zeros(3)

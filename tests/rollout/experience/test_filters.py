@@ -190,3 +190,26 @@ def test_the_limit_counts_from_behind_the_last_prompt_that_was_trained_whatever_
     ]
     spread.select(positions, groups[:2])
     assert [spread.drops(5, groups[2]), spread.drops(6, groups[3])] == [True, False], "one batch of two behind prompt 3"
+
+
+def test_groups_kept_before_an_unacknowledged_step_are_reported_again_after_a_recovery() -> None:
+    prompts = make_dataset(NUM_PROMPTS)
+
+    def group(position: int, *rewards: float) -> list[Trajectory]:
+        return [replace(trajectory(prompts.at(position), np.array([0])), reward=reward) for reward in rewards]
+
+    def new() -> SpreadFilter:
+        return SpreadFilter(Schedule(num_prompts=NUM_PROMPTS, batch_size=1), max_staleness=0, limit=1)
+
+    def kept(spread: SpreadFilter, position: int) -> float:
+        return spread.select([position], [group(position, 0.0, 1.0)])["dynamic_sampling/kept_without_spread"]
+
+    spread, recovered, later = new(), new(), new()
+    assert [spread.drops(k, group(k, 1.0, 1.0)) for k in (1, 2)] == [False, False], "both are beyond the limit"
+    assert kept(spread, 3) == 2
+    assert not spread.drops(9, group(9, 1.0, 1.0)), "kept after the selection"
+    recovered.load_state_dict(spread.state_dict())
+    assert kept(recovered, 3) == 3, "the step was not trained: its groups are kept again"
+    spread.acknowledge()
+    later.load_state_dict(spread.state_dict())
+    assert kept(later, 4) == 1

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
+from helpers.virtual_clock import run_virtual
 from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, WeightBucket
@@ -442,7 +443,7 @@ def test_so_many_requests_are_kept_under_way_that_every_generator_is_full_or_has
 
 
 class Scripted(Silent):
-    """A generator whose attempts end as `ends` says: "token" and an interruption, "failure", or "stop"."""
+    """A generator whose attempts end as in `ends`: "token" or "abort" (with or without a token), "failure", "stop"."""
 
     def __init__(self, *ends: str) -> None:
         self._ends = iter(ends)
@@ -451,7 +452,7 @@ class Scripted(Silent):
         end, given = next(self._ends), request.output
         if end == "failure":
             raise ConnectionResetError
-        n = 1 + (0 if given is None else len(given.token_ids))
+        n = (end != "abort") + (0 if given is None else len(given.token_ids))
         reason = "stop" if end == "stop" else "abort"
         return Completion(
             token_ids=np.arange(n, dtype=np.int32), logprobs=np.zeros(n, np.float32), versions=np.zeros(n, np.int32),
@@ -474,6 +475,23 @@ def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() 
             await Router([Scripted("token", *["failure"] * 4, "stop")]).generate(request(0, prompt(5)))
 
     play(scene())
+
+
+def test_a_generator_that_only_aborts_is_called_with_growing_pauses_of_at_most_a_second() -> None:
+    async def scene() -> list[float]:
+        clock, calls = asyncio.get_running_loop().time, []
+
+        class Noted(Scripted):
+            async def generate(self, request: GenerateRequest) -> Completion:
+                calls.append(clock())
+                return await super().generate(request)
+
+        assert (await Router([Noted(*["abort"] * 20, "stop")]).generate(request(0, prompt(5)))).finish_reason == "stop"
+        return calls
+
+    pauses = [after - before for before, after in pairwise(run_virtual(scene()))]
+    assert pauses == sorted(pauses) and pauses[0] == 0 < pauses[1] and pauses[-1] == pytest.approx(1.0)
+    assert sum(pauses) > 10, "twenty calls take more than ten seconds"
 
 
 class AnswerLost(Silent):
