@@ -3,13 +3,13 @@ tokenizer.json. No tensor is read."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from model_specs.config import ModelConfig
+from model_specs.untrusted import UntrustedFileError, read_json
 from model_specs.values import ModelConfigError
 
 VALUE_HEAD = "score.weight"
@@ -21,9 +21,9 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
     """Raise ModelConfigError where tokenizer.json is none, or its vocabulary has ids that the model has no embedding
     for. Added tokens may be beyond: many models have some that no text contains."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelConfigError(f"{file}: not valid JSON: {error}; download the file again") from None
+        content = read_json(file)
+    except UntrustedFileError as error:
+        raise ModelConfigError(f"{error}; download the file again") from None
     try:
         ids = list(_token_ids(content))
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.rope import Llama3RopeScaling
+from model_specs.untrusted import UntrustedFileError, read_json_object
 from model_specs.values import ModelConfigError
 
 __all__ = ["Llama3RopeScaling", "ModelConfig", "ModelConfigError", "parse_config", "read_config"]
@@ -19,15 +19,11 @@ def read_config(folder: str | Path) -> ModelConfig:
     """Return the ModelConfig of `folder`/config.json. Raises ModelConfigError naming the file."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return parse_config(read_json_object(path))
     except FileNotFoundError:
         raise ModelConfigError(f"{path}: no such file; expected a Hugging Face model folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelConfigError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelConfigError(f"{path}: expected a json object, found {type(raw).__name__}")
-    try:
-        return parse_config(raw)
+    except UntrustedFileError as error:
+        raise ModelConfigError(str(error)) from None
     except ModelConfigError as error:
         raise ModelConfigError(f"{path}: {error}") from None
 

@@ -34,7 +34,7 @@ MAY_IMPORT = {
 }
 ORDER = {
     "model_specs": (
-        "values",
+        "untrusted values",
         "moe rope",
         "config",
         "server_parts fits block_fp8",
