@@ -33,17 +33,17 @@ from core.config.base import ConfigError, Problem, host_section
 from core.config.checks import run_checks
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load_config
+from core.config.parsing.masking import masked_override
 from core.config.ray_address import RAY_ADDRESS, not_joined_note
 from core.config.rules import config_warnings
-from core.config.show import difference_line, help_text, ignored_lines, listing
-from core.earlier_runs import begins_anew, set_aside
+from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import kept_records, log_to_terminal
 from core.monitoring.worker_warnings import DRIVER_LOG
-from core.paths import RunningError, RunPaths, private_files, sole_run
 from core.processes.signals import begin_shutdown
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
-from core.run_record import command_line, how_to_continue, where_the_model_is, write_record
+from core.runs.paths import RunningError, RunPaths, begins_anew, private_files, set_aside, sole_run
+from core.runs.record import command_line, how_to_continue, where_the_model_is, write_record
 
 logger = logging.getLogger("quickstart")
 
@@ -104,7 +104,7 @@ def _main(argv: Sequence[str] | None) -> int:
             return _refuse(f"{key}: {wrong}; set it to a folder that you may write")
         for record in about_data:
             logging.getLogger(record.name).handle(record)
-        command = None if looks_only else command_line(argv)
+        command = None if looks_only else list(map(masked_override, command_line(argv)))
         return _start(arguments.experiment, loaded, paths, console, command, aside=aside, lacking=lacking)
 
 
@@ -186,7 +186,7 @@ def _start(
         logger.info("Dry run: every check%s passed; nothing was started.", " of the recipe" if lacking else "")
         return 0
     try:
-        changes = write_record(config, paths, command)
+        changes = write_record(config.NAME, recorded(config), paths, command)
     except OSError as error:
         logger.error("%s", could_not_write("the configuration", paths.logs, error))
         return FAILED
@@ -215,7 +215,7 @@ def _attempt(
     try:
         _run(config, paths, console, attempt)
         begin_shutdown()  # a signal changes nothing from here on
-        logger.info("Training is complete. %s", where_the_model_is(config, paths))
+        logger.info("Training is complete. %s", where_the_model_is(paths))
         return DONE
     except KeyboardInterrupt:
         return _interrupted(config, paths, attempt, command)

@@ -26,8 +26,8 @@ from core.config.checks import run_checks
 from core.config.experiments import ExperimentConfig
 from core.config.load import load_config as _load
 from core.monitoring.journal import read_rows
-from core.paths import RunPaths
 from core.processes.supervise import EXIT_CODES
+from core.runs.paths import RunPaths
 from rollout.plugins import python_path
 
 ConfigSource = str | Path | Mapping[str, Any]

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import yaml
 
-from core.launch.watchdog import shared_inodes, unused_shared_memory
 from core.monitoring.journal import read_rows
+from core.processes.watchdog import shared_inodes, unused_shared_memory
 from tools.demo.data import make_tokenizer, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]

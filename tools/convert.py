@@ -27,7 +27,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from allocation import ParallelLayout
 from allocation.grammar import parse_layout
-from core.recovery.manifest import MANIFEST, MARKER, DamagedError, verify
+from core.recovery.manifest import MANIFEST, DamagedError, verify
+from core.runs.checkpoints import MARKER
 from model_specs.hf_config import read_config
 from tools.arguments import program
 from tools.eval.engines import ENGINE_NAMES, default_engine, engine_folders

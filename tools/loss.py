@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.paths import step_file
+from core.runs.paths import step_file
 
 
 def _read(path: Path | None, run: Path | None, step: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from core.algorithms.base import FIELDS, Algorithm, Metrics, Objective, Pass
-from core.paths import step_file
+from core.runs.paths import step_file
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from core.config.base import Section, key, section
+from core.config.parsing.masking import masked_urls
 from core.config.ppo import PromptConfig
 from core.config.runtime import (
     DeadlineConfig,
@@ -15,7 +16,6 @@ from core.config.runtime import (
     MonitorConfig,
     WandBConfig,
 )
-from core.masking import masked_urls
 
 DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"

@@ -14,7 +14,7 @@ from core.config.ppo import (
     PromptAnswerDatasetConfig,
 )
 from core.data.offline import OfflineData
-from core.run_identity import RunIdentity
+from core.runs.checkpoints import RunIdentity
 from rollout.data.source import DataSource
 
 

@@ -30,7 +30,7 @@ from core.config.runtime import (
     SamplesConfig,
     WorkflowConfig,
 )
-from core.run_identity import RunIdentity
+from core.runs.checkpoints import RunIdentity
 from rollout.data.source import DataSource
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from allocation import DeviceChoice
 from core.config.base import Section, key, section
+from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
-from core.masking import MASK, is_secret, masked_urls
 from rollout.errors import OnError
 from rollout.inference.backend import FlagValue, Interrupt, Quantization, WeightFormat
 

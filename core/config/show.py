@@ -37,6 +37,14 @@ def listing(config: ExperimentConfig) -> str:
     return "\n".join(lines)
 
 
+def recorded(config: ExperimentConfig) -> dict[str, Any]:
+    """Return every key with its value, without secrets, so that it loads again as a configuration file."""
+    tree = config.masked().model_dump(mode="json", by_alias=True)
+    if any(section.device_mapping is not None for section in config.placed_roles.values()):
+        tree["allocation_mode"] = "manual"  # the roles' own mappings decide
+    return tree
+
+
 def _values(config: Section, prefix: str) -> Iterator[str]:
     for name, (attribute, info) in fields_by_key(type(config)).items():
         value = getattr(config, attribute)

@@ -10,20 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.earlier_runs import named_near_trials
 from core.monitoring.background import BackgroundTracker, Tracker
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink
 from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
-from core.run_identity import RunIdentity, ends_too_early, too_few_steps
-from core.run_record import saved_models
+from core.runs.checkpoints import RunIdentity, ends_too_early, named_near_trials, too_few_steps
+from core.runs.record import saved_models
 
 if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig
     from core.experiments.workers import TrainedEngines
-    from core.paths import RunPaths
+    from core.runs.paths import RunPaths
     from rollout.experience import Schedule
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_
 
 def rows_that_stay(start: Start) -> int:
     """Return the last step whose rows a run that begins at `start` keeps in its logs; -1: none, not even those of the
-    evaluation before the first step. What an earlier run wrote was set aside (core/earlier_runs.py)."""
+    evaluation before the first step. What an earlier run wrote was set aside (core/runs/paths.py)."""
     return -1 if start.checkpoint is None else start.state.step
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from core.config.experiments import ExperimentConfig
     from core.experiments.workers import TrainedEngines
-    from core.paths import RunPaths
     from core.processes.supervise import Attempt
+    from core.runs.paths import RunPaths
     from rollout.experience import Schedule
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.config.experiments import DPOConfig
-    from core.paths import RunPaths
     from core.processes.supervise import Attempt
+    from core.runs.paths import RunPaths
     from mcore_adapter.data.batch import PackedBatch
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from core.algorithms.base import Algorithm
     from core.config.experiments import PPOMATHConfig
     from core.monitoring.monitor import Monitor
-    from core.paths import RunPaths
     from core.processes.supervise import Attempt
     from core.rollout_settings import DataFacts
+    from core.runs.paths import RunPaths
     from core.weight_sync.base import RunPush
     from rollout.experience import Schedule
 

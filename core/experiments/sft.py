@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from allocation import Allocation
     from core.config.experiments import DPOConfig, SFTConfig
     from core.config.models import ModelTrainEvalConfig
-    from core.paths import RunPaths
     from core.processes.supervise import Attempt
+    from core.runs.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 

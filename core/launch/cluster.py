@@ -26,12 +26,12 @@ from core.config.push import SHARED_MEMORY_NAMES
 from core.errors import LaunchError, first_line
 from core.launch.connection import join, start_own
 from core.launch.wait import Waiter
-from core.launch.watchdog import start_watchdog
-from core.meeting import LOOPBACK
 from core.monitoring.logs import worker_environment
 from core.monitoring.worker_warnings import WorkerWarnings
+from core.processes.meeting import LOOPBACK
 from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import collect_stacks
+from core.processes.watchdog import start_watchdog
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
 from rollout.plugins import python_path
 

@@ -20,9 +20,9 @@ from core.data.rank_batch import RankBatch
 from core.data.wire import bucket_to_wire
 from core.errors import first_line
 from core.launch.store import fetch, place
-from core.meeting import Meeting, MeetingPoint, join_store
 from core.monitoring.logs import log_to_file
 from core.monitoring.memory import TRAINER, TRAINER_GPU, peak_gib
+from core.processes.meeting import Meeting, MeetingPoint, join_store
 from core.processes.stacks import forget_modules
 from core.weight_sync.servers import make_sender
 from mcore_adapter.device import get_device

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from allocation import ParallelLayout
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Ref, StoredBatch, StoredFields
-    from core.meeting import MeetingPoint
+    from core.processes.meeting import MeetingPoint
     from core.weight_sync.buckets import SendReport
     from core.weight_sync.servers import SenderPlan
     from mcore_adapter.data.planner import Planner

@@ -13,8 +13,8 @@ from typing import IO
 
 from rich.console import Console
 
-from core.paths import PRIVATE
 from core.processes.stacks import register_process
+from core.runs.paths import PRIVATE
 from tracing import record_worker
 
 LEVEL = "SLIPSTREAM_LOG_LEVEL"

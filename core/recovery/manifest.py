@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from core.runs.checkpoints import MARKER
+
 MANIFEST = "manifest.json"
-MARKER = "COMMITTED"
 _BLOCK_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _DIGEST_BYTES = 16

@@ -30,7 +30,7 @@ from core.errors import LaunchError, could_not_write, first_line, is_of_disk
 from core.processes.signals import raise_if_interrupted
 from core.recovery.manifest import DamagedError, move_into_place, seal, verify
 from core.recovery.plain_state import StateError, read_state, write_state
-from core.run_identity import RunIdentity, cannot_continue, read_run, recover_checkpoints
+from core.runs.checkpoints import RunIdentity, cannot_continue, read_run, recover_checkpoints
 from tracing import add_span
 
 logger = logging.getLogger(__name__)

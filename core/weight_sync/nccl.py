@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from core.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
+from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
 from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings, SendReport
 from core.weight_sync.calls import SENDER, Deadline, call_all, in_background
 from core.weight_sync.comparing import Sent, compare_checksums

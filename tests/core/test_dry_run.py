@@ -14,9 +14,9 @@ import pytest
 
 from core.config.checks import host, run_checks
 from core.config.load import load_config
-from core.paths import RunPaths
 from core.quickstart import main
 from core.recovery.plain_state import write_state
+from core.runs.paths import RunPaths
 from helpers.config_inputs import write_prompts, write_run
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset

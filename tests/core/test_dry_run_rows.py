@@ -15,9 +15,9 @@ from core.config.checks import run_checks
 from core.config.file_experiments import offline_data
 from core.config.load import load_config
 from core.data import offline
-from core.paths import RunPaths
 from core.quickstart import main
 from core.recovery.plain_state import write_state
+from core.runs.paths import RunPaths
 from core.schedule import schedule_from_control
 from rollout.data.source import DatasetError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from core import quickstart
-from core.paths import RunPaths
 from core.processes.before_start import end_at_signals
+from core.runs.paths import RunPaths
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 ROOT = Path(__file__).parents[2]

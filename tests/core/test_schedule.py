@@ -11,7 +11,7 @@ from core.experiments.common import Start, check_ends_later, fit_to_schedule, ro
 from core.monitoring.monitor import StepTimer
 from core.periodic import Actions, PeriodicActions
 from core.recovery.recover import RunState
-from core.run_identity import RunIdentity
+from core.runs.checkpoints import RunIdentity
 from core.schedule import DueTimer, Frequency, schedule_from_control
 from rollout.experience import Schedule
 

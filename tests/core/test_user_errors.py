@@ -16,8 +16,8 @@ from core import quickstart
 from core.config.load import load_config
 from core.errors import what_user_code_raised
 from core.launch.wait import as_driver_sees
-from core.paths import RunPaths
 from core.processes.supervise import FAILED, Attempt
+from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from rollout.plugins import user_frame
 

@@ -36,7 +36,7 @@ from core.monitoring.samples import Sample
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunState
-from core.run_identity import RunIdentity
+from core.runs.checkpoints import RunIdentity
 from core.step_batch import BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.base import PushReport

@@ -17,7 +17,7 @@ from core.config.base import ConfigError, fields_by_key
 from core.config.experiments import EXPERIMENTS
 from core.config.load import load_config
 from core.config.parsing.yaml_tree import read_yaml
-from core.run_record import CONFIG
+from core.runs.record import CONFIG
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.source import DataSource, Fields
 from rollout.plugins import PluginError, load_plugin

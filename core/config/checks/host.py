@@ -21,7 +21,7 @@ from core.config.base import Problem
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.ray_address import connection_error, joined_cluster
 from core.config.runtime import NOT_IN_A_RUN
-from core.paths import RunPaths
+from core.runs.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS

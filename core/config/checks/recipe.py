@@ -19,9 +19,18 @@ from core.config.file_experiments import offline_data
 from core.config.models import ModelUse
 from core.config.unused import keys_of_conversations, not_used
 from core.data.offline import open_sample, report_steps
-from core.earlier_runs import has_checkpoint, is_checkpoint, named_near_trials
-from core.paths import RunPaths
-from core.run_identity import CONFIG_KEYS, cannot_continue, read_run, read_stream, recover_checkpoints, too_few_steps
+from core.runs.checkpoints import (
+    CONFIG_KEYS,
+    cannot_continue,
+    has_checkpoint,
+    is_checkpoint,
+    named_near_trials,
+    read_run,
+    read_stream,
+    recover_checkpoints,
+    too_few_steps,
+)
+from core.runs.paths import RunPaths
 from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from core.config.base import ConfigError, Problem
-from core.masking import masked_override
+from core.config.parsing.masking import masked_override
 
 _MAX_NODES = 100_000
 """Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""

@@ -13,7 +13,7 @@ import pytest
 
 from core.config.checks import run_checks
 from core.config.load import load_config
-from core.paths import RunPaths
+from core.runs.paths import RunPaths
 from helpers.config_inputs import (
     SMALLEST_PPO,
     TINY_CONFIG,

@@ -14,7 +14,7 @@ from core.config.load import load_config
 from core.config.models import ModelFamily
 from core.config.show import help_text, listing
 from core.experiments import common as run
-from core.paths import RunPaths
+from core.runs.paths import RunPaths
 from helpers.config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 from model_specs.families import FAMILIES
 

@@ -22,7 +22,7 @@ from core.config.rules import config_warnings
 from core.config.unused import unused_keys
 from core.data import answers, offline, preferences
 from core.experiments import common, context, ppo, sft, workers
-from core.paths import RunPaths
+from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
 from rollout.data import tokenizer
 

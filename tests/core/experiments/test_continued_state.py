@@ -14,10 +14,10 @@ from rich.console import Console
 from core.config.load import load_config
 from core.experiments import context
 from core.experiments.common import Start
-from core.paths import RunPaths
 from core.processes.supervise import Attempt
 from core.recovery.plain_state import write_state
 from core.recovery.recover import RecoverError, RecoverStore, RunState
+from core.runs.paths import RunPaths
 from helpers.config_inputs import write_run
 from tracing import record_spans
 

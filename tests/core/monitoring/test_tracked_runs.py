@@ -18,7 +18,7 @@ from core.experiments.common import open_trackers
 from core.monitoring.histogram import Histogram
 from core.monitoring.samples import Sample
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink, without_password
-from core.paths import RunPaths
+from core.runs.paths import RunPaths
 
 SAMPLE = Sample(
     step=3, query_id="q7", position=7, index=0, prompt="1+1=", answer="2 <end>", reward=1.0, finish_reason="stop",

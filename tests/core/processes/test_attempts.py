@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from core.launch.watchdog import unused_shared_memory
+from core.processes.watchdog import unused_shared_memory
 from helpers.runs import WITHOUT_GOODBYE, came_back, lost, metrics_of, ppo, process_of, wait_for_match
 
 ONE_RESTART = {"recover_mode": "auto", "recover_retries": 1}

@@ -16,9 +16,9 @@ import pytest
 from core import quickstart
 from core.config.load import load_config
 from core.errors import first_line
-from core.paths import RunPaths
 from core.processes.signals import Interrupts
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
+from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
 
 ROOT = Path(__file__).resolve().parents[3]

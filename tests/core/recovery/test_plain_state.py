@@ -12,7 +12,7 @@ import pytest
 
 from core.recovery.plain_state import StateError, read_state, write_state
 from core.recovery.recover import RecoverError, RecoverStore, RunState
-from core.run_identity import RunIdentity
+from core.runs.checkpoints import RunIdentity
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from core.recovery.recover import RecoverStore
-from core.run_identity import RunIdentity
+from core.runs.checkpoints import RunIdentity
 from helpers.commands import Command
 
 IDENTITY = RunIdentity(train_bs_n_seqs=4, group_size=2, n_nodes=1)

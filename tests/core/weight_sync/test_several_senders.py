@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.meeting import LOOPBACK, listen, served_store
+from core.processes.meeting import LOOPBACK, listen, served_store
 from core.weight_sync.buckets import SenderSettings, SendReport
 from core.weight_sync.comparing import Sent
 from core.weight_sync.errors import PushError

@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 
 from core.monitoring.journal import read_rows
-from core.paths import step_file
 from core.processes.stacks import FOLDER
+from core.runs.paths import step_file
 from tools.bench.gpu import Scene
 from tools.bench.gpu_runs import command
 from tools.bench.whole.size import RECIPE

@@ -9,13 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from core import earlier_runs
-from core.earlier_runs import begins_anew, near_trials, set_aside
 from core.experiments.common import Start, find_start
-from core.paths import RunningError, RunPaths, sole_run
-from core.recovery import manifest
 from core.recovery.recover import RecoverStore
-from core.run_identity import RunIdentity
+from core.runs.checkpoints import RunIdentity, near_trials
+from core.runs.paths import RunningError, RunPaths, begins_anew, set_aside, sole_run
 from helpers.fake_training import Answer, Step, recover_store, train
 
 WHEN = 1_700_000_000.0
@@ -142,7 +139,3 @@ def test_a_trial_without_a_checkpoint_continues_from_that_of_another_one(tmp_pat
     for wrong in (tmp_path / "none", tmp_path / "other"):
         with pytest.raises(ValueError, match=f"resume_from={wrong}: no recover checkpoint"):
             start("third", wrong)
-
-
-def test_a_checkpoint_is_known_by_the_file_that_completes_it() -> None:
-    assert earlier_runs._MARKER == manifest.MARKER

@@ -1,4 +1,6 @@
-"""Where a run writes, and that it is the only one that writes there. Every path of a run is under `fileroot`."""
+"""Where a run writes, and that it neither mixes with another run of its trial nor overwrites one. Every path of a run
+is under `fileroot`. Standard library only, as this happens before anything is started.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Protocol
+
+from core.runs.checkpoints import committed, has_checkpoint
 
 PRIVATE = 0o077
 """Mask of new files and folders: prompts, answers and states are their owner's."""
 RUNNING = ".running"
 """File in the log folder that a run holds a lock on."""
+_METRICS = "metrics.jsonl"
+_PUSHED = "push"
+"""In the folder of the models: weights on their way to the generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +96,62 @@ def sole_run(logs: Path, *, patience_seconds: float = 10.0) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+class RecoverKeys(Protocol):
+    """What the configuration of a run decides about its start."""
+
+    @property
+    def recovers(self) -> bool: ...
+
+    @property
+    def recover_mode(self) -> str: ...
+
+
+def begins_anew(keys: RecoverKeys, paths: RunPaths) -> bool:
+    """Return whether a run of this trial would begin at the first step where an earlier run has left results."""
+    if keys.recovers and (keys.recover_mode == "resume" or has_checkpoint(paths.recover)):
+        return False
+    return bool(_results(paths))
+
+
+def set_aside(paths: RunPaths) -> RunPaths:
+    """Give the earlier run of a trial a dated trial name: its logs, models and recover checkpoints. Return its folders.
+    Call it inside sole_run(). Raises OSError."""
+    newest = max(found.stat().st_mtime for found in _results(paths))
+    aside = _free_name(paths, datetime.fromtimestamp(newest).strftime("%Y%m%d-%H%M%S"))
+    for source, target in ((paths.checkpoints, aside.checkpoints), (paths.recover, aside.recover)):
+        if source.exists():
+            source.rename(target)
+    # Not the folder itself: it holds the lock of sole_run().
+    aside.logs.mkdir(exist_ok=True)
+    for entry in [entry for entry in paths.logs.iterdir() if entry.name != RUNNING]:
+        entry.rename(aside.logs / entry.name)
+    return aside
+
+
+def _free_name(paths: RunPaths, stamp: str) -> RunPaths:
+    """Return folders that do not exist, named after the trial and the time."""
+    number = 1
+    while True:
+        ending = f".{stamp}" if number == 1 else f".{stamp}-{number}"
+        found = RunPaths(
+            logs=paths.logs.with_name(paths.logs.name + ending),
+            checkpoints=paths.checkpoints.with_name(paths.checkpoints.name + ending),
+            recover=paths.recover.with_name(paths.recover.name + ending),
+        )
+        if not any(path.exists() for path in (found.logs, found.checkpoints, found.recover)):
+            return found
+        number += 1
+
+
+def _results(paths: RunPaths) -> list[Path]:
+    """Return what an earlier run has left that is worth keeping."""
+    metrics = paths.logs / _METRICS
+    found = [metrics] if metrics.exists() and metrics.stat().st_size else []
+    if paths.checkpoints.exists():
+        found += [model for model in paths.checkpoints.glob("*/*") if model.parent.name != _PUSHED]
+    return found + committed(paths.recover)
 
 
 def _user() -> str:

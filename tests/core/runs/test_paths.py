@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.paths import RunningError, sole_run
+from core.runs.paths import RunningError, sole_run
 
 
 def test_a_trial_runs_once_at_a_time(tmp_path: Path) -> None:

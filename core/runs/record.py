@@ -3,7 +3,7 @@
     {logs}/config.yaml     every key with its value; `--config` reads it
     {logs}/starts.jsonl    one row for each start of the trial: time, command line, folder, host, versions
 
-Secrets are masked in both.
+Callers pass configuration and command line with their secrets masked.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from core.masking import masked_override
-
-if TYPE_CHECKING:
-    from core.config.experiments import ExperimentConfig
-    from core.paths import RunPaths
+from core.runs.paths import RecoverKeys, RunPaths
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
 _MAX_CHANGES = 10
@@ -43,16 +39,15 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
     return [sys.executable, "-m", "core.quickstart", *argv]
 
 
-def write_record(config: ExperimentConfig, paths: RunPaths, command: Sequence[str]) -> list[str]:
-    """Write configuration, command line and versions; return what differs from the configuration of the last start, as
-    "key: before -> now". Raises OSError."""
+def write_record(experiment: str, now: Mapping[str, Any], paths: RunPaths, command: Sequence[str]) -> list[str]:
+    """Write the configuration `now` of an experiment, command line and versions; return what differs from the
+    configuration of the last start, as "key: before -> now". Raises OSError."""
     file = paths.logs / CONFIG
-    now = _plain(config)
     before = _read(file)
     with open(paths.logs / STARTS, "a", encoding="utf-8") as f:
         f.write(json.dumps(_start(command)) + "\n")
-    text = yaml.safe_dump(now, sort_keys=False, allow_unicode=True)
-    file.write_text(f"# {config.NAME}: every key of the newest start of this trial\n{text}", encoding="utf-8")
+    text = yaml.safe_dump(dict(now), sort_keys=False, allow_unicode=True)
+    file.write_text(f"# {experiment}: every key of the newest start of this trial\n{text}", encoding="utf-8")
     if before is None:
         return []
     old, new = dict(_leaves(before)), dict(_leaves(now))
@@ -61,20 +56,18 @@ def write_record(config: ExperimentConfig, paths: RunPaths, command: Sequence[st
     return changed[:_MAX_CHANGES] + more
 
 
-def how_to_continue(config: ExperimentConfig, paths: RunPaths, command: Sequence[str]) -> str:
+def how_to_continue(keys: RecoverKeys, paths: RunPaths, command: Sequence[str]) -> str:
     """Return what a user does to continue an interrupted run: the command, or why there is none."""
     model = newest_model(paths)
-    if config.recovers:
-        return f"Continue with: {shlex.join(map(masked_override, _lasting(command, paths)))}"
+    if keys.recovers:
+        return f"Continue with: {shlex.join(_lasting(command, paths))}"
     if model is not None:
-        return f"recover_mode={config.recover_mode}: there is no checkpoint to continue from. The model is in {model}"
-    return f"recover_mode={config.recover_mode}: nothing was saved"
+        return f"recover_mode={keys.recover_mode}: there is no checkpoint to continue from. The model is in {model}"
+    return f"recover_mode={keys.recover_mode}: nothing was saved"
 
 
-def where_the_model_is(config: ExperimentConfig, paths: RunPaths) -> str:
+def where_the_model_is(paths: RunPaths) -> str:
     """Return the folder of the newest saved model as a sentence."""
-    if config.exp_ctrl.benchmark_steps is not None:
-        return "No model was saved: exp_ctrl.benchmark_steps is set."
     model = newest_model(paths)
     return f"No model was saved below {paths.checkpoints}." if model is None else f"The model is in {model}"
 
@@ -100,13 +93,6 @@ def _models(engine: Path) -> Iterator[tuple[int, Path]]:
             yield int(name[1]), folder
 
 
-def _plain(config: ExperimentConfig) -> dict[str, Any]:
-    tree = config.masked().model_dump(mode="json", by_alias=True)
-    if any(section.device_mapping is not None for section in config.placed_roles.values()):
-        tree["allocation_mode"] = "manual"  # the roles' own mappings decide
-    return tree
-
-
 def _read(file: Path) -> dict[str, Any] | None:
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -126,7 +112,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _start(command: Sequence[str]) -> dict[str, Any]:
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(map(masked_override, command)),
+        "command": shlex.join(command),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "python": platform.python_version(),

@@ -12,9 +12,10 @@ import pytest
 from core import quickstart
 from core.config.experiments import ExperimentConfig
 from core.config.load import load_config
-from core.paths import RunPaths
+from core.config.show import recorded
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
-from core.run_record import command_line, how_to_continue, write_record
+from core.runs.paths import RunPaths
+from core.runs.record import command_line, how_to_continue, write_record
 from helpers.config_inputs import write_run
 
 
@@ -33,7 +34,7 @@ def saved(folder: Path, engine: str, name: str) -> None:
 def test_the_recorded_configuration_starts_the_same_run(tmp_path: Path) -> None:
     write_run(tmp_path)
     config, paths = loaded(tmp_path, "group_size=2", "actor.optimizer.lr=1e-5", "staleness.max_staleness=3")
-    assert write_record(config, paths, ["python"]) == []
+    assert write_record("ppo-math", recorded(config), paths, ["python"]) == []
     again = load_config("ppo-math", paths.logs / "config.yaml", []).config
     assert again.model_dump() == config.model_dump()
 
@@ -42,34 +43,37 @@ def test_roles_with_slots_of_their_own_are_recorded_so_that_they_load(tmp_path: 
     write_run(tmp_path)
     mapped = ["actor_gen.device_mapping='[0]'", "actor_train.device_mapping='[1]'"]
     config, paths = loaded(tmp_path, *mapped)
-    write_record(config, paths, ["python"])
+    write_record("ppo-math", recorded(config), paths, ["python"])
     again = load_config("ppo-math", paths.logs / "config.yaml", []).config
     assert again.actor_gen == config.actor_gen and again.actor_train == config.actor_train
 
 
-def test_every_start_has_its_command_line_and_versions_and_no_secret(tmp_path: Path) -> None:
-    write_run(tmp_path)
+def test_every_start_has_its_command_line_and_versions_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path)
     overrides = ["external_configs.envs={MY_TOKEN: hunter2}", "external_configs.envs.MY_KEY=hunter2"]
-    config, paths = loaded(tmp_path, overrides[0])
-    for trial in ("first one", "second"):
-        write_record(config, paths, ["python", "-m", "core.quickstart", trial, *overrides])
-    starts = [json.loads(line) for line in (paths.logs / "starts.jsonl").read_text().splitlines()]
+    monkeypatch.setattr(quickstart, "run_attempts", lambda *args, **settings: DONE)
+    for _ in range(2):
+        assert quickstart.main(["ppo-math", "--config", str(run), *overrides]) == DONE
+    (logs,) = (tmp_path / "out" / "logs").glob("*/*/one")
+    starts = [json.loads(line) for line in (logs / "starts.jsonl").read_text().splitlines()]
     masked = "'external_configs.envs=***' 'external_configs.envs.MY_KEY=***'"
-    assert [row["command"] for row in starts] == [
-        f"python -m core.quickstart 'first one' {masked}", f"python -m core.quickstart second {masked}"
-    ]  # fmt: skip
+    assert [row["command"].partition("core.quickstart ")[2] for row in starts] == [
+        f"ppo-math --config {run} {masked}"
+    ] * 2
     assert {"torch", "ray", "numpy"} <= starts[0]["versions"].keys() and starts[0]["folder"] == str(Path.cwd())
-    assert all("hunter2" not in file.read_text() for file in paths.logs.iterdir())
+    assert all("hunter2" not in file.read_text() for file in logs.iterdir())
 
 
 def test_what_changed_since_the_last_start_is_returned(tmp_path: Path) -> None:
     write_run(tmp_path)
     config, paths = loaded(tmp_path)
-    write_record(config, paths, ["python"])
-    assert write_record(config, paths, ["python"]) == []
+    write_record("ppo-math", recorded(config), paths, ["python"])
+    assert write_record("ppo-math", recorded(config), paths, ["python"]) == []
     config, paths = loaded(tmp_path, "actor.optimizer.lr=1e-3")
     before = loaded(tmp_path)[0].actor.optimizer.lr  # type: ignore[union-attr]
-    assert write_record(config, paths, ["python"]) == [f"actor.optimizer.lr: {before} -> 0.001"]
+    assert write_record("ppo-math", recorded(config), paths, ["python"]) == [f"actor.optimizer.lr: {before} -> 0.001"]
 
 
 def attempt(
@@ -80,7 +84,7 @@ def attempt(
             raise error
 
     monkeypatch.setattr(quickstart, "_run", run)
-    words = ["python", "-m", "core.quickstart", "ppo-math", "--config", "my run.yaml", "seed=3", "x.API_KEY=hunter2"]
+    words = ["python", "-m", "core.quickstart", "ppo-math", "--config", "my run.yaml", "seed=3", "x.API_KEY=***"]
     return quickstart._attempt(config, paths, None, Attempt(), words)  # type: ignore[arg-type]
 
 

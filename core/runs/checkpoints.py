@@ -1,10 +1,14 @@
-"""What must be the same for a run to continue from a recover checkpoint, and where checkpoints are found.
+"""Recover checkpoints of a trial as files, before anything is started: which there are, and which run wrote them.
 
-{fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/run.json
+    {fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/run.json     identity and state of the run
+                                                                 COMMITTED    written last (core/recovery/manifest.py)
+
+Standard library only.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -21,6 +25,8 @@ CONFIG_KEYS = {
 """Field of RunIdentity -> the key that sets it."""
 
 _NAME = re.compile(r"globalstep(\d+)")
+MARKER = "COMMITTED"
+"""What appears last in a recover checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,36 @@ def recover_checkpoints(folder: Path) -> list[Path]:
         return []
     named = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(named)]
+
+
+def has_checkpoint(recover: Path) -> bool:
+    """Return whether a trial, by its folder `recover`, has a recover checkpoint that was written to its end."""
+    return bool(committed(recover))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a recover checkpoint that was written to its end."""
+    return (folder / MARKER).exists()
+
+
+def committed(recover: Path) -> list[Path]:
+    """Return the marker files of the recover checkpoints that were written to their end."""
+    return list(recover.glob(f"globalstep*/{MARKER}"))
+
+
+def near_trials(recover: Path) -> list[str]:
+    """Return the trials of the user, as experiment/trial, that have a recover checkpoint and a name like that of the
+    folder `recover`; the most similar first."""
+    user = recover.parent.parent
+    others = [trial for trial in user.glob("*/*") if trial != recover and has_checkpoint(trial)]
+    names = [f"{trial.parent.name}/{trial.name}" for trial in others]
+    return difflib.get_close_matches(f"{recover.parent.name}/{recover.name}", names, n=3, cutoff=0.6)
+
+
+def named_near_trials(recover: Path) -> str:
+    """Return near_trials() as a message names them, in brackets; empty where there are none."""
+    near = near_trials(recover)
+    return f" (trials with one: {', '.join(near)})" if near else ""
 
 
 def read_run(checkpoint: Path) -> tuple[RunIdentity, Mapping[str, object]]:

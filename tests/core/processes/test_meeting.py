@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 import pytest
 import torch.distributed as dist
 
-from core.meeting import LOOPBACK, Gate, Meeting, MeetingPoint, _introduce, from_hosts, join_store, listen
+from core.processes.meeting import LOOPBACK, Gate, Meeting, MeetingPoint, _introduce, from_hosts, join_store, listen
 
 ELSEWHERE = "127.0.0.2"
 """Another address of this machine, which a listener on 127.0.0.1 does not have."""

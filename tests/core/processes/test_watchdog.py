@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from core.launch import watchdog
-from core.launch.watchdog import shared_inodes, state_of, unused_shared_memory
+from core.processes import watchdog
+from core.processes.watchdog import shared_inodes, state_of, unused_shared_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -10,9 +10,9 @@ import pytest
 
 from core.config.base import ConfigError
 from core.config.load import load_config
+from core.config.parsing.masking import is_secret, masked_override, masked_urls
 from core.config.show import listing
-from core.masking import is_secret, masked_override, masked_urls
-from core.paths import RunPaths, private_files, sole_run
+from core.runs.paths import RunPaths, private_files, sole_run
 from helpers.config_inputs import PPO_7B_128_GPUS
 
 
