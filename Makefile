@@ -23,7 +23,7 @@ help:
 	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (6 to 9 minutes)"
 	@echo "make test   run the test suite (PYTEST_ARGS='tests/rollout' for a part)"
 	@echo "make quick  run the tests that start neither Ray nor trainer ranks"
-	@echo "make mutants  put bugs into copies of the source and check that the tests notice (docs/testing.md)"
+	@echo "make mutants  break promises and changed lines on purpose and run the tests (docs/testing.md)"
 	@echo "make nightly  what continuous integration leaves out; writes its results into docs/testing.md"
 	@echo "make lint   ruff and mypy"
 	@echo "make setup  only create $(VENV)"
@@ -40,6 +40,7 @@ quick: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
+	$(BIN)/python -m tools.mutants --changed main
 
 nightly: $(STAMP)
 	$(BIN)/python -m tools.nightly --write

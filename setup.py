@@ -44,6 +44,7 @@ EXTRAS = {
         "scipy>=1.14,<2",
         "ruff==0.17.5",
         "mypy==2.4.1",
+        "cosmic-ray==8.7.0",
         "types-PyYAML>=6,<7",
         "types-psutil>=6,<8",
         "wandb>=0.19,<1",

@@ -85,7 +85,7 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.learning", "--output /tmp --jobs 0", "argument --jobs: 0 must be at least 1"),
         ("tools.loss", "/no/file", "No such file or directory: '/no/file'"),
         ("tools.loss", "--from-run /tmp/none --step 3", "0 files of step 3 below this folder, expected 1"),
-        ("tools.mutants.__main__", "--ids no-such-mutant", "no entry matches --ids, --area and --quick"),
+        ("tools.mutants.__main__", "--ids no-such-mutant", "no entry matches --ids and --area"),
         ("tools.nightly", "--parts none", "argument --parts: invalid choice: 'none'"),
         ("tools.samples", "/no/run --limit -1", "argument --limit: -1 must be at least 0"),
         ("tools.samples", "/no/run", "/no/run: no samples.jsonl there or below"),

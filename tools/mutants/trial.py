@@ -1,33 +1,40 @@
-"""Run tests in a copy of the tree and judge from the result whether they notice a bug."""
+"""Run tests in a copy of the source tree and judge from the result whether they notice a bug."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tools.mutants.catalogue import Mutant
-from tools.mutants.copies import applied
 
-Outcome = Literal["killed", "killed by timeout", "survived", "error"]
-KILLED: frozenset[Outcome] = frozenset({"killed", "killed by timeout"})
+Outcome = Literal["killed", "survived", "gone", "error"]
 _TESTS_FAILED = 1
-_MARGIN = 4
-"""A timeout counts as a kill if the tests without the bug take at most the limit divided by this."""
 _BROKEN = re.compile(r"^E +(?:\w+\.)*(NameError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError)\b", re.M)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the tests did with one bug."""
+
+    mutant: Mutant
+    outcome: Outcome
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TestRun:
-    """One run of pytest; `code` is None when it exceeded the limit."""
+    """The result of one run of pytest; `code` is None when it exceeded the limit."""
 
     code: int | None
-    seconds: float
     output: str
 
     __test__ = False
@@ -39,81 +46,79 @@ class TestRun:
     @property
     def tail(self) -> str:
         """The last lines, with the reason."""
-        lines = [line for line in self.output.splitlines() if line.strip()]
-        return "\n".join(lines[-8:])
+        return "\n".join([line for line in self.output.splitlines() if line.strip()][-8:])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the tests did with one bug."""
-
-    mutant: Mutant
-    outcome: Outcome
-    seconds: float
-    detail: str = ""
-
-
-class Tree:
-    """A copy of the source with a process that runs tests in it, one selection at a time. Use as a context manager."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._output = folder.with_suffix(".output")
-
-    def __enter__(self) -> Tree:
-        # As many threads as the machine has cores, in as many copies, would wait for each other.
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("warm.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=self.folder,
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._process.terminate()  # it ends the tests that run
-        self._process.communicate()
-
-    def run(self, tests: tuple[str, ...], limit_seconds: float) -> TestRun:
-        """Run the tests one after the other, up to the first failure."""
-        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
-        job = {"tests": tests, "tree": str(self.folder), "output": str(self._output), "limit_seconds": limit_seconds}
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the process that runs the tests in {self.folder} exited; its message is above")
-        output = self._output.read_text(encoding="utf-8", errors="replace")
-        return TestRun(**json.loads(answer), output=output)
+def copy_tree(root: Path, target: Path) -> Path:
+    """Copy the files that git lists to the new folder `target` and return it; link the environment."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (root / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, target / name)
+    if (root / ".venv").exists():
+        (target / ".venv").symlink_to((root / ".venv").resolve())
+    return target
 
 
-def judge(mutant: Mutant, run: TestRun, *, baseline_seconds: float, limit_seconds: float) -> Verdict:
-    """Return what a run of the tests with the bug shows: a failed test kills; other exit codes but 0 are errors."""
+def environment(tree: Path) -> dict[str, str]:
+    """Return the variables of a process that runs tests in `tree`: its source comes before an installed one.
 
-    def verdict(outcome: Outcome, detail: str = "") -> Verdict:
-        return Verdict(mutant=mutant, outcome=outcome, seconds=run.seconds, detail=detail)
+    Nothing is compiled to files: Python would overlook a bug of equal length that was put in within a second.
+    """
+    return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
-    if run.code is None:
-        if baseline_seconds * _MARGIN <= limit_seconds:
-            return verdict("killed by timeout")
-        return verdict(
-            "error",
-            f"the limit of {limit_seconds:.0f} s is too short for tests that take {baseline_seconds:.0f} s without the "
-            f"bug: give --timeout {baseline_seconds * _MARGIN:.0f} or more, or choose cheaper tests",
-        )
+
+def pytest_command(tests: Sequence[str]) -> list[str]:
+    """Return the command that runs `tests` in one process up to the first failure."""
+    return [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+
+
+def run_tests(tests: Sequence[str], tree: Path, limit_seconds: float) -> TestRun:
+    """Run the tests in `tree`; kill them and what they started at the limit."""
+    process = subprocess.Popen(
+        pytest_command(tests),
+        cwd=tree,
+        env=environment(tree),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        return TestRun(code=None, output="")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return TestRun(code=process.returncode, output=output)
+
+
+@contextmanager
+def applied(mutant: Mutant, tree: Path) -> Iterator[None]:
+    """Put the bug into the tree, and take it out at the end."""
+    path = tree / mutant.file
+    original = path.read_text(encoding="utf-8")
+    try:
+        path.write_text(original.replace(mutant.find, mutant.replace), encoding="utf-8")
+        yield
+    finally:
+        path.write_text(original, encoding="utf-8")
+
+
+def try_mutant(mutant: Mutant, tree: Path, *, limit_seconds: float) -> Verdict:
+    """Run the tests of a bug in the tree with the bug: only a test that fails, or never ends, kills it."""
+    if reason := mutant.missing(tree):
+        return Verdict(mutant=mutant, outcome="gone", detail=reason)
+    with applied(mutant, tree):
+        run = run_tests(mutant.tests, tree, limit_seconds)
     if run.code == 0:
-        return verdict("survived")
-    broken = _BROKEN.search(run.output)
-    if run.code == _TESTS_FAILED and (broken is None or mutant.imports_fail):
-        return verdict("killed")
-    if mutant.imports_fail and broken is not None:
-        return verdict("killed")
-    if broken is not None:
-        return verdict("error", f"the tests ended with {broken.group(1)}: the change is not a bug but a typing error")
-    return verdict("error", f"pytest ended with exit code {run.code}, not with a failed test:\n{run.tail}")
-
-
-def try_mutant(mutant: Mutant, tree: Tree, *, baseline_seconds: float, limit_seconds: float) -> Verdict:
-    """Put the bug into the tree, run its tests, take the bug out. Raises CatalogueError."""
-    with applied(mutant, tree.folder):
-        run = tree.run(mutant.tests, limit_seconds)
-    return judge(mutant, run, baseline_seconds=baseline_seconds, limit_seconds=limit_seconds)
+        return Verdict(mutant=mutant, outcome="survived", detail=f"write a test: {' '.join(mutant.tests)} passed")
+    if broken := _BROKEN.search(run.output):
+        return Verdict(mutant=mutant, outcome="error", detail=f"the bug is a typing error: {broken.group(1)}")
+    if run.code in (_TESTS_FAILED, None):
+        return Verdict(mutant=mutant, outcome="killed")
+    return Verdict(mutant=mutant, outcome="error", detail=f"pytest ended with exit code {run.code}:\n{run.tail}")
