@@ -12,7 +12,7 @@ import pytest
 
 from tools.mutants import __main__ as command
 from tools.mutants.catalogue import CatalogueError, Mutant, load, select
-from tools.mutants.changed import changed_files, mutate, mirror_of
+from tools.mutants.changed import changed_files, mirror_of, mutate
 from tools.mutants.trial import TestRun, Verdict, copy_tree, run_tests, try_mutant
 
 ROOT = Path(__file__).resolve().parents[2]
