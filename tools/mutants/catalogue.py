@@ -1,4 +1,4 @@
-"""The promises of tests/mutants.toml: what each one says, a bug that breaks it, and the tests that must notice."""
+"""The promises of tests/mutants.toml, each with a bug that breaks it and the tests that must fail then."""
 
 from __future__ import annotations
 
