@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias
 
 import ray
 
 from core.launch.cluster import Cluster
+from core.launch.remote import P, R, Remote
 from core.launch.rollout_actor import RolloutActor
 
 if TYPE_CHECKING:
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
     from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Method = Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]]
-"""A method of the actor. Calls name it as RolloutActor.take, so that arguments and results are checked."""
-
 
 ScoredBatch: TypeAlias = "tuple[ObjectRef[StoredFields], Scored]"
 """A reference to what the ranks train on, and what the driver reports."""
@@ -53,21 +48,16 @@ class RolloutClient:
 
     def __init__(self, cluster: Cluster, generators: GeneratorPool, settings: RolloutSettings):
         self._cluster = cluster
-        self._actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators.actors, settings)
-        self._starting = self._send(RolloutActor.start)
+        actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators.actors, settings)
+        self._actor = Remote[RolloutActor](actor)
+        self._starting = self._actor.send(RolloutActor.start)
         self._announced: list[Any] = []
         self._taking: Sequence[Any] = ()
 
-    def _send(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Start a call and return its handle."""
-        return getattr(self._actor, method.__name__).remote(*args, **kwargs)
-
-    def _send_parts(self, count: int, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> Sequence[Any]:
-        """Start a call and return a handle of each of its results: those that the ranks get, and one to read here."""
-        return getattr(self._actor, method.__name__).options(num_returns=count).remote(*args, **kwargs)
-
-    def _call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self._wait_call(self._send(method, *args, **kwargs), method.__name__)
+    def _call(
+        self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        result: R = self._wait_call(self._actor.send(method, *args, **kwargs), method.__name__)
         return result
 
     def _wait_call(self, call: Any, phase: str) -> Any:
@@ -95,7 +85,7 @@ class RolloutClient:
     def take(self, request: BatchRequest, scoring: Scoring | None) -> None:
         """Let the rollout side choose and cut the next batch, oldest prompts first, and return at once. The batches
         before it count as consumed. `scoring`: compute the advantages too, which need no pass over the batch."""
-        self._taking = self._send_parts(3, RolloutActor.take, request, scoring)
+        self._taking = self._actor.send_parts(3, RolloutActor.take, request, scoring)
 
     def wait_taken(self, meanwhile: Callable[[], None]) -> Taken:
         """Return the batch of the last take(); waits until the staleness bound can be kept, and calls `meanwhile` about
@@ -109,12 +99,12 @@ class RolloutClient:
     def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> ScoredBatch:
         """Return a reference to the fields to train on of the batch of the last take(), and what the driver reports.
         `results`: those of each pass, as the ranks returned them."""
-        fields, rest = self._send_parts(2, RolloutActor.score, scoring, results)
+        fields, rest = self._actor.send_parts(2, RolloutActor.score, scoring, results)
         return fields, self._wait_call(rest, "score")
 
     def write_samples(self) -> None:
         """Let the samples of the batch of the last take() be written. Returns at once, as set_version()."""
-        self._announced.append(self._send(RolloutActor.write_samples))
+        self._announced.append(self._actor.send(RolloutActor.write_samples))
 
     def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:
         """Start sampling, from the beginning or from a recover checkpoint's state."""
@@ -123,7 +113,7 @@ class RolloutClient:
     def set_version(self, version: int) -> None:
         """Report that the generators now sample with this version, so that prompts are admitted. Returns at once; its
         error is raised by a later call, all of which wait for it but wait_taken()."""
-        self._announced.append(self._send(RolloutActor.set_version, version))
+        self._announced.append(self._actor.send(RolloutActor.set_version, version))
 
     def state_dict(self) -> object:
         return self._call(RolloutActor.state_dict)
@@ -134,7 +124,7 @@ class RolloutClient:
 
     def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
         """Return accuracy and completion length over the evaluation set. `meanwhile`: see wait_taken()."""
-        call = self._send(RolloutActor.evaluate)
+        call = self._actor.send(RolloutActor.evaluate)
         figures: dict[str, float] = self._wait_sampling(self._with_announced(call), "evaluate", meanwhile=meanwhile)
         return figures
 

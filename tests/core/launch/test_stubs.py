@@ -11,6 +11,7 @@ import pytest
 
 from core.launch.generator_actor import GeneratorActor
 from core.launch.generator_stub import GeneratorStub
+from core.launch.remote import Remote
 from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_rank import TrainerRank
@@ -67,7 +68,7 @@ def make(client: type, handle: Handle) -> Any:
         return [("facts", "figures")] * len(calls)
 
     made = object.__new__(client)
-    made._actor, made._starting, made._announced = handle, handle.start.remote(), []
+    made._actor, made._starting, made._announced = Remote(handle), handle.start.remote(), []
     deadlines = SimpleNamespace(call_seconds=1.0, batch_seconds=1.0)
     started = {"gather_started": lambda refs, **options: refs}
     made._cluster = SimpleNamespace(waiter=SimpleNamespace(gather=gather), deadlines=deadlines, **started)
