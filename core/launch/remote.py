@@ -1,4 +1,4 @@
-"""Typed calls of Ray actors: a call names the method of the actor's class, so that a type checker sees its arguments."""
+"""Typed calls of Ray actors: a call names a method of the actor's class, so that a type checker sees its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 class Remote(Generic[A]):
     """A Ray actor made of a plain class `A`: `Remote[A](handle).send(A.method, ...)`.
 
-    Where a method takes a value, a reference to it (ObjectRef) may be sent; give that parameter a type that allows both.
+    A reference (ObjectRef) may be sent in place of a value; give that parameter a type that allows both.
     """
 
     def __init__(self, handle: Any) -> None:
