@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -19,11 +19,6 @@ class Section(BaseModel):
     """Base of every section. Keys are field names, or the alias where a key is no Python name (`_class`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    IGNORED: ClassVar[Mapping[str, str]] = {}
-    """Key -> why it has no effect here. A key that is a section covers everything below it."""
-    FIXED: ClassVar[Mapping[str, tuple[tuple[str, ...], str]]] = {}
-    """Key -> (the values that are accepted, as text; why no other value is)."""
 
 
 def key(default: Any = ..., description: str = "", *, needs: str = "", **constraints: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from core.config.base import Section, key, section
 from core.config.parsing.masking import masked_urls
@@ -28,38 +27,6 @@ NO_SERVICES = "generators and rollout service are Ray actors of the run"
 
 class CommonExperimentConfig(Section):
     """Keys that every experiment has."""
-
-    RENAMED: ClassVar[Mapping[str, str]] = {
-        "cluster.fileroot": "external_configs.cluster_config.fileroot",
-        "workflow.prompt_template": "prompt.template",
-    }
-    """Other spellings of our keys, with the same meaning."""
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        "debug": "assertions are always on",
-        "metric_discovery_port": "metrics go to the log folder and to monitor.*",
-        "tensorboard": "TensorBoard files go to the log folder: see monitor.tensorboard",
-        "swanlab": "see monitor.* and wandb.*",
-        "recover_after": "a restart begins when all processes of the previous attempt have exited",
-        "cache_clear_freq": "Ray deletes batches that are no longer referenced",
-        "torch_cache_mysophobia": "device memory is managed by the engine",
-        "allocation_use_cache": "there is no allocation search",
-        "partition": _NO_SLURM,
-        "schedule_strategy": _NO_SLURM,
-        "image_name": _NO_SLURM,
-        "nodelist": _NO_SLURM,
-        "exclude": _NO_SLURM,
-        "cpus_per_master_worker": NO_LIMITS,
-        "mem_per_master_worker": NO_LIMITS,
-        "cpus_per_model_worker": NO_LIMITS,
-        "mem_per_model_worker": NO_LIMITS,
-        "ray_temp_path": "Ray uses its default folder",
-        "cluster": "determined by the Ray cluster",
-        "auto_eval_config": "see evaluation.*",
-    }
-    FIXED: ClassVar[Mapping[str, tuple[tuple[str, ...], str]]] = {
-        "auto_eval": (("false",), "set exp_ctrl.eval_freq_* and evaluation.path"),
-        "ignore_worker_error": (("false",), "a failed worker ends the attempt; recover_mode=auto starts another one"),
-    }
 
     experiment_name: str = key(description="Name of the experiment; part of every output path", pattern=_NAME)
     trial_name: str = key(description="Name of the trial; part of every output path", pattern=_NAME)

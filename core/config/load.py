@@ -17,10 +17,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from core.config.base import ConfigError, Problem, Section, all_keys, default_of, fields_by_key, sub_section
+from core.config.dialects.areal_v02 import translate
+from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
-from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, move, read_yaml
+from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
 from core.config.rules import check_rules
 
 
@@ -49,11 +51,11 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
     replaced: list[Problem] = []
     for override in overrides:
         problems += apply_override(tree, override, replaced)
-    problems += [p for old, new in model.RENAMED.items() if (p := move(tree, old, new))]
-
-    binder = _Binder(model, tree)
+    as_given = copied(tree)
+    ignored, wrong = translate(tree, model)
+    binder = _Binder(model, tree, as_given)
     values = binder.bind()
-    problems += binder.problems
+    problems += wrong + binder.problems
     config, found = _validate(model, values, binder.sources, str(path or ""))
     problems += found
     bad = {p.key for p in problems} | binder.meant
@@ -62,7 +64,9 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
             problems.append(Problem(key=rule.keys[0], message=rule.message, where=_where(binder.sources, rule.keys[0])))
     if problems:
         raise ConfigError(sorted(problems, key=_line))
-    return LoadedConfig(config=config, ignored=tuple(binder.ignored), replaced=tuple(replaced), sources=binder.sources)
+    return LoadedConfig(
+        config=config, ignored=tuple(sorted(ignored, key=_line)), replaced=tuple(replaced), sources=binder.sources
+    )
 
 
 def _where(sources: Mapping[str, str], key: str) -> str:
@@ -90,12 +94,12 @@ def _related(a: str, b: str) -> bool:
 class _Binder:
     """Walks the tree along the schema and collects plain values for pydantic."""
 
-    def __init__(self, model: type[Section], tree: Table) -> None:
+    def __init__(self, model: type[Section], tree: Table, as_given: Node) -> None:
+        """`as_given`: the tree with the keys of other trainers, which interpolations may refer to."""
         self._model = model
         self._tree = tree
-        self._interpolator = Interpolator(tree, self._default_node)
+        self._interpolator = Interpolator((tree, as_given), self._default_node)
         self.sources: dict[str, str] = {}
-        self.ignored: list[Problem] = []
         self.problems: list[Problem] = []
         self.meant: set[str] = set()
         """Keys that an unknown one stands close to: what they hold by default is not the user's setting."""
@@ -161,19 +165,15 @@ class _Binder:
         self.problems.append(Problem(key=path, message=message, where=_where(self.sources, path)))
 
     def _unknown(self, model: type[Section], name: str, node: Node, path: str) -> None:
-        if name in model.IGNORED:
-            self.ignored.append(Problem(key=path, message=model.IGNORED[name], where=node.where))
-        elif name in model.FIXED:
-            accepted, why = model.FIXED[name]
-            if not (isinstance(node, Scalar) and _is_one_of(node, accepted)):
-                message = f"must be {' or '.join(accepted)}, got {describe(node)}: {why}"
-                self.problems.append(Problem(key=path, message=message, where=node.where))
-        else:
-            known = _equivalent(name, path)
-            near = [] if known else difflib.get_close_matches(name, fields_by_key(model), n=1, cutoff=0.6)
-            self.meant.update(path.removesuffix(name) + meant for meant in near)
-            message = f"unknown key; {_suggestion(self._model, model, name, path)}"
-            self.problems.append(Problem(key=path, message=message, where=node.where))
+        known = hint(name, path)
+        if known is None and isinstance(node, Table) and any(f"{path}.{child}" in HINTS for child in node.children):
+            for child, value in node.children.items():
+                self._unknown(model, child, value, f"{path}.{child}")
+            return
+        near = [] if known else difflib.get_close_matches(name, fields_by_key(model), n=1, cutoff=0.6)
+        self.meant.update(path.removesuffix(name) + meant for meant in near)
+        message = f"unknown key; {_suggestion(self._model, model, name, path)}"
+        self.problems.append(Problem(key=path, message=message, where=node.where))
 
     def _default_node(self, key: str) -> Node:
         """Return the default of a dotted key, for references to keys that are not given. Raises InterpolationError."""
@@ -191,52 +191,11 @@ class _Binder:
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
 
 
-EQUIVALENTS = {
-    "batch_size": "write dataset.train_bs_n_seqs",
-    "buffer": "write dataset.* and staleness.*",
-    "checkpoint_root_dir": "write external_configs.cluster_config.fileroot",
-    "clip_ratio_high": "write algorithm.clip_high",
-    "clip_ratio_low": "write algorithm.clip_low",
-    "continue_from_checkpoint": "write recover_mode: auto continues, disabled begins anew",
-    "dataset.fields": "write dataset.prompt_field, chosen_field and rejected_field",
-    "enable_ray_timeline": "write monitor.timeline_mib, and see python -m tools.timeline",
-    "eps_clip_higher": "write algorithm.clip_high",
-    "evaluation": "write dataset.valid_path and exp_ctrl.eval_freq_*",
-    "explorer": "write generator.*",
-    "gradient_accumulation_steps": "write ppo.ppo_n_minibatches, the optimizer updates of a batch",
-    "log": "write monitor.log_level",
-    "log.level": "write monitor.log_level",
-    "model": "write actor (ref and critic for the other models)",
-    "num_return_sequences_in_group": "write group_size",
-    "per_device_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
-    "ppo_epochs": "write ppo.actor_sample_reuse",
-    "ppo_mini_batch_size": "write ppo.ppo_n_minibatches, the number of minibatches of a step",
-    "profiler_output_dir": "write monitor.timeline_mib, and see python -m tools.timeline",
-    "repeat_times": "write group_size",
-    "resume_from_path": "write resume_from",
-    "rollout_batch_size": "write dataset.train_bs_n_seqs",
-    "stages": "there are no stages; start one run after the other, with actor.path set to the model of the first",
-    "synchronizer": "write push.* and staleness.max_staleness",
-    "system_envs": "write external_configs.envs",
-    "trainer": "write actor.*, ppo.* and exp_ctrl.*",
-}
-"""Keys of other trainers by path or name -> what to write here; nearest names mislead where they are alike."""
-
-
-def _is_one_of(node: Scalar, accepted: Sequence[str]) -> bool:
-    return node.text.lower() in accepted or (node.is_null and "null" in accepted)
-
-
-def _equivalent(name: str, path: str) -> str | None:
-    """Return what to write for a key of another trainer. Single words mean it only at the top."""
-    return EQUIVALENTS.get(path) or (EQUIVALENTS.get(name) if "_" in name else None)
-
-
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:
     """Return the nearest known key: of the same section, of the same name elsewhere, or of a similar path."""
     if "." in name and path in all_keys(root):
         return f"write {name} as nested sections"
-    equivalent = _equivalent(name, path)
+    equivalent = hint(name, path)
     if equivalent is not None:
         return equivalent
     siblings = list(fields_by_key(model))

@@ -6,7 +6,7 @@ Key names and defaults follow the AReaL 0.2 schema that tutorials for this kind 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from core.config.base import Section, key, section
 from mcore_adapter.settings import Fp8Recipe
@@ -16,8 +16,6 @@ from rollout.inference.backend import FlagValue, WeightFormat
 
 class ModelFamily(Section):
     """Kind of a model."""
-
-    IGNORED = {"size": "the size is read from config.json"}
 
     family: str = key(
         "auto",
@@ -29,13 +27,6 @@ class ModelFamily(Section):
 
 class OptimizerConfig(Section):
     """Adam and its learning-rate schedule."""
-
-    IGNORED = {
-        "initial_loss_scale": "training runs in bfloat16 or float32, which need no loss scaling",
-        "min_loss_scale": "training runs in bfloat16 or float32, which need no loss scaling",
-        "loss_scale_window": "training runs in bfloat16 or float32, which need no loss scaling",
-        "hysteresis": "training runs in bfloat16 or float32, which need no loss scaling",
-    }
 
     type: Literal["adam", "empty"] = key("adam", "Optimizer; empty is for models that are not trained")
     lr: float = key(2e-5, "Learning rate after the warm-up", gt=0)
@@ -58,18 +49,6 @@ class OptimizerConfig(Section):
 
 class ModelTrainEvalConfig(Section):
     """One model: its weights, numeric format and optimizer."""
-
-    IGNORED = {
-        "vllm": "see generator.* and actor.sglang.*",
-        "megatron": "Megatron options are derived from the device and the layout",
-        "parallel": "the layout is part of allocation_mode",
-        "offload": "critic and reference on GPUs of the servers leave them while these sample; see optimizer.offload",
-        "zero_stage": "the distributed optimizer is always on",
-        "enable_fp16": "float16 is not supported; see bf16",
-        "enable_bf16": "the key is bf16",
-        "fp16": "float16 is not supported; see bf16",
-    }
-    FIXED = {"backend": (("megatron",), "Megatron is the training backend")}
 
     type: ModelFamily = section(ModelFamily, "Model family and head")
     path: str = key("", "Hugging Face model folder. ref and critic: empty means actor.path")
@@ -165,8 +144,6 @@ class ModelUse:
 class MicroBatchSpec(Section):
     """How a minibatch is cut into microbatches."""
 
-    IGNORED = {"n_mbs": "determined by max_tokens_per_mb"}
-
     max_tokens_per_mb: int | None = key(
         None,
         "Maximum tokens per microbatch, prompts included (on CPU a prompt shared by completions counts once). "
@@ -179,12 +156,6 @@ class MicroBatchSpec(Section):
 class GenerationRoleConfig(Section):
     """Where the generators run, if allocation_mode does not specify it."""
 
-    IGNORED = {
-        "mb_spec": "generators batch continuously: see generator.max_running",
-        "parallel": "the layout is part of allocation_mode, or the key layout next to device_mapping",
-        "device_mesh": "write device_mapping, or a per-role allocation_mode",
-    }
-
     device_mapping: str | list[int] | None = key(
         None, "Global GPU indices of the role, such as list(range(0,8)); replaces allocation_mode"
     )
@@ -196,7 +167,5 @@ class GenerationRoleConfig(Section):
 class MFCConfig(GenerationRoleConfig):
     """One use of a model (training or inference): microbatches, and where it runs if allocation_mode does not specify
     it."""
-
-    IGNORED: ClassVar = {name: why for name, why in GenerationRoleConfig.IGNORED.items() if name != "mb_spec"}
 
     mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Size of microbatches")

@@ -97,8 +97,6 @@ class PromptConfig(Section):
 class PromptOnlyDatasetConfig(DataSection):
     """Prompts to train on."""
 
-    IGNORED = {"fill_to_max_length": "batches are packed without padding"}
-
     path: str = key(description=f"Prompts: {PATH}")
     max_prompt_len: int = key(256, "Maximum tokens per prompt; longer prompts are skipped and counted", ge=1)
     train_bs_n_seqs: int = key(256, "Prompts per training step, with group_size completions each", ge=1, le=10**9)
@@ -106,8 +104,6 @@ class PromptOnlyDatasetConfig(DataSection):
 
 class PromptAnswerDatasetConfig(DataSection):
     """Prompts with answers, for supervised fine-tuning."""
-
-    IGNORED = {"fill_to_max_length": "batches are packed without padding"}
 
     train_path: str = key(description=f"Rows to train on: {PATH}")
     valid_path: str = key("", "The same for the validation loss; empty: none")
@@ -177,16 +173,6 @@ class DemonstrationConfig(Section):
 class GenerationHyperparameters(Section):
     """How answers are sampled during training."""
 
-    IGNORED = {
-        "use_cuda_graph": "determined by the inference backend",
-        "force_cudagraph_recapture": "determined by the inference backend",
-        "force_no_logits_mask": "log-probabilities always refer to the sampled distribution",
-    }
-    FIXED = {
-        "n": (("1",), "set group_size for the completions per prompt"),
-        "greedy": (("false",), "training requires sampling; evaluation.temperature=0 is greedy"),
-    }
-
     max_new_tokens: int = key(16384, "Maximum tokens per completion", ge=1)
     min_new_tokens: int = key(0, "Minimum tokens per completion", ge=0)
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this total probability", gt=0, le=1)
@@ -196,21 +182,6 @@ class GenerationHyperparameters(Section):
 
 class PPOHyperparameters(Section):
     """Proximal policy optimisation."""
-
-    IGNORED = {
-        "fuse_rew_ref": "rewards are functions that run during generation",
-        "value_norm_type": "value_norm uses a running mean and variance",
-        "value_norm_beta": "value_norm uses a running mean and variance",
-        "value_norm_eps": "value_norm uses a running mean and variance",
-        "early_stop_imp_ratio": "algorithm.behave_imp_weight_cap bounds the weights instead",
-        "max_reward_clip": "rewards are not clipped",
-        "recompute_logprob": "decided by algorithm.correction: bypass (the default with max_staleness=0) takes the "
-        "generators' log-probabilities as the old ones, all others those of the trainer",
-    }
-    FIXED = {
-        "c_clip": (("null",), "see algorithm.dual_clip"),
-        "use_adaptive_kl_ctl": (("false",), "see algorithm.kl_target"),
-    }
 
     gen: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers")
     ppo_n_minibatches: int = key(4, "Minibatches per batch, with one optimizer step each", ge=1)

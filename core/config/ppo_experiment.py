@@ -14,7 +14,7 @@ from core.algorithms.presets import with_preset
 from core.algorithms.settings import Correction
 from core.config.algorithm_section import AlgorithmConfig
 from core.config.base import Section, key, section
-from core.config.common import DEFAULT_TOKENS_PER_MB, NO_LIMITS, NO_SERVICES, CommonExperimentConfig
+from core.config.common import DEFAULT_TOKENS_PER_MB, CommonExperimentConfig
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     DemonstrationConfig,
@@ -75,52 +75,6 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     TRAINER_ONLY: ClassVar[bool] = False
     LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_prompt_len", "ppo.gen.max_new_tokens")
     EVALUATION_KEY: ClassVar[str] = "evaluation.path"
-    RENAMED = {
-        **CommonExperimentConfig.RENAMED,
-        "actor_infer": "actor_gen",
-        "reference": "ref_inf",
-        "critic.device_mapping": "critic_train.device_mapping",
-        "critic.layout": "critic_train.layout",
-        "mask_no_eos_with_zero": "ppo.mask_no_eos_with_zero",
-        "max_head_offpolicyness": "staleness.max_staleness",
-        "ppo.use_decoupled_loss": "algorithm.decoupled",
-        "ppo.behav_imp_weight_cap": "algorithm.behave_imp_weight_cap",
-        "actor.sglang.device": "generator.device",
-        "actor.sglang.max_running_requests": "generator.max_running",
-        "generator.sglang_python": "generator.python",
-    }
-    IGNORED = {
-        **CommonExperimentConfig.IGNORED,
-        "rew": "reward models are not supported; see reward.function",
-        "rew_inf": "reward models are not supported; see reward.function",
-        "use_dense_reward": "each completion has one reward",
-        "reward_delta": "each completion has one reward",
-        "n_rollout_workers": NO_SERVICES,
-        "max_concurrent_rollouts": "see staleness.max_staleness and generator.max_running",
-        "flush_request_timeout": "see push.timeout_seconds",
-        "new_tokens_per_chunk": "generation can be interrupted after every token",
-        "schedule_policy": "the router sends requests to the least loaded generator",
-        "cpus_per_generation_server": NO_LIMITS,
-        "mem_per_generation_server": NO_LIMITS,
-        "cpus_per_gserver_manager": NO_LIMITS,
-        "mem_per_gserver_manager": NO_LIMITS,
-        "cpus_per_rollout_worker": NO_LIMITS,
-        "mem_per_rollout_worker": NO_LIMITS,
-    }
-    FIXED = {
-        **CommonExperimentConfig.FIXED,
-        "generation_size": (("null",), "all sampled completions are trained on; set group_size"),
-        "mask_too_long": (("false",), "see ppo.mask_no_eos_with_zero"),
-        "check_verifier_status": (("false",), "failures of the reward are counted in the metrics"),
-        "check_xml_format": (("false",), "use a custom reward.function"),
-        "ref_ema_eta": (("null",), "the reference model is not updated"),
-        "rw_type": (("sparse",), "each completion has one reward"),
-        "dataset_filter_threshold": (("100", "100.0"), "prompts are not filtered"),
-        "dataset_max_filter_percentage": (("0", "0.0"), "prompts are not filtered"),
-        "success_rate_ub": (("1", "1.0"), "prompts are not filtered"),
-        "success_rate_lb": (("0", "0.0"), "prompts are not filtered"),
-        "no_training": (("false",), "use exp_ctrl.benchmark_steps"),
-    }
 
     @model_validator(mode="before")
     @classmethod

@@ -16,6 +16,7 @@ from core.algorithms import PRESETS
 from core.algorithms.effects import readers
 from core.config.base import Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.common import CommonExperimentConfig
+from core.config.dialects.areal_v02 import PPO_ROWS, RENAMED, ROWS
 from core.config.experiments import EXPERIMENTS
 from core.config.show import as_yaml, choices_of, python_type
 
@@ -84,8 +85,7 @@ def page() -> str:
         own = {name: found for name, found in _Group(model).keys.items() if not _is_common(name, found[1])}
         top.append(_top_level(f"`{experiment}`", own))
     sections = [_section(group, groups) for group in groups if group.keys]
-    every = [*(_Group(model, [_Place("", "", "", "", None)]) for model in EXPERIMENTS.values()), *groups]
-    return "\n".join([_INTRODUCTION, *top, *sections, _renamed(), _fixed(every), _ignored(every)])
+    return "\n".join([_INTRODUCTION, *top, *sections, _renamed(), _fixed(), _ignored()])
 
 
 def _groups() -> list[_Group]:
@@ -176,37 +176,30 @@ def _read_by(group: _Group, attribute: str) -> str:
 
 def _renamed() -> str:
     """Return the table of other spellings of keys."""
-    renamed: dict[str, str] = {}
-    for model in EXPERIMENTS.values():
-        renamed |= model.RENAMED
-    rows = [(f"`{name}`", f"`{ours}`") for name, ours in renamed.items()]
+    rows = [(f"`{name}`", f"`{ours}`") for name, ours in RENAMED.items()]
     return "\n".join(["## Other spellings", "", *_table(("key", "same as"), rows), ""])
 
 
-def _fixed(groups: Sequence[_Group]) -> str:
+def _fixed() -> str:
     """Return the table of keys with a single accepted value."""
-    rows = {
-        _dotted(group, name): (" or ".join(f"`{value}`" for value in accepted), why)
-        for group in groups
-        for name, (accepted, why) in group.model.FIXED.items()
-    }
-    table = _table(("key", "accepted", "reason"), [(name, *cells) for name, cells in rows.items()])
+    rows = [
+        (", ".join(f"`{key}`" for key in row.shown), " or ".join(f"`{value}`" for value in row.accepted), row.why)
+        for row in (*ROWS, *PPO_ROWS)
+        if row.accepted
+    ]
+    table = _table(("key", "accepted", "reason"), rows)
     return "\n".join(["## Keys with one accepted value", "", *table, ""])
 
 
-def _ignored(groups: Sequence[_Group]) -> str:
+def _ignored() -> str:
     """Return the table of keys that are accepted without effect, grouped by the reason."""
-    keys: dict[str, dict[str, None]] = {}  # reason -> keys, in order
-    for group in groups:
-        for name, why in group.model.IGNORED.items():
-            keys.setdefault(why, {})[_dotted(group, name)] = None
+    keys: dict[str, list[str]] = {}
+    for row in (*ROWS, *PPO_ROWS):
+        if not row.accepted:
+            keys.setdefault(row.why, []).extend(f"`{key}`" for key in row.shown)
     rows = [(", ".join(names), why) for why, names in keys.items()]
     introduction = "Keys of other trainers, accepted so that their files load. The start-up log lists those in a file."
     return "\n".join(["## Keys without effect", "", introduction, "", *_table(("keys", "reason"), rows), ""])
-
-
-def _dotted(group: _Group, name: str) -> str:
-    return f"`{group.name}.{name}`" if group.name else f"`{name}`"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -27,8 +27,6 @@ class ExperimentSaveEvalControl(Section):
     """Length of the run, and how often it saves, checkpoints and evaluates: at the first frequency that is due, and
     after the last step if any frequency is set."""
 
-    FIXED = {"benchmark_n_seqs": (("null",), "use exp_ctrl.benchmark_steps")}
-
     total_train_epochs: int = key(1, "Epochs over the data set", ge=1)
     total_train_steps: int | None = key(None, "Stop after this many steps, or at the end of the epochs", ge=1)
     save_freq_epochs: int | None = key(None, "Save the model as a Hugging Face folder every N epochs", ge=1)
@@ -217,12 +215,6 @@ _ONLINE = "mode=online or offline"
 class WandBConfig(Section):
     """Weights & Biases."""
 
-    IGNORED = {
-        "job_type": "not forwarded to Weights & Biases",
-        "notes": "not forwarded to Weights & Biases",
-        "config": "the whole configuration is uploaded",
-    }
-
     mode: Literal["disabled", "online", "offline"] = key("disabled", "Whether metrics go to Weights & Biases")
     entity: str | None = key(None, "Account or team", needs=_ONLINE)
     project: str | None = key(None, "Project. null: experiment_name", needs=_ONLINE)
@@ -270,8 +262,6 @@ _CLUSTER_FACTS = (
 
 class ClusterConfig(Section):
     """Where output goes."""
-
-    IGNORED = dict.fromkeys(_CLUSTER_FACTS, "determined by the Ray cluster")
 
     fileroot: str = key("~/.cache/slipstream", "Root folder of all output; shared by all nodes", min_length=1)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from core.algorithms import PRESETS
 from core.config.base import Problem, Section, as_yaml, default_of, fields_by_key, needs_of, sub_section
+from core.config.dialects.areal_v02 import rows_of
 from core.config.experiments import ExperimentConfig
 
 _WIDTH = 80
@@ -110,7 +111,7 @@ def help_text(experiment: str, model: type[Section]) -> str:
         "",
         *(_presets() if "algorithm" in model.model_fields else ()),
         "Keys of other trainers that are accepted and have no effect:",
-        *_ignored_keys(model, ""),
+        *_ignored_keys(model),
     ]
     return "\n".join(lines)
 
@@ -139,12 +140,7 @@ def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterat
         yield f"      {info.description}{f'. One of: {choices}' if choices else ''}{needs}"
 
 
-def _ignored_keys(model: type[Section], prefix: str) -> Iterator[str]:
-    for name, why in model.IGNORED.items():
-        yield f"  {prefix}{name}: {why}"
-    for name, (accepted, why) in model.FIXED.items():
-        yield f"  {prefix}{name} (only {' or '.join(accepted)}): {why}"
-    for name, (_, info) in fields_by_key(model).items():
-        below = sub_section(info)
-        if below is not None:
-            yield from _ignored_keys(below, f"{prefix}{name}.")
+def _ignored_keys(model: type[Section]) -> Iterator[str]:
+    for row in rows_of(model):
+        only = f" (only {' or '.join(row.accepted)})" if row.accepted else ""
+        yield f"  {', '.join(row.shown)}{only}: {row.why}"

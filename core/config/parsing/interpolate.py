@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from core.config.parsing.yaml_tree import Items, Node, Scalar, Table, find
 
@@ -21,15 +21,15 @@ class InterpolationError(ValueError):
 
 
 class Interpolator:
-    """Resolves interpolations against a tree.
+    """Resolves interpolations against trees, the first one that has the key.
 
     `default_of(key)` gives the schema's default of a key that the tree leaves out; it raises InterpolationError for a
     key that does not exist or has no default."""
 
     def __init__(
-        self, tree: Table, default_of: Callable[[str], Node], environment: Mapping[str, str] | None = None
+        self, trees: Sequence[Node], default_of: Callable[[str], Node], environment: Mapping[str, str] | None = None
     ) -> None:
-        self._tree = tree
+        self._trees = trees
         self._default_of = default_of
         self._environment = os.environ if environment is None else environment
         self._resolving: list[str] = []
@@ -75,10 +75,13 @@ class Interpolator:
             raise InterpolationError(f"refers to itself: {' -> '.join([*self._resolving, expression])}")
         self._resolving.append(expression)
         try:
-            node = find(self._tree, expression) or self._default_of(expression)
+            node = self._found(expression) or self._default_of(expression)
             return self.resolve(node) if isinstance(node, Scalar) else node
         finally:
             self._resolving.pop()
+
+    def _found(self, key: str) -> Node | None:
+        return next((node for tree in self._trees if (node := find(tree, key)) is not None), None)
 
     def _environment_variable(self, expression: str) -> Scalar:
         name, comma, default = expression.partition(",")

@@ -109,7 +109,7 @@ def _merge(table: Table, name: str, value: Node, path: str, replaced: list[Probl
     table.children[name] = value
 
 
-def find(tree: Table, path: str) -> Node | None:
+def find(tree: Node, path: str) -> Node | None:
     """Return the node at a dotted path."""
     node: Node | None = tree
     for name in path.split("."):
@@ -117,14 +117,28 @@ def find(tree: Table, path: str) -> Node | None:
     return node
 
 
+def remove(tree: Table, path: str) -> Node | None:
+    """Take the node at a dotted path out of the tree, and sections that are empty without it; return it."""
+    table: Node | None = tree
+    above: list[tuple[Table, str]] = []
+    for name in path.split("."):
+        if not isinstance(table, Table):
+            return None
+        above.append((table, name))
+        table = table.children.get(name)
+    table_of, name = above.pop()
+    found = table_of.children.pop(name, None)
+    while above and not table_of.children:
+        table_of, name = above.pop()
+        del table_of.children[name]
+    return found
+
+
 def move(tree: Table, old: str, new: str) -> Problem | None:
     """Give the node at `old`, if there is one, the path `new`. A problem if both are given; then it is removed."""
-    node = find(tree, old)
+    node = remove(tree, old)
     if node is None:
         return None
-    parent = find(tree, old.rpartition(".")[0]) if "." in old else tree
-    assert isinstance(parent, Table), "it holds the node"
-    del parent.children[old.rpartition(".")[2]]
     if find(tree, new) is not None:
         message = f"is another name of {new}, which is given too; keep one of them"
         return Problem(key=old, message=message, where=node.where)
@@ -136,6 +150,13 @@ def move(tree: Table, old: str, new: str) -> Problem | None:
         table = below
     table.children[new.rpartition(".")[2]] = node
     return None
+
+
+def copied(node: Node) -> Node:
+    """Return the same tree, with tables of its own."""
+    if isinstance(node, Table):
+        return Table(node.where, {name: copied(child) for name, child in node.children.items()})
+    return node
 
 
 class _Reader:

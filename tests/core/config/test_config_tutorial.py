@@ -85,7 +85,7 @@ def test_its_values_arrive(tmp_path: Path) -> None:
     assert not config.uses_critic
     assert not config.uses_reference
     assert config.external_configs.cluster_config.fileroot == "/storage/ray/experiments"
-    assert config.external_configs.envs == {"REAL_GPU_MEMORY_KILL_THRESHOLD": "1"}
+    assert config.external_configs.envs == {}
 
     config = load(tmp_path, SFT_32B_128_GPUS, experiment="sft").config
     assert config.model.optimizer.warmup_steps_proportion == 0.03
@@ -110,12 +110,12 @@ def test_ignored_keys_are_listed_once_with_their_reason(tmp_path: Path) -> None:
         "actor_gen.mb_spec",
         "ppo.gen.force_no_logits_mask",
         "ppo.gen.use_cuda_graph",
+        "external_configs.envs.REAL_GPU_MEMORY_KILL_THRESHOLD",
     }
     text = ignored_lines(loaded.ignored)
-    assert text.startswith("7 keys have no effect here and are ignored:\n")
-    assert (
-        "  actor_gen.mb_spec             generators batch continuously: see generator.max_running" in text.splitlines()
-    )
+    assert text.startswith("8 keys have no effect here and are ignored:\n")
+    words = [line.split(maxsplit=1) for line in text.splitlines()]
+    assert ["actor_gen.mb_spec", "generators batch continuously: see generator.max_running"] in words
 
 
 def test_no_ignored_keys_no_warning(tmp_path: Path) -> None:
@@ -233,3 +233,28 @@ def test_a_file_of_the_tutorials_system_is_met_with_what_trains_otherwise_here(t
     assert line(SFT_32B_128_GPUS, "cache_clear_freq=1", experiment="sft") == ""
     own = "experiment_name: e\ntrial_name: t\nactor: {path: /m}\ndataset: {path: /d}\nppo: {disable_value: true}\n"
     assert line(own) == "", "a file of one's own has no such keys"
+
+
+AREAL_03_SERVERS = """\
+actor:
+  path: MODEL
+  sglang: {max_running_requests: null, enable_memory_saver: false, dtype: float16, enable_nan_detection: false}
+"""
+
+
+def test_the_servers_of_an_areal_03_file_are_read_with_what_changes_nothing_named(tmp_path: Path) -> None:
+    head = "experiment_name: e\ntrial_name: t\ndataset: {path: d}\nppo: {disable_value: true}\n"
+    loaded = load(tmp_path, head + AREAL_03_SERVERS)
+    assert loaded.config.actor.sglang == {} and loaded.config.generator.max_running == 128
+    assert [p.key for p in loaded.ignored] == ["actor.sglang.max_running_requests"]
+    with pytest.raises(ConfigError, match=r"x.yaml:7: actor.sglang.enable_memory_saver: must be false, got 'true'"):
+        load(tmp_path, head + AREAL_03_SERVERS.replace("memory_saver: false", "memory_saver: true"))
+
+
+def test_another_trainers_nodes_are_answered_with_our_keys(tmp_path: Path) -> None:
+    head = "experiment_name: e\ntrial_name: t\nactor: {path: m}\ndataset: {path: d}\nppo: {disable_value: true}\n"
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, f"{head}cluster: {{node_num: 2, gpu_per_node: 8}}\n")
+    assert [p.message for p in caught.value.problems] == [
+        "unknown key; write n_nodes at the top level", "unknown key; write n_gpus_per_node at the top level"
+    ]  # fmt: skip

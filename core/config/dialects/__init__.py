@@ -1,0 +1,1 @@
+"""Keys of other trainers: what they are called here, or why they have no effect."""
