@@ -82,7 +82,7 @@ ORDER = {
     "core.config": (
         "base",
         "models parsing ppo push",
-        "algorithm_section runtime",
+        "algorithm_section dialects runtime",
         "common",
         "file_experiments ppo_experiment",
         "experiments",
