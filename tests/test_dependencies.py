@@ -139,8 +139,8 @@ def test_every_dependency_has_its_reason_in_the_docs() -> None:
 
 
 ALIASES = {
-    "core/config/ppo_experiment.py": ("actor.sglang.", "generator.sglang_python"),
-    "core/config/models.py": ("actor.sglang.*", "sglang: dict[str, FlagValue]"),
+    "core/config/dialects/areal_v02.py": ("sglang",),
+    "core/config/models.py": ("sglang: dict[str, FlagValue]",),
     "core/config/runtime.py": ("added to actor.sglang",),
     "core/config/allocation_rules.py": ("config.actor.sglang",),
     "core/config/unused.py": ("actor.sglang", "critic.sglang", "{name}.sglang"),
