@@ -1,6 +1,6 @@
 """Keys of AReaL 0.2 and 0.3, whose files load unchanged: our name of each, or why it has no effect.
 
-`translate` rewrites a tree to our keys before the schema sees it; no section knows these names. Sections of one kind
+`translate` rewrites a tree to our keys before it is compared with the schema; no section has these names. Sections of one kind
 are written `a/b`. A row with accepted values refuses all others, as they would change the training.
 """
 
@@ -32,7 +32,7 @@ RENAMED: Mapping[str, str] = {
 
 
 class Row(NamedTuple):
-    """Keys of one section, separated by blanks, and what is said about them."""
+    """Keys of one section, separated by blanks, and why they have no effect."""
 
     section: str
     keys: str
