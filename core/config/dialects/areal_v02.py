@@ -1,7 +1,7 @@
 """Keys of AReaL 0.2 and 0.3, whose files load unchanged: our name of each, or why it has no effect.
 
-`translate` rewrites a tree to our keys before it is compared with the schema; no section has these names. Sections of one kind
-are written `a/b`. A row with accepted values refuses all others, as they would change the training.
+`translate` rewrites a tree to our keys before it is compared with the schema; no section has these names. Sections of
+one kind are written `a/b`. A row with accepted values refuses all others, as they would change the training.
 """
 
 from __future__ import annotations
