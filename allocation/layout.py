@@ -73,14 +73,6 @@ class ParallelLayout:
         """Replicas of each expert."""
         return self.dp * self.tp * self.cp // (self.ep * self.etp)
 
-    @property
-    def holders(self) -> tuple[int, ...]:
-        """The first rank of each part of the model that no other part overlaps: one for each pipeline stage and each of
-        its expert-parallel ranks. Ranks of a stage hold the experts of 0, 1, ..., ep - 1, 0, 1, ...; the first one also
-        stands for what is no expert."""
-        per_stage = self.dp * self.tp * self.cp
-        return tuple(stage * per_stage + expert for stage in range(self.pp) for expert in range(self.ep))
-
     def _dims(self) -> str:
         extra = "".join(f"{c}{n}" for c, n in (("c", self.cp), ("e", self.ep), ("v", self.vpp)) if n != 1)
         return f"d{self.dp}m{self.tp}p{self.pp}{extra}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, cast
 
-from allocation import Allocation, ParallelLayout
+from allocation import Allocation
 from core.config.base import Section, key
 from rollout.inference.backend import Transport
 from rollout.inference.registry import BACKENDS
@@ -45,12 +45,6 @@ class PushConfig(Section):
         "is faster; always; never. Unless never, the first trainer rank keeps a copy of the weights in host memory",
         needs="push.type=disk",
     )
-    senders: Literal["one", "stages"] = key(
-        "one",
-        "Trainer ranks that send. one: the first, which gathers all weights. stages: one of each pipeline stage and "
-        "expert-parallel rank, in turns, what it holds; each takes memory for a communicator on every GPU of a server",
-        needs="push.type=nccl",
-    )
     bucket_mib: int = key(
         1024,
         "Bucket size of weight updates in MiB. Larger buckets are faster. With nccl and ipc a trainer GPU needs memory "
@@ -76,11 +70,6 @@ def choose_transport(requested: str, allocation: Allocation) -> Transport:
     if requested == "auto" and possible:
         return possible[0]
     raise ValueError(_why_not(requested, allocation))
-
-
-def choose_senders(requested: str, transport: Transport, layout: ParallelLayout) -> tuple[int, ...]:
-    """Return the trainer ranks that send with push.senders=`requested`."""
-    return layout.holders if transport == "nccl" and requested == "stages" else (0,)
 
 
 def _possible(allocation: Allocation) -> Sequence[Transport]:

@@ -15,7 +15,7 @@ from core.config.allocation import resolve_allocation
 from core.config.base import Section, default_of, fields_by_key
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig, ModelUse
-from core.config.push import choose_senders, choose_transport
+from core.config.push import choose_transport
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from rollout.data.left_out import has_chat_template
 from rollout.inference.registry import BACKENDS
@@ -149,9 +149,6 @@ def _generators(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Idle]
         yield f"weights travel by push.type={transport}, not through files", ("push.changes",)
     elif allocation.shares_gpus:
         yield "servers that share GPUs with the trainer release their weights: all are sent", ("push.changes",)
-    layout = allocation.trainer.layout
-    if len(choose_senders("stages", transport, layout)) == 1:
-        yield f"weights travel by push.type={transport} from one trainer rank of {layout}", ("push.senders",)
     if transport == "local":
         servers = ("actor.sglang", "generator.flags", "generator.python", "push.verify")
         yield f"{backend} generators are no servers", servers

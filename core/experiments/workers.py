@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
-from core.config.push import choose_senders, choose_transport
+from core.config.push import choose_transport
 from core.experiments.process_settings import (
     backend_settings,
     engine_settings,
@@ -196,23 +195,17 @@ def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOW
     if workers.transport == "local":
         return
     quantized = config.generator.weight_format != "auto"
-    senders = choose_senders(config.push.senders, workers.transport, allocation.trainer.layout)
     plan = SenderPlan(
         type=workers.transport,
         model_path=config.actor.path,
         dtype=generator_dtype(config, allocation),
         bucket_bytes=config.push.bucket_mib * 2**20,
         timeout_seconds=config.push.timeout_seconds,
-        senders=senders,
-        connection=uuid.uuid4().hex,
         folder=folder,
         changes="never" if workers.colocated or quantized else config.push.changes,
         weight_format=config.generator.weight_format,
     )
-    logger.info(
-        "Weight updates: push.type=%s, sent by trainer rank%s %s of %d",
-        plan.type, "" if len(senders) == 1 else "s", ", ".join(map(str, senders)), allocation.trainer.layout.world_size,
-    )  # fmt: skip
+    logger.info("Weight updates: push.type=%s", plan.type)
     workers.actor.group.push_connect(plan, workers.generators.endpoints(allocation.trainer))
 
 

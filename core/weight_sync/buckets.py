@@ -1,6 +1,6 @@
 """What the senders of the weight push have in common: buckets made ahead.
 
-Every rank of the trainer has a Sender; the ranks of SenderSettings.senders send, and the others take part in gathering.
+Every rank of the trainer has a Sender; the first rank sends, and the others take part in gathering.
 `prepare` runs while generators on other GPUs continue sampling: it gathers, converts and lays out as many buckets as
 fit, or one where the generators share the GPUs. `send` runs while they are paused. Both are called on all ranks.
 Invariant: a sender either finishes in time or raises, and names the servers that did not answer.
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.comparing import Sent
 from core.weight_sync.errors import PushError
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
 from mcore_adapter.hf.saving import dtype_of
@@ -36,10 +35,6 @@ class SenderSettings:
     rank: int
     """Of the trainer."""
     world_size: int
-    senders: tuple[int, ...] = (0,)
-    """Ranks of the trainer that get full tensors and send them to the servers, in the order of their turns."""
-    connection: str = ""
-    """With several senders: a name that all of them have in common, and no others before or after them."""
     dtype: torch.dtype
     """Format that the servers hold weights in."""
     timeout_seconds: float
@@ -58,7 +53,6 @@ class SendReport:
     seconds: float
     num_bytes: int
     num_buckets: int
-    num_senders: int = 1
     compared: str = ""
     """Result of compare_checksums, where it was requested."""
     changed: float | None = None
@@ -73,19 +67,19 @@ class Sender(Protocol):
         ...
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
-        """Begin a push: `buckets` is collective, with full tensors on the ranks that send and nothing elsewhere."""
+        """Begin a push: `buckets` is collective, with full tensors on the ranks that get them and nothing elsewhere."""
         ...
 
     def send(self) -> SendReport | None:
-        """Move everything; the servers are paused. The report on the first sender. Raises PushError."""
+        """Move everything; the servers are paused. The report on the first rank. Raises PushError."""
         ...
 
     def close(self) -> None: ...
 
 
 class Buckets:
-    """An iterator over what a push moves, in lockstep on all ranks: flat buckets on the ranks that send, None elsewhere
-    and where one sender has fewer than another. Each step is collective, unless `stage` made its bucket ahead."""
+    """An iterator over what a push moves, in lockstep on all ranks: flat buckets on the ranks that get full tensors,
+    None elsewhere. Each step is collective, unless `stage` made its bucket ahead."""
 
     def __init__(
         self,
@@ -100,13 +94,9 @@ class Buckets:
         self._source, self._dtype, self._device = source, settings.dtype, device
         self.quantizes = settings.weight_format == "fp8_block"
         self._staged: deque[FlatBucket | None] = deque()
-        compared = servers if verify and settings.rank in settings.senders else ()
+        compared = servers if verify and settings.rank == 0 else ()
         self.expected = {tp: server.expected_checksums() for tp, server in {s.tp: s for s in compared}.items()}
         """By tensor-parallel size of the servers: complete when the iterator is exhausted."""
-
-    def sent(self, num_bytes: int, num_buckets: int) -> Sent:
-        """Return what was sent of an exhausted iterator."""
-        return Sent(expected=self.expected, quantized=self.quantizes, num_bytes=num_bytes, num_buckets=num_buckets)
 
     @property
     def num_staged(self) -> int:
@@ -146,7 +136,7 @@ class Buckets:
 
 
 def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
-    """Return how many buckets fit ahead on every rank that sends, at least one."""
+    """Return how many buckets fit ahead on the rank that sends, at least one."""
     spare = 1 << 62 if settings.staged_bytes is None else settings.staged_bytes
     if settings.staged_bytes is None and device.type == "cuda":
         # Half of what is free (the allocator's own reserve included): the rest is for the gathering itself.
@@ -155,13 +145,8 @@ def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
     count = [max(1, spare // settings.bucket_bytes)]
     if settings.staged_bytes is not None or settings.world_size == 1:
         return count[0]
-    if settings.senders == (0,):
-        dist.broadcast_object_list(count, src=0, device=device)
-    else:
-        count *= settings.world_size
-        dist.all_gather_object(count, count[0])
-        count = [count[rank] for rank in settings.senders]
-    return min(count)
+    dist.broadcast_object_list(count, src=0, device=device)
+    return count[0]
 
 
 class BucketSender:

@@ -1,10 +1,8 @@
 """Weight push over a process group of a sending rank and all ranks of all servers: one broadcast a bucket.
 
-For trainers and generators on GPUs of their own. One rank sends everything, or one of each pipeline stage and
-expert-parallel rank sends what is there, each through a group of its own and in turns (turns.py). While a bucket is in
-flight the next one is gathered and laid out, and, where there is one sender, announced to the servers. A server that
-refuses an update leaves the broadcast waiting for it, so every answer is watched, and a failure or the deadline aborts
-the communicator.
+For trainers and generators on GPUs of their own. The first rank sends everything. While a bucket is in flight the next
+one is gathered, laid out and announced to the servers. A server that refuses an update leaves the broadcast waiting for
+it, so every answer is watched, and a failure or the deadline aborts the communicator.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from torch.distributed import distributed_c10d as c10d
 from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
 from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings, SendReport
 from core.weight_sync.calls import SENDER, Deadline, call_all, in_background
-from core.weight_sync.comparing import Sent, compare_checksums
+from core.weight_sync.comparing import compare_checksums
 from core.weight_sync.errors import PushError
-from core.weight_sync.turns import Turns
 from rollout.inference.backend import GroupMembership, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
 from tracing import add_span
@@ -55,7 +52,6 @@ class NcclSender(BucketSender):
         self._gate: Gate | None = None
         self._name = f"slipstream-{os.getpid()}-{next(_groups)}"
         self._not_sent: Iterable[object] = ()
-        self._turns = Turns(settings.senders, settings.rank, settings.connection)
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Make the group: this rank is 0 of it, then the servers' tensor-parallel ranks in order. Raises ValueError
@@ -68,16 +64,8 @@ class NcclSender(BucketSender):
                     "with the trainer; use p1 on the generator's side, or push.type=disk"
                 )
         self._servers = servers
-        if self._settings.rank not in self._settings.senders:
-            return
-        deadline = self._turns.deadline(self._settings.timeout_seconds)
-        try:
-            self._turns.wait(deadline)
-            self._join(deadline)
-            self._turns.end()
-        except BaseException as error:
-            self._turns.fail(error)
-            raise
+        if self._settings.rank == 0:
+            self._join(Deadline(self._settings.timeout_seconds))
 
     def _join(self, deadline: Deadline) -> None:
         # The store must listen before the servers look for it; the group forms only when all have come.
@@ -103,35 +91,25 @@ class NcclSender(BucketSender):
 
     def send(self) -> SendReport | None:
         buckets = self._take_buckets()
-        if self._settings.rank not in self._settings.senders:
+        if self._settings.rank != 0:
             deque(buckets, maxlen=0)  # takes part in the gathering
             return None
-        start, deadline = time.perf_counter(), self._turns.deadline(self._settings.timeout_seconds)
+        start, deadline = time.perf_counter(), Deadline(self._settings.timeout_seconds)
         try:
             sent = self._send_all(buckets, deadline)
-            if not self._turns.reduce(sent, deadline):
-                return None
-            compared = compare_checksums(self._servers, sent, deadline)
-        except BaseException as error:
-            self._turns.fail(error)
+            compared = compare_checksums(self._servers, buckets, deadline)
+        except BaseException:
             self._abort()
             self._not_sent = buckets
             raise
         return SendReport(
             seconds=time.perf_counter() - start,
-            num_bytes=sent.num_bytes,
-            num_buckets=sent.num_buckets,
-            num_senders=len(self._settings.senders),
+            num_bytes=sum(broadcast.num_bytes for broadcast in sent),
+            num_buckets=len(sent),
             compared=compared,
         )
 
-    def _send_all(self, buckets: Buckets, deadline: Deadline) -> Sent:
-        """Send every bucket of this rank; return what was sent."""
-        several = len(self._settings.senders) > 1
-        sent = self._send_in_turns(buckets, deadline) if several else self._send_overlapping(buckets, deadline)
-        return buckets.sent(sum(broadcast.num_bytes for broadcast in sent), len(sent))
-
-    def _send_overlapping(self, buckets: Buckets, deadline: Deadline) -> list[_Broadcast]:
+    def _send_all(self, buckets: Buckets, deadline: Deadline) -> list[_Broadcast]:
         """Announce a bucket when every server has answered for the one before, which may still be on its way. The next
         one is made meanwhile: three exist then, so at least as many must have been made ahead."""
         at_once = 2 if buckets.num_staged > 2 else 1
@@ -148,18 +126,6 @@ class NcclSender(BucketSender):
             broadcast.finish(deadline)
         return sent
 
-    def _send_in_turns(self, buckets: Buckets, deadline: Deadline) -> list[_Broadcast]:
-        """Send each bucket in its turn. The next one is made when the turn has ended: other ranks gather with this
-        one only then."""
-        sent: list[_Broadcast] = []
-        for bucket in buckets:
-            self._turns.wait(deadline)
-            if bucket is not None:
-                sent.append(self._broadcast(bucket, len(sent) + 1, deadline))
-                sent[-1].finish(deadline)
-            self._turns.end()
-        return sent
-
     def close(self) -> None:
         """Leave the group. The servers may be gone already. After a failure it is collective with the ranks that still
         take part in gathering."""
@@ -169,8 +135,6 @@ class NcclSender(BucketSender):
         if self._group is None:
             return
         deadline = Deadline(min(10.0, self._settings.timeout_seconds))
-        with suppress(PushError):
-            self._turns.wait(deadline)
         left = call_all(self._servers, lambda s, left: s.leave_group(self._name, timeout_seconds=left), deadline)
         for name, future in left.items():
             try:
@@ -185,7 +149,6 @@ class NcclSender(BucketSender):
             self._group = None
         except (TimeoutError, RuntimeError):
             self._abort()
-        self._turns.end()
 
     def _broadcast(self, bucket: FlatBucket, number: int, deadline: Deadline) -> _Broadcast:
         """Send a bucket to every server; return at once."""

@@ -50,10 +50,6 @@ class SenderPlan:
     """Format that the servers hold weights in."""
     bucket_bytes: int
     timeout_seconds: float
-    senders: tuple[int, ...] = (0,)
-    """For nccl: ranks of the trainer that send, see core.config.push.choose_senders."""
-    connection: str = ""
-    """See SenderSettings."""
     folder: Path
     """For disk: a folder that trainer and servers share."""
     changes: Changes = "never"
@@ -64,9 +60,7 @@ class SenderPlan:
     @property
     def receivers(self) -> Receivers:
         """Which ranks of the trainer receive full tensors."""
-        if self.type == "ipc":
-            return "all"
-        return "holders" if len(self.senders) > 1 else "first"
+        return "all" if self.type == "ipc" else "first"
 
 
 def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.device, host: str) -> Sender:
@@ -78,8 +72,6 @@ def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.d
         timeout_seconds=plan.timeout_seconds,
         bucket_bytes=plan.bucket_bytes,
         weight_format=plan.weight_format,
-        senders=plan.senders,
-        connection=plan.connection,
     )
     if plan.type == "nccl":
         return NcclSender(settings, device, host=host)
@@ -189,10 +181,9 @@ def push_report(
         changed=sent.changed,
     )
     logger.info(
-        "Pushed version %d: %.2f GB in %d buckets%s%s, sent in %.3f s (%.1f GB/s) after %.3f s of gathering; "
+        "Pushed version %d: %.2f GB in %d buckets%s, sent in %.3f s (%.1f GB/s) after %.3f s of gathering; "
         "generators paused for at most %.3f s%s",
         version, sent.num_bytes / 1e9, sent.num_buckets,
-        "" if sent.num_senders == 1 else f" from {sent.num_senders} senders",
         "" if sent.changed is None else f" (the {sent.changed:.2%} of the values that have changed)",
         sent.seconds, sent.num_bytes / 1e9 / sent.seconds,
         report.gather_seconds, report.longest_pause_seconds, sent.compared and f"; {sent.compared}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -29,16 +29,15 @@ from mcore_adapter.parallel import ParallelState
 
 DEFAULT_BUCKET_BYTES = 1 << 30
 
-Receivers = Literal["first", "holders", "all"]
-"""Which ranks receive full tensors: global rank 0, those of ParallelLayout.holders what they hold, or every rank."""
+Receivers = Literal["first", "all"]
+"""Which ranks receive full tensors: global rank 0, or every rank."""
 
 
 @dataclass(frozen=True)
 class ExportBucket:
     """Parameters that are received together."""
 
-    target: int | None
-    """Global rank that receives the full tensors; None: every rank."""
+    to: Receivers
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     """Of its tensors, in the order in which they lie in the bucket."""
@@ -57,8 +56,7 @@ class ExportPlan:
     shapes: Shapes
     held: Mapping[Conversion, Tensor]
     """This rank's parameters."""
-    rounds: Sequence[Sequence[ExportBucket]]
-    """Each with at most one bucket for a rank."""
+    buckets: Sequence[ExportBucket]
 
 
 def plan_export(
@@ -69,27 +67,18 @@ def plan_export(
     models = unwrap(chunks)
     shapes, dtype, moe = shapes_of(models), models[0].config.params_dtype, models[0].model_config.moe
     num_experts = moe.num_experts if moe else 0
-    owned: dict[int, list[_Owned]] = {}
-    for item in _owners(models[0], parallel):
-        owned.setdefault(item.holders(parallel, num_experts)[0] if to == "holders" else 0, []).append(item)
     buckets = [
-        [
-            _lay_out(
-                [(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
-                shapes,
-                tp=parallel.layout.tp,
-                target=None if to == "all" else target,
-                dtype=torch.float32 if bucket[0].is_float32 else dtype,
-            )
-            for bucket in _buckets(items, shapes, bucket_bytes // dtype.itemsize)
-        ]
-        for target, items in sorted(owned.items())
+        _lay_out(
+            [(item.conversion, item.holders(parallel, num_experts)) for item in bucket],
+            shapes,
+            tp=parallel.layout.tp,
+            to=to,
+            dtype=torch.float32 if bucket[0].is_float32 else dtype,
+        )
+        for bucket in _buckets(_owners(models[0], parallel), shapes, bucket_bytes // dtype.itemsize)
     ]
-    return ExportPlan(
-        shapes=shapes,
-        held={conversion: param for param, conversion in named_conversions(models)},
-        rounds=[[bucket for bucket in one if bucket is not None] for one in zip_longest(*buckets)],
-    )
+    held = {conversion: param for param, conversion in named_conversions(models)}
+    return ExportPlan(shapes=shapes, held=held, buckets=buckets)
 
 
 def iter_hf_weights(
@@ -110,13 +99,13 @@ def run_export(
     """Yield the whole model as buckets of full tensors under Hugging Face names, in the order of the network;
     collective.
 
-    Every rank iterates to the end. In each round a rank gets the tensors of its bucket (its own copies, views of one
-    piece of memory on its device, in the parameters' dtype), or an empty dict where it has none. `device`: of the
-    ranks' communication, where the parameters are not there.
+    Every rank iterates to the end. A rank that receives gets the tensors of each bucket (its own copies, views of one
+    piece of memory on its device, in the parameters' dtype), another rank an empty dict. `device`: of the ranks'
+    communication, where the parameters are not there.
     """
     device = device or next(iter(plan.held.values())).device
-    for buckets in plan.rounds:  # in the same order on all ranks
-        yield _gather_round(buckets, plan, parallel, device)
+    for bucket in plan.buckets:  # in the same order on all ranks
+        yield _gather(bucket, plan, parallel, device)
 
 
 @dataclass(frozen=True)
@@ -185,7 +174,7 @@ def _lay_out(
     shapes: Shapes,
     *,
     tp: int,
-    target: int | None,
+    to: Receivers,
     dtype: torch.dtype,
 ) -> ExportBucket:
     """Return a bucket of parameters, given with the global ranks that hold their shards."""
@@ -201,7 +190,7 @@ def _lay_out(
             cut.setdefault(rank, []).append(_Shard(conversion, index, _local_shape(conversion, shapes, index, tp)))
     ordered = [name for of in (*whole.values(), rest) for conversion in of for name in conversion.names]
     return ExportBucket(
-        target=target,
+        to=to,
         dtype=dtype,
         shapes={name: shapes[name] for name in ordered},
         sizes=[numel(shapes[name]) for name in ordered],
@@ -224,20 +213,10 @@ def _lies_end_to_end(conversion: Conversion, shapes: Shapes, tp: int) -> bool:
     return runs == [(name, 0, sizes[name]) for name in conversion.names]
 
 
-def _gather_round(
-    buckets: Sequence[ExportBucket], plan: ExportPlan, parallel: ParallelState, device: torch.device
-) -> dict[str, Tensor]:
-    """Move every shard of the buckets; return the full tensors of this rank's one, if any."""
-    received = [_gather(bucket, plan, parallel, device) for bucket in buckets]
-    return next((tensors for tensors in received if tensors is not None), {})
-
-
-def _gather(
-    bucket: ExportBucket, plan: ExportPlan, parallel: ParallelState, device: torch.device
-) -> dict[str, Tensor] | None:
+def _gather(bucket: ExportBucket, plan: ExportPlan, parallel: ParallelState, device: torch.device) -> dict[str, Tensor]:
     """Move every shard of a bucket; return its full tensors, on `device`, on a rank that receives them."""
-    rank, receives = parallel.rank, bucket.target in (None, parallel.rank)
-    alone = bucket.target == rank or parallel.world_size == 1  # what this rank holds reaches no other
+    rank, receives = parallel.rank, bucket.to == "all" or parallel.rank == 0
+    alone = (bucket.to == "first" and receives) or parallel.world_size == 1  # what this rank holds reaches no other
     like = torch.empty(0, dtype=bucket.dtype, device=device)
     flat = like.new_empty(sum(bucket.sizes) if receives else 0)
     begin, sizes = 0, iter(bucket.sizes)
@@ -262,9 +241,9 @@ def _gather(
         moves.append((holder, place))
         if receives:
             shards[holder] = [x.view(shard.shape) for x, shard in zip(place.split(lengths), of, strict=True)]
-    _move(moves, bucket.target, rank, parallel.world_size)
+    _move(moves, bucket.to, rank, parallel.world_size)
     if not receives:
-        return None
+        return {}
     parts = zip(bucket.shapes.items(), flat.split(bucket.sizes), strict=True)
     full = {name: part.view(shape) for (name, shape), part in parts}
     for holder, of in bucket.cut.items():
@@ -285,17 +264,17 @@ def _put_in_place(local: Tensor, shard: _Shard, full: Mapping[str, Tensor], shap
         full[piece.name].narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
 
 
-def _move(moves: Sequence[tuple[int, Tensor]], target: int | None, rank: int, world_size: int) -> None:
-    """Send the tensor of each (holder, tensor) to `target`, or to all ranks; the same moves on all of them."""
-    if target is None:
+def _move(moves: Sequence[tuple[int, Tensor]], to: Receivers, rank: int, world_size: int) -> None:
+    """Send the tensor of each (holder, tensor) to the first rank, or to all; the same moves on all of them."""
+    if to == "all":
         if world_size > 1:
             for work in [dist.broadcast(tensor, src=holder, async_op=True) for holder, tensor in moves]:
                 work.wait()
         return
     operations = [
-        dist.P2POp(*((dist.irecv, tensor, holder) if rank == target else (dist.isend, tensor, target)))
+        dist.P2POp(*((dist.irecv, tensor, holder) if rank == 0 else (dist.isend, tensor, 0)))
         for holder, tensor in moves
-        if (rank == target) != (rank == holder)
+        if (rank == 0) != (rank == holder)
     ]
     if operations:
         for request in dist.batch_isend_irecv(operations):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from allocation import Device
 from rollout.types import Completion, GenerateRequest, Generator
@@ -135,28 +135,11 @@ class TensorFormat:
     """None: the replica has no such parameter. Where its ranks differ, a format other than `sent`."""
 
 
-class PartialChecksums(TypedDict):
-    """State that one process has added to ExpectedChecksums, as JSON."""
-
-    sums: list[tuple[int, str, int]]
-    """Tensor-parallel rank, the replica's parameter, checksum of its parts that were added."""
-    formats: list[tuple[str, str, str]]
-    """Name in the checkpoint, format, the replica's parameter."""
-
-
 class ExpectedChecksums(Protocol):
     """Checksums that a replica must report after a push. Add every tensor, then compare."""
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors in full, under their Hugging Face names, in the formats of the replica."""
-        ...
-
-    def partial(self) -> PartialChecksums:
-        """Return what was added, for include() in another process."""
-        ...
-
-    def include(self, partial: PartialChecksums) -> None:
-        """Add what another process has added."""
         ...
 
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:

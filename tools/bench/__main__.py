@@ -86,8 +86,6 @@ MEASUREMENTS = {
         "fp8_loop": "fp8.loop:loop",
         "async": "gpu_runs:asynchronous",
         "push_tp": "gpu_ranks:push",
-        "push_senders": "gpu_ranks:push_senders",
-        "push_experts": "gpu_experts:push_experts",
         "overlap": "gpu_ranks:overlap",
         "checkpoint": "gpu_models:checkpoint",
         "convert": "gpu_models:convert",
@@ -105,8 +103,8 @@ MEASUREMENTS = {
 SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
 """Of tools/bench/gpu.py, which is slow to import."""
 NUM_GPUS = {
-    "async": 2, "experts_ep": 2, "experts_whole": 4, "long_cp": 2, "overlap": 2, "push_tp": 4, "push_senders": 3,
-    "push_experts": 3, "whole": 2, "whole_experts": 2, "whole_failures": 2, "whole_push": 2,
+    "async": 2, "experts_ep": 2, "experts_whole": 4, "long_cp": 2, "overlap": 2, "push_tp": 4,
+    "whole": 2, "whole_experts": 2, "whole_failures": 2, "whole_push": 2,
     "whole_unreplayed": 2,
 }  # fmt: skip
 """That a measurement needs, where one is not enough."""

@@ -1,5 +1,5 @@
-"""The measurements `experts`, `experts_ep`, `experts_whole` and `push_experts` of `python -m tools.bench gpu`: updates
-of a model with experts, and its weights on the way to a server.
+"""The measurements `experts`, `experts_ep` and `experts_whole` of `python -m tools.bench gpu`: updates of a model with
+experts.
 
 `experts` and `experts_ep` compare stacked experts (mcore_adapter/models/experts/stacked.py) with TransformerEngine's
 grouped layers and, on one GPU, with Megatron's own training loop, in one run.
@@ -28,7 +28,7 @@ from tools.bench.gpu import (
     trainer_world,
 )
 from tools.bench.gpu_memory import GB, Measured, WidthsScene, measure, mfu_rows, rows
-from tools.bench.gpu_ranks import RANKS, Updates, measure_routings, measure_updates, senders_against_one
+from tools.bench.gpu_ranks import RANKS, Updates, measure_routings, measure_updates
 
 logger = logging.getLogger(__name__)
 
@@ -180,16 +180,3 @@ def _measure(
         del engine
         free(device)
     return measured
-
-
-def push_experts(scene: Scene) -> Iterator[Figure]:
-    """Yield pushes of two expert-parallel ranks into one server: by the first rank, and by both, against the first.
-    Three GPUs."""
-    own = WidthsScene(
-        folder=scene.folder,
-        sglang_python=scene.sglang_python,
-        first_gpu=scene.first_gpu,
-        profile=scene.profile,
-        raw=SLICE if query_gpus() else TRIED,
-    )
-    yield from senders_against_one(own, "push.experts_ep2", dp=RANKS, ep=RANKS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from allocation import Allocation, ParallelLayout, parse
-from core.config.push import choose_senders, choose_transport
+from core.config.push import choose_transport
 from core.weight_sync.servers import SenderPlan, make_sender
 from mcore_adapter.device import get_device
 from rollout.inference.gpus import query_gpus
@@ -41,30 +41,8 @@ def push(scene: Scene) -> Iterator[Figure]:
 async def _push(scene: Scene) -> AsyncIterator[Figure]:
     async with AsyncExitStack() as stack:
         served = await _servers(scene, 2, stack)
-        for figure in await _figures(scene, served, f"push.{scene.shape}_tp2_to_2_servers", "one", 0, tp=RANKS):
+        for figure in await _figures(scene, served, f"push.{scene.shape}_tp2_to_2_servers", 0, tp=RANKS):
             yield figure
-
-
-def push_senders(scene: Scene) -> Iterator[Figure]:
-    """Yield pushes of two pipeline stages into one server: by the first rank, and by one rank of each stage, against
-    the first. Three GPUs."""
-    yield from senders_against_one(scene, f"push.{scene.shape}_pp2", pp=RANKS)
-
-
-def senders_against_one(scene: Scene, name: str, **layout: int) -> Iterator[Figure]:
-    """Yield pushes of two ranks of this layout into one server: by the first rank, and by both, against the first."""
-    yield from drive(_senders_against_one(scene, name, layout))
-
-
-async def _senders_against_one(scene: Scene, name: str, layout: Mapping[str, int]) -> AsyncIterator[Figure]:
-    async with AsyncExitStack() as stack:
-        served = await _servers(scene, 1, stack)
-        by_one = await _figures(scene, served, f"{name}_1_sender", "one", 0, **layout)
-        by_both = await _figures(scene, served, f"{name}_{RANKS}_senders", "stages", 100, **layout)
-        for figure in by_one:
-            yield figure
-        for figure, of_one in zip(by_both, by_one, strict=True):
-            yield replace(figure, baseline=of_one.value)
 
 
 async def _servers(scene: Scene, count: int, stack: AsyncExitStack) -> list[SGLangGenerator]:
@@ -77,12 +55,10 @@ async def _servers(scene: Scene, count: int, stack: AsyncExitStack) -> list[SGLa
     return await asyncio.gather(*(stack.enter_async_context(generator(one)) for one in settings))
 
 
-async def _figures(
-    scene: Scene, served: list[SGLangGenerator], name: str, senders: str, version: int, **layout: int
-) -> list[Figure]:
+async def _figures(scene: Scene, served: list[SGLangGenerator], name: str, version: int, **layout: int) -> list[Figure]:
     """Push from ranks of this layout while every server streams; `version` is the last one pushed."""
     apart = parse("sglang.d2m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=4)
-    ranks = TrainerRanks(scene, sending_rank, Sending(allocation=apart, layout=layout, senders=senders))
+    ranks = TrainerRanks(scene, sending_rank, Sending(allocation=apart, layout=layout))
     try:
         await asyncio.to_thread(ranks.connect, [one.endpoint for one in served], BUCKET_BYTES)
         pushes, gaps = await pushes_into_streams(scene, served, ranks, lambda: None, version)
@@ -270,12 +246,11 @@ class Sending:
     """Which determines the transport."""
     layout: Mapping[str, int]
     """Of the ranks."""
-    senders: str = "one"
 
 
 def sending_rank(rank: int, port: int, scene: Scene, tasks: Any, results: Any, sending: Sending) -> None:
     """Hold random weights and send them as a rank of a run does, by the calls of TrainerRanks."""
-    name = f"push-{'-'.join(sending.layout)}-{sending.senders}-rank{rank}"
+    name = f"push-{'-'.join(sending.layout)}-rank{rank}"
     with _joined(rank, port, scene, **sending.layout) as (parallel, device), recorded(name, scene.profile):
         engine = make_engine(scene, parallel, device, trains=False)
         sender: Any = None
@@ -292,8 +267,6 @@ def sending_rank(rank: int, port: int, scene: Scene, tasks: Any, results: Any, s
                     dtype="bfloat16",
                     bucket_bytes=bucket_bytes,
                     timeout_seconds=60.0,
-                    senders=choose_senders(sending.senders, transport, parallel.layout),
-                    connection=f"{port}-{bucket_bytes}",
                     folder=Path(scene.folder),
                 )
                 sender = make_sender(

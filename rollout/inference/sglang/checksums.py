@@ -19,7 +19,7 @@ from model_specs.block_fp8 import BLOCK, SCALE
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary, WholeRows
-from rollout.inference.backend import PartialChecksums, TensorFormat
+from rollout.inference.backend import TensorFormat
 from rollout.inference.sglang.hooks import CHECKSUM_CHUNK, as_bits, position_checksum, position_weights
 
 
@@ -97,28 +97,11 @@ class ExpectedChecksums:
             rows.append(TensorFormat(name=name, sent=sent, parameter=param, held=other))
         return rows
 
-    def partial(self) -> PartialChecksums:
-        """See rollout.inference.backend.ExpectedChecksums."""
-        formats = [(name, dtype, param) for name, (dtype, param) in self._sent.items()]
-        return {"sums": self._totals(), "formats": formats}
-
-    def include(self, partial: PartialChecksums) -> None:
-        """See rollout.inference.backend.ExpectedChecksums."""
-        device = next((parts[0].device for parts in self._sums.values()), None)
-        for rank, name, value in partial["sums"]:  # modulo 2^64, as those here
-            self._sums[rank, name].append(torch.tensor(value, dtype=torch.int64, device=device))
-        self._sent |= {name: (dtype, param) for name, dtype, param in partial["formats"]}
-
-    def _totals(self) -> list[tuple[int, str, int]]:
-        keys = list(self._sums)
-        sums = [torch.stack(self._sums[key]).sum() for key in keys]
-        values = torch.stack(sums).tolist() if sums else []
-        return [(rank, name, value) for (rank, name), value in zip(keys, values, strict=True)]
-
     def mismatches(self, received: Sequence[Mapping[str, int]]) -> list[str]:
         """Return the parameters whose checksum differs, is missing, or was not expected, as "name (rank r)". `received`
         are the reports of the tensor-parallel ranks."""
-        expected = {(rank, name): value for rank, name, value in self._totals()}
+        sums = [torch.stack(of_parts).sum() for of_parts in self._sums.values()]
+        expected = dict(zip(self._sums, torch.stack(sums).tolist() if sums else [], strict=True))
         actual = {(rank, name): value for rank, ranks in enumerate(received) for name, value in ranks.items()}
         if not any(name == "lm_head.weight" for _, name in actual):  # tied: the server has it once
             expected = {key: value for key, value in expected.items() if key[1] != "lm_head.weight"}

@@ -131,7 +131,7 @@ def test_the_columns_of_pairs_are_keys_of_the_data_set() -> None:
         ("algorithm: {ppo_epochs: 2}", "write ppo.actor_sample_reuse"),
         ("profiler_output_dir: /tmp", "write monitor.timeline_mib, and see python -m tools.timeline"),
         ("model: {path: /m}", "write actor (ref and critic for the other models)"),
-        ("push: {xyzzy: 1}", "keys here are type, verify, changes, senders, bucket_mib, timeout_seconds"),
+        ("push: {xyzzy: 1}", "keys here are type, verify, changes, bucket_mib, timeout_seconds"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_known_one(tmp_path: Path, line: str, suggestion: str) -> None:

@@ -64,7 +64,6 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
         ("actor.sglang.x=1 generator.python=/nope", {"actor.sglang", "generator.python"}, "no servers", None),
         ("push.verify=always", {"push.verify"}, "embedded generators are no servers", None),
         ("push.changes=always", {"push.changes"}, "push.type=local, not through files", None),
-        ("push.senders=stages", {"push.senders"}, "push.type=local from one trainer rank of d1m1p1", None),
         (
             "generator.mock_seconds_per_token=1", {"generator.mock_seconds_per_token"}, "own speed",
             "allocation_mode=mock.d1m1p1+d1m1p1",
@@ -221,13 +220,6 @@ def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
     assert reported(config).keys() == {"generator.interrupt"}
     assert "aborted and continued (interrupt=abort)" in reported(config)["generator.interrupt"]
     assert not reported(load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m1p1 generator.interrupt=in_place"))
-
-
-def test_several_senders_are_reported_where_the_layout_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    one = load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m2p1 n_gpus_per_node=3 push.senders=stages")
-    assert "push.type=nccl from one trainer rank of d1m2p1" in reported(one)["push.senders"]
-    assert not reported(load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m1p2 n_gpus_per_node=3 push.senders=stages"))
 
 
 def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(
