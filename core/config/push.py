@@ -14,7 +14,7 @@ from rollout.inference.backend import Transport
 from rollout.inference.registry import BACKENDS
 
 Verify = Literal["never", "first", "always"]
-Changes = Literal["auto", "always", "never"]
+Changes = Literal["never", "always"]
 
 SHARED_MEMORY_NAMES = (
     *("sem.mp-", "psm_", "torch_", "nccl-", "plasma"),
@@ -40,9 +40,9 @@ class PushConfig(Section):
         needs="servers",
     )
     changes: Changes = key(
-        "auto",
-        "Send only the values that differ from the last update. auto: where the times of earlier updates show that it "
-        "is faster; always; never. Unless never, the first trainer rank keeps a copy of the weights in host memory",
+        "never",
+        "Whether to send only the values that differ from the last update: faster where the folder is on a network. "
+        "With always, the first trainer rank keeps a copy of the weights in host memory",
         needs="push.type=disk",
     )
     bucket_mib: int = key(

@@ -3,9 +3,9 @@
 The folder is written while generation continues; the pause is as long as the servers take to read it. Each server rank
 reads what it needs, so this is also the way into servers with pipeline stages.
 
-Unless push.changes=never, rank 0 keeps the weights of the last push in host memory, and writes only the values that
-differ from them (rollout/inference/changes.py); with auto, where that is expected to take less time. A server that
-cannot take changes, as one that has just started, gets all weights at once.
+With push.changes=always, rank 0 keeps the weights of the last push in host memory, and writes only the values that
+differ from them (rollout/inference/changes.py). A server that cannot take changes, as one that has just started, gets
+all weights at once.
 """
 
 from __future__ import annotations
@@ -39,42 +39,6 @@ from rollout.inference.errors import GeneratorCallError
 
 logger = logging.getLogger(__name__)
 
-_FORGET_AFTER = 10
-
-
-@dataclass
-class _Costs:
-    """What pushes through files have cost, written and read: the rule by which everything or only changes are sent."""
-
-    whole: float | None = None
-    """Seconds of the last push of everything."""
-    changes: tuple[float, int] | None = None
-    """Seconds and bytes of the last push of changes."""
-    _since: int = 0
-    """Pushes of everything since then."""
-
-    def measured(self, *, changes: bool, seconds: float, num_bytes: int) -> None:
-        """Take note of a push. What changes have cost is forgotten after ten pushes of everything, and measured
-        again."""
-        if changes:
-            self.changes, self._since = (seconds, num_bytes), 0
-            return
-        self.whole, self._since = seconds, self._since + 1
-        if self._since >= _FORGET_AFTER:
-            self.changes = None
-
-    def changes_can_pay(self) -> bool:
-        """Return whether changes may take less time than everything, however few they are: else none are looked for."""
-        return self.changes is None or self.whole is None or self.changes[0] < self.whole
-
-    def changes_pay(self, num_bytes: int, num_all_bytes: int) -> bool:
-        """Return whether changes of `num_bytes` are expected to take less time than everything: what the last changes
-        took, and more in proportion where there are more bytes. Before they were measured, the bytes decide."""
-        if self.changes is None or self.whole is None:
-            return num_bytes < num_all_bytes
-        seconds, before = self.changes
-        return seconds * max(1.0, num_bytes / max(1, before)) < self.whole
-
 
 @dataclass
 class _Written:
@@ -83,7 +47,6 @@ class _Written:
     folder: Path
     buckets: Buckets
     num_bytes: int
-    seconds: float
     changed: float | None
     """Share of the values, where it holds only changes."""
 
@@ -112,7 +75,6 @@ class DiskSender:
         """With changes: what the last prepare() was given."""
         self._identity = ""
         """Of `_last`."""
-        self._costs = _Costs()
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Remove what an attempt that was killed in the middle of a push left."""
@@ -123,21 +85,20 @@ class DiskSender:
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""
-        start = time.perf_counter()
         flat = Buckets(buckets, self._settings, torch.device("cpu"), self._servers, verify=verify)
         if self._settings.rank != 0:
             for _ in flat:
                 pass
-            self._written = _Written(self._folder, flat, 0, 0.0, None)
+            self._written = _Written(self._folder, flat, 0, None)
             return
         target = self._new_folder()
         try:
-            num_bytes, changed, in_vain = self._write(flat, target)
+            num_bytes, changed = self._write(flat, target)
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
             self._last = {}  # the next push is whole: what the servers have is no longer what is here
             raise
-        self._written = _Written(target, flat, num_bytes, time.perf_counter() - start - in_vain, changed)
+        self._written = _Written(target, flat, num_bytes, changed)
 
     def _new_folder(self) -> Path:
         target = self._folder / f"push-{self._count}"
@@ -146,11 +107,11 @@ class DiskSender:
         target.mkdir(parents=True)
         return target
 
-    def _write(self, buckets: Buckets, target: Path) -> tuple[int, float | None, float]:
-        """Write all weights, or what has changed of them. Return the bytes; the share of values that changed, where
-        only those are there; and the seconds that went into changes which are not used."""
+    def _write(self, buckets: Buckets, target: Path) -> tuple[int, float | None]:
+        """Write all weights, or what has changed of them. Return the bytes, and the share of values that changed, where
+        only those are there."""
         base, self._identity = self._identity, uuid.uuid4().hex
-        if not self._last or (self._changes == "auto" and not self._costs.changes_can_pay()):
+        if not self._last:
             whole = _WholeWriter(target)
             for bucket in buckets:
                 tensors = bucket.tensors() if bucket is not None else {}
@@ -158,21 +119,15 @@ class DiskSender:
                 if self._changes != "never":
                     self._last |= tensors
             whole.finish(self._model_path, self._identity)
-            return whole.num_bytes, None, 0.0
+            return whole.num_bytes, None
         changes = ChangesWriter(target)
-        num_all_bytes = 0
         for bucket in buckets:
             if bucket is not None:
                 tensors = bucket.tensors()
                 changes.add(tensors, self._last)
                 self._last |= tensors
-                num_all_bytes += bucket.num_bytes
-        if self._changes == "always" or self._costs.changes_pay(changes.num_bytes, num_all_bytes):
-            changes.finish(base=base, identity=self._identity)
-            return changes.num_bytes, changes.num_changed / max(1, changes.num_values), 0.0
-        for file in target.iterdir():
-            file.unlink()
-        return self._write_last(target), None, changes.seconds
+        changes.finish(base=base, identity=self._identity)
+        return changes.num_bytes, changes.num_changed / max(1, changes.num_values)
 
     def _write_last(self, target: Path) -> int:
         """Write what the last prepare() was given; return the bytes."""
@@ -218,13 +173,9 @@ class DiskSender:
     def _load(self, written: _Written, deadline: Deadline) -> int:
         """Return once every server has loaded the folder, or all weights where it refused changes; the bytes of these,
         0 where none did."""
-        start = time.perf_counter()
         changes = written.changed is not None
         loading = call_all(self._servers, lambda s, left: _refusal(s, written.folder, left, changes), deadline)
         deadline.wait(loading, f"reading {written.folder}")
-        self._costs.measured(
-            changes=changes, seconds=written.seconds + time.perf_counter() - start, num_bytes=written.num_bytes
-        )
         reasons = {name: future.result() for name, future in loading.items() if future.result()}
         if not reasons:
             return 0

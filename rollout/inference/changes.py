@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,11 +105,9 @@ class ChangesWriter:
         self.num_bytes = 0
         self.num_changed = 0
         self.num_values = 0
-        self.seconds = 0.0
 
     def add(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> None:
         """Write what differs between two versions of a bucket. Raises OSError."""
-        start = time.perf_counter()
         content, count = changes_of(new, old)
         self._shapes |= {name: list(tensor.shape) for name, tensor in new.items()}
         self.num_changed += count
@@ -120,7 +117,6 @@ class ChangesWriter:
             save_file(content, path)
             self._files[path.name] = _sha256(path)
             self.num_bytes += path.stat().st_size
-        self.seconds += time.perf_counter() - start
 
     def finish(self, *, base: str, identity: str) -> None:
         """Write the index, without which a server takes the folder for one of whole tensors. Raises OSError."""

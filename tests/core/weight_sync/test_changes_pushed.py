@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from core.weight_sync.buckets import Sender, SendReport
-from core.weight_sync.disk import DiskSender, _Costs
 from core.weight_sync.errors import PushError
 from helpers.push_doubles import UPDATE_OF, paused, sender_of
 from helpers.sglang_double import model
@@ -157,45 +156,3 @@ def test_after_a_push_that_failed_the_next_one_is_whole(
         assert holds(double, 3)
 
 
-def test_where_most_values_have_changed_everything_is_sent_and_the_next_changes_are_to_that(folder: Path) -> None:
-    with paused(1) as ((double,), servers):
-        sender = sender_of("disk", folder, changes="auto")
-        sender.connect(servers)
-        push(sender, 1)
-        other = push(sender, 1, all_of=7)
-        assert other.changed is None and other.num_buckets == 1, "written anew, in buckets of push.bucket_mib"
-        assert push(sender, 1, all_of=7).changed == 0.0
-        assert holds(double, 1, all_of=7)
-
-
-def test_changes_are_not_looked_for_where_they_cannot_pay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("looked for")
-
-    with paused(1) as ((double,), servers):
-        sender = sender_of("disk", folder, changes="auto")
-        assert isinstance(sender, DiskSender)
-        sender.connect(servers)
-        push(sender, 1)
-        sender._costs = _Costs(whole=2.0, changes=(3.0, 1))
-        with monkeypatch.context() as patched:
-            patched.setattr("core.weight_sync.disk.ChangesWriter", fail)
-            assert push(sender, 2).changed is None and holds(double, 2)
-        sender._costs = _Costs(whole=1e9, changes=(3.0, 10**9))
-        assert push(sender, 3).changed is not None and holds(double, 3), "to the push before, which was whole"
-
-
-def test_the_faster_way_is_chosen_from_what_both_have_cost() -> None:
-    costs = _Costs()
-    assert costs.changes_pay(10, 11) and not costs.changes_pay(11, 11), "nothing is known: by the bytes"
-    costs.measured(changes=False, seconds=10.0, num_bytes=1000)
-    assert costs.changes_pay(999, 1000) and not costs.changes_pay(1000, 1000)
-    costs.measured(changes=True, seconds=4.0, num_bytes=100)
-    assert costs.changes_pay(249, 1000) and not costs.changes_pay(251, 1000), "2.5 times as many bytes, 10 s"
-    costs.measured(changes=True, seconds=11.0, num_bytes=100)
-    assert not costs.changes_pay(1, 1000), "part of it is the same for any number of bytes"
-    for _ in range(9):
-        costs.measured(changes=False, seconds=10.0, num_bytes=1000)
-        assert not costs.changes_pay(1, 1000)
-    costs.measured(changes=False, seconds=10.0, num_bytes=1000)
-    assert costs.changes_pay(1, 1000), "one slow push does not decide for ever"
