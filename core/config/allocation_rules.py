@@ -161,7 +161,7 @@ def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
         message = f"{wanted} needs bfloat16 for what is not quantized, got {dtype}; write generator.dtype=bfloat16"
         yield Violation(("generator.weight_format", "generator.dtype"), message)
     if config.push.changes == "always":
-        message = f"always, but with generator.weight_format={wanted} all weights are sent; write auto"
+        message = f"always, but with generator.weight_format={wanted} all weights are sent; write never"
         yield Violation(("push.changes", "generator.weight_format"), message)
     for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
         for name in flags:

@@ -281,9 +281,9 @@ class Backend(Protocol):
         """Yield (configuration key, message) of each reason why this backend cannot sample with the model at `path`."""
         ...
 
-    def lacking(self, python: str | None) -> str | None:
-        """Return why no replica can start on this host for want of software; None if one can. `python`: the interpreter
-        that runs it; None: this one."""
+    def host_problems(self, python: str | None, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        """Yield (configuration key, message) of each reason why no replica can start on this host with these flags.
+        `python`: the interpreter that runs it; None: this one."""
         ...
 
     async def start(self, settings: BackendSettings) -> Replica:

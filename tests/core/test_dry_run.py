@@ -22,6 +22,7 @@ from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import make_experience
+from rollout.inference.backend import FlagValue
 from rollout.inference.sglang import arguments
 
 SERVERS = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2", "actor.sglang={}"]
@@ -100,8 +101,6 @@ def test_sglang_that_is_not_installed_is_a_fact_of_this_host(
     assert said in capsys.readouterr().err
     assert dry_run(path, *servers, "launch.ray_address=127.0.0.1:9") == 0
     assert "SGLang" not in capsys.readouterr().out, "the servers run on machines of the cluster"
-    monkeypatch.setattr(arguments, "is_installed", lambda: True)
-    assert dry_run(path, *servers, flag="--preflight") == 0
 
 
 def test_the_interpreter_of_the_servers_is_looked_at_and_not_this_one(
@@ -109,12 +108,20 @@ def test_the_interpreter_of_the_servers_is_looked_at_and_not_this_one(
 ) -> None:
     monkeypatch.setattr(arguments, "is_installed", lambda: False)
     python = tmp_path / "python"
-    for exit_code, said in ((0, None), (1, f"SGLang is not installed for {python}; ")):
-        python.write_text(f"#!/bin/sh\nexit {exit_code}\n")
+
+    def problems(script: str, flags: dict[str, FlagValue]) -> list[tuple[str, str]]:
+        python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
-        found = arguments.why_not_installed(str(python))
-        assert found is None if said is None else str(found).startswith(said)
-    assert str(arguments.why_not_installed("/no/python")).startswith("/no/python: No such file or directory; ")
+        return list(arguments.host_problems(str(python), flags))
+
+    assert problems("exit 0", {}) == []
+    ((key, message),) = problems("echo No module named sglang >&2; exit 1", {"x": 1})
+    assert key == "generator.python" and message.startswith(f"{python} cannot import SGLang (No module named sglang); ")
+    assert message.endswith("actor.sglang and generator.flags were not checked")
+    refused = "cat > /dev/null; echo a warning >&2; echo actor.sglang.x: no such argument >&2; exit 64"
+    assert problems(refused, {"x": 1}) == [("actor.sglang.x", "no such argument")]
+    ((_, message),) = arguments.host_problems("/no/python", {})
+    assert message.startswith("/no/python: No such file or directory; ") and "not checked" not in message
 
 
 def test_a_start_still_refuses_all_of_it(tmp_path: Path) -> None:

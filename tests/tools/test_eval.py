@@ -146,8 +146,8 @@ def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
         ),
         (["--generator", "sglang", "--sglang_python", "/no/python"], "--sglang_python /no/python: no such interpreter"),
         (
-            ["--generator", "sglang", "--sglang_python", sys.executable, "--sglang", "mem_fracton_static=0.8"],
-            "--sglang mem_fracton_static: SGLang 0.5.17 has no such server argument; did you mean",
+            ["--generator", "sglang", "--sglang_python", sys.executable, "--sglang", "tp_size=2"],
+            "--sglang tp_size: cannot be set: set by allocation_mode; leave it out",
         ),
         (["--model_path", "{data}"], "neither a Hugging Face folder"),
         (["--model_path", "{data}"], "it contains own.jsonl, sums"),

@@ -187,8 +187,9 @@ def _software(config: PPOMATHConfig) -> Iterator[Problem]:
         backend = BACKENDS[resolve_allocation(config).generator.backend]
     except AllocationError:
         return  # reported with the configuration
-    if why := backend.lacking(config.generator.python):
-        yield Problem(key="generator.python", message=why)
+    flags = {**config.actor.sglang, **config.generator.flags}
+    for key, message in backend.host_problems(config.generator.python, flags):
+        yield Problem(key=key, message=message)
 
 
 def _connection(config: ExperimentConfig) -> Iterator[Problem]:

@@ -30,9 +30,9 @@ class EmbeddedBackend:
             message = f"the embedded generator samples dense models, and {path} is of type {model.model_type!r}"
             yield "allocation_mode", f"{message}; use sglang"
 
-    def lacking(self, python: str | None) -> str | None:
-        """Return None: it needs nothing that this package does not."""
-        return None
+    def host_problems(self, python: str | None, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        """Accept every host: it needs nothing that this package does not."""
+        return iter(())
 
     async def start(self, settings: BackendSettings) -> Replica:
         """Start a generator; without `load_weights` it starts paused. Raises ValueError for a model that cannot be

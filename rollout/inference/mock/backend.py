@@ -30,9 +30,9 @@ class MockBackend:
         """Accept every model: each has a vocabulary."""
         return iter(())
 
-    def lacking(self, python: str | None) -> str | None:
-        """Return None: it needs nothing that this package does not."""
-        return None
+    def host_problems(self, python: str | None, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        """Accept every host: it needs nothing that this package does not."""
+        return iter(())
 
     async def start(self, settings: BackendSettings) -> Replica:
         from rollout.inference.mock.generator import MockGenerator

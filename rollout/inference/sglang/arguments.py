@@ -1,15 +1,16 @@
-"""Which arguments of a SGLang server its user may set, and to what; SGLang itself is not needed."""
+"""Which arguments of a SGLang server its user may set. Their names and values are checked by SGLang's own parser, where
+SGLang is installed."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
+import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 
 from rollout.inference.backend import FlagValue
-from rollout.inference.sglang.server_arguments import KINDS, VERSION
-from rollout.inference.sglang.server_choices import CHOICES
+from rollout.inference.sglang.start import command_line
 
 FROM_ELSEWHERE = {
     "model_path": "set by actor.path",
@@ -57,59 +58,31 @@ def is_installed() -> bool:
     return importlib.util.find_spec("sglang") is not None
 
 
-_FIND_SECONDS = 30.0
-_FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+_CHECK_SECONDS = 120.0
 
 
-def why_not_installed(python: str | None) -> str | None:
-    """Return why the interpreter `python` (None: this one) cannot run a server; None if it can import SGLang."""
-    install = "pip install -e '.[gpu]', or set this to an interpreter that has SGLang"
-    if python is None:
-        return None if is_installed() else f"SGLang is not installed for {sys.executable}; {install}"
+def host_problems(python: str | None, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+    """Yield (configuration key, message) of why the interpreter `python` (None: this one) cannot run a server with
+    these arguments."""
+    runs = python or sys.executable
+    way_out = "pip install -e '.[gpu]', or set this to an interpreter that has SGLang"
+    if flags:
+        way_out += "; actor.sglang and generator.flags were not checked"
+    if python is None and not is_installed():
+        yield "generator.python", f"SGLang is not installed for {runs}; {way_out}"
+        return
     try:
-        found = subprocess.run([python, "-P", "-c", _FIND], capture_output=True, timeout=_FIND_SECONDS, check=False)
+        done = subprocess.run(
+            [runs, "-P", command_line.__file__], input=json.dumps(dict(flags)),
+            capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         why = "gives no answer" if isinstance(error, subprocess.TimeoutExpired) else f"{error.strerror}"
-        return f"{python}: {why}; set this to a Python interpreter that has SGLang"
-    return None if found.returncode == 0 else f"SGLang is not installed for {python}; {install}"
-
-
-def refusal(key: str, value: FlagValue) -> str | None:
-    """Return why the server argument `key` cannot be set to `value`; None where it can."""
-    if why := decided_elsewhere(key):
-        return f"cannot be set: {why}; leave it out"
-    name = key.replace("-", "_")
-    if name not in KINDS:
-        near = difflib.get_close_matches(name, KINDS, n=1)
-        way_out = f"did you mean {near[0]!r}?" if near else "`python -m sglang.launch_server --help` lists all"
-        return f"SGLang {VERSION} has no such server argument; {way_out}"
-    return None if value is None else _wrong_value(name, value)
-
-
-def _wrong_value(name: str, value: FlagValue) -> str | None:
-    kind = KINDS[name]
-    if kind == "flag":
-        return None if isinstance(value, bool) else f"must be true or false, got {value!r}"
-    if kind == "list":  # one value is a list, too
-        items = value if isinstance(value, list) else [value]
-        return next((why for item in items if (why := _wrong_choice(name, item))), None)
-    if name == "context_length":  # 32k is a length
-        return None
-    if isinstance(value, (list, bool)):
-        return f"must be {_ONE.get(kind, 'one value')}, got {value!r}"
-    try:
-        {"integer": int, "number": float}.get(kind, str)(str(value))
-    except ValueError:
-        return f"must be {_ONE[kind]}, got {value!r}"
-    return _wrong_choice(name, value)
-
-
-def _wrong_choice(name: str, value: FlagValue) -> str | None:
-    choices = CHOICES.get(name)
-    if choices is None or str(value) in choices:
-        return None
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    return f"must be one of {', '.join(choices)}, got {value!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-
-
-_ONE = {"integer": "an integer", "number": "a number"}
+        yield "generator.python", f"{runs}: {why}; {way_out}"
+        return
+    last = done.stderr.strip().rpartition("\n")[2]
+    if done.returncode == command_line.EXIT_USAGE:
+        key, _, message = last.partition(": ")
+        yield key, message
+    elif done.returncode:
+        yield "generator.python", f"{runs} cannot import SGLang ({last}); {way_out}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from model_specs.families import FAMILIES
 from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, MemoryFlag, Replica
-from rollout.inference.sglang.arguments import refusal, why_not_installed
+from rollout.inference.sglang.arguments import decided_elsewhere, host_problems
 
 if TYPE_CHECKING:
     from model_specs.config import ModelConfig
@@ -30,9 +30,9 @@ class SGLangBackend:
     shared_memory_names = ("sglang",)
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
-        for flag, value in flags.items():
-            if why := refusal(flag, value):
-                yield flag, why
+        for flag in flags:
+            if why := decided_elsewhere(flag):
+                yield flag, f"cannot be set: {why}; leave it out"
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
         """Yield the keys of config.json that SGLang's own model of the family ignores, so that it samples from another
@@ -44,8 +44,9 @@ class SGLangBackend:
                 "a model with experts in every layer and an output layer of its own",
             )
 
-    def lacking(self, python: str | None) -> str | None:
-        return why_not_installed(python)
+    def host_problems(self, python: str | None, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
+        """Yield whether SGLang is missing, and otherwise the first argument that its parser refuses."""
+        return host_problems(python, flags)
 
     async def start(self, settings: BackendSettings) -> Replica:
         """Start a server. Raises ValueError where GPUs are missing or in use, GeneratorStartError with the server's

@@ -30,8 +30,6 @@ the HTTP interface lacks:
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import faulthandler
 import hashlib
 import importlib.util
@@ -56,11 +54,6 @@ VERSION_KEY = "slipstream_version"
 """Name of the per-token versions in a response's meta_info."""
 SOURCE = ("slipstream", None)
 """Of this file's hooks, by which SGLang distinguishes several plug-ins."""
-EXIT_USAGE = 64
-"""Exit code of a server that was given wrong arguments; a line of its log names them."""
-USAGE_ERRORS = ("actor.sglang.", "SGLang ")
-"""What that line begins with, the last such line: others may follow it."""
-
 PREFILL_SHARE = 0.1
 """Of a server's places: so many are free before prompts are admitted (BATCHED_PREFILLS in server.py)."""
 
@@ -445,37 +438,6 @@ def sglang_version() -> str:
     return sglang.__version__
 
 
-def command_line(flags: dict[str, Any]) -> list[str]:
-    """Return server arguments by name as an argument list. Raises SystemExit(EXIT_USAGE) on a name this SGLang
-    lacks."""
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(add_help=False)
-    ServerArgs.add_cli_args(parser)
-    options = {name: option for action in parser._actions for option in action.option_strings if (name := _key(option))}
-    argv: list[str] = []
-    for key, value in flags.items():
-        option = options.get(_key(key))
-        if option is None:
-            near = difflib.get_close_matches(_key(key), options, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            sys.stderr.write(f"actor.sglang.{key}: SGLang {sglang_version()} has no such server argument{hint}\n")
-            raise SystemExit(EXIT_USAGE)
-        if parser._option_string_actions[option].nargs == 0:
-            off = options.get(f"no_{_key(key)}")
-            argv += [option] if value else [off] if off and value is False else []
-        elif isinstance(value, list):
-            argv += [option, *map(str, value)]
-        elif value is not None:
-            argv += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return argv
-
-
-def _key(option: str) -> str:
-    """Return --mem-fraction-static as a key: mem_fraction_static."""
-    return option.lstrip("-").replace("-", "_")
-
-
 def compile_ahead(flags: dict[str, Any]) -> None:
     """Start to compile kernels in a process of the server's group, which logs with it."""
     command = [sys.executable, "-P", str(Path(__file__).parent / "start/compile_ahead.py")]
@@ -502,7 +464,8 @@ def main() -> None:
     end_with(settings["parent"])
     if settings["flags"].get("device") != "cpu":
         compile_ahead(settings["flags"])
-    argv = command_line(settings["flags"])
+    usage = beside("start/command_line.py")
+    argv = usage.command_line(settings["flags"])
     models = importlib.util.find_spec("sglang.srt.models")
     assert models is not None and models.submodule_search_locations, "every SGLang has this package"
     beside("start/unused_imports.py").skip_other_models(settings["flags"], Path(models.submodule_search_locations[0]))
@@ -516,7 +479,7 @@ def main() -> None:
     missing = hooks_not_applied()
     if missing:
         sys.stderr.write(f"SGLang {sglang_version()} {reason_for(missing)}\n")
-        raise SystemExit(EXIT_USAGE)
+        raise SystemExit(usage.EXIT_USAGE)
     try:
         server_args = prepare_server_args(argv)
         InFlight().add_routes()

@@ -29,8 +29,8 @@ from rollout.inference.errors import GeneratorStartError
 from rollout.inference.gpus import check_gpus, device_names
 from rollout.inference.sglang.arguments import decided_elsewhere
 from rollout.inference.sglang.endpoint import SGLangEndpoint
-from rollout.inference.sglang.hooks import EXIT_USAGE, USAGE_ERRORS
 from rollout.inference.sglang.model_config import read_model_config
+from rollout.inference.sglang.start.command_line import EXIT_USAGE, USAGE_ERRORS
 from rollout.inference.sglang.weights import is_healthy
 
 logger = logging.getLogger(__name__)

@@ -154,5 +154,3 @@ def test_after_a_push_that_failed_the_next_one_is_whole(
         assert not list(folder.glob("push-*"))
         assert push(sender, 3).changed is None
         assert holds(double, 3)
-
-

@@ -14,13 +14,12 @@ import pytest
 
 from allocation import GENERATOR_BACKENDS
 from model_specs.hf_config import parse_config
-from rollout.inference.backend import BackendSettings, FlagValue, Interrupt, WeightFormat
+from rollout.inference.backend import BackendSettings, Interrupt, WeightFormat
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, server_flags
-from rollout.inference.sglang.server_arguments import VERSION
 from rollout.types import WeightBucket
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,45 +162,3 @@ def test_flags_that_are_decided_elsewhere_are_refused_by_the_backend() -> None:
         "model", "tensor_parallel_size",
     ]  # fmt: skip
     assert list(BACKENDS["mock"].refused_flags({"tp-size": 2})) == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("mem_fracton_static", 0.8, "SGLang 0.5.17 has no such server argument; did you mean 'mem_fraction_static'?"),
-        ("zzz", 1, "SGLang 0.5.17 has no such server argument; `python -m sglang.launch_server --help` lists all"),
-        ("mem-fraction-static", "a lot", "must be a number, got 'a lot'"),
-        ("stream_interval", 1.5, "must be an integer, got 1.5"),
-        ("stream_interval", True, "must be an integer, got True"),
-        ("disable_radix_cache", 1, "must be true or false, got 1"),
-        ("attention_backend", [1, 2], "must be one value, got [1, 2]"),
-        (
-            "grammar-backend",
-            "xgrammer",
-            "must be one of xgrammar, outlines, llguidance, none, got 'xgrammer'; did you mean 'xgrammar'?",
-        ),
-        ("log_requests_level", 9, "must be one of 0, 1, 2, 3, got 9"),
-        ("rl_on_policy_target", "fsdp2", "must be one of fsdp, got 'fsdp2'; did you mean 'fsdp'?"),
-        ("lora_target_modules", ["q_proj", "all"], None),
-        ("log_requests_level", 3, None),
-        ("attention_backend", "fa3", None),
-        ("mem_fraction_static", 1, None),
-        ("schedule_conservativeness", "0.5", None),
-        ("context_length", "32k", None),
-        ("cuda_graph_bs", [1, 2, 4], None),
-        ("cuda_graph_bs", None, None),
-        ("torchao_config", "", None),
-        ("enable-metrics", True, None),
-    ],
-)
-def test_server_arguments_are_checked_without_sglang(flag: str, value: FlagValue, message: str | None) -> None:
-    assert dict(BACKENDS["sglang"].refused_flags({flag: value})).get(flag) == message
-
-
-def test_a_wrong_item_of_a_list_is_named() -> None:
-    (message,) = dict(BACKENDS["sglang"].refused_flags({"lora_target_modules": ["q_proj", "q_prj"]})).values()
-    assert message.startswith("must be one of q_proj, k_proj, ") and "got 'q_prj'; did you mean 'q_proj'?" in message
-
-
-def test_the_checked_arguments_are_those_of_the_pinned_sglang() -> None:
-    assert f'"sglang=={VERSION}"' in (Path(__file__).parents[3] / "setup.py").read_text()

@@ -243,7 +243,7 @@ def test_a_server_on_gpus_compiles_before_it_reads_its_arguments(
         raise SystemExit
 
     monkeypatch.setattr(hooks, "compile_ahead", lambda flags: seen.append("compile"))
-    monkeypatch.setattr(hooks, "command_line", stop)
+    monkeypatch.setattr(hooks, "beside", stop)
     monkeypatch.setattr(hooks, "end_with", lambda parent: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": 1, "flags": {"model_path": "/m", **device}})))
     with pytest.raises(SystemExit):

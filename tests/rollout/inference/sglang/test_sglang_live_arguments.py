@@ -1,4 +1,4 @@
-"""The list of server arguments that configurations are checked with, against the SGLang that is installed."""
+"""What the installed SGLang says of server arguments, and of modules of its own that it cannot import."""
 
 from __future__ import annotations
 
@@ -10,24 +10,11 @@ from pathlib import Path
 import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
+from rollout.inference.backend import FlagValue
 from rollout.inference.sglang import hooks
-from rollout.inference.sglang.server_arguments import KINDS, VERSION
-from rollout.inference.sglang.server_choices import CHOICES
-
-LIST = """
-import argparse, json, sglang
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser(add_help=False)
-ServerArgs.add_cli_args(parser)
-kinds, choices = {}, {}
-for action in parser._actions:
-    kind = "flag" if action.nargs == 0 else "list" if action.nargs in ("+", "*") else None
-    kind = kind or {int: "integer", float: "number"}.get(action.type, "other")
-    names = [option.lstrip("-").replace("-", "_") for option in action.option_strings]
-    kinds |= dict.fromkeys(names, kind)
-    choices |= dict.fromkeys(names, [str(choice) for choice in action.choices]) if action.choices is not None else {}
-print(json.dumps([sglang.__version__, kinds, choices]))
-"""
+from rollout.inference.sglang.arguments import host_problems
+from rollout.inference.sglang.start.command_line import EXIT_USAGE
+from rollout.inference.sglang.weights import WRITTEN_FOR as VERSION
 
 BROKEN = """
 import sys
@@ -40,11 +27,26 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.skipif(PYTHON is None, reason=WHY_NOT)
-def test_the_list_of_server_arguments_is_complete() -> None:
-    done = subprocess.run([str(PYTHON), "-c", LIST], env=os.environ | environment(), capture_output=True, check=True)
-    version, kinds, choices = json.loads(done.stdout.splitlines()[-1])
-    assert (version, kinds) == (VERSION, KINDS)
-    assert {name: set(values) for name, values in choices.items()} == {name: set(CHOICES[name]) for name in CHOICES}
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("mem_fracton_static", 0.8, f"SGLang {VERSION} has no such server argument; did you mean 'mem_fraction"),
+        ("mem-fraction-static", "a lot", "invalid float value: 'a lot'"),
+        ("disable_radix_cache", 1, "must be true or false, got 1"),
+        ("lora_target_modules", ["q_proj", "q_prj"], "invalid choice: 'q_prj'"),
+        ("cuda_graph_bs", [1, 2, 4], None),
+    ],
+)
+def test_sglang_checks_the_names_and_values_of_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, flag: str, value: FlagValue, message: str | None
+) -> None:
+    for name, setting in environment().items():
+        monkeypatch.setenv(name, setting)
+    found = list(
+        host_problems(PYTHON, {"context_length": "32k", "enable-metrics": True, "torchao_config": "", flag: value})
+    )
+    assert [key for key, _ in found] == ([] if message is None else [f"actor.sglang.{flag}"])
+    assert message is None or found[0][1].startswith(message)
 
 
 @pytest.mark.skipif(PYTHON is None, reason=WHY_NOT)
@@ -57,7 +59,7 @@ def test_a_server_names_the_module_that_sglang_cannot_import(tmp_path: Path) -> 
         input=json.dumps({"parent": os.getpid(), "flags": {}}), env=env, capture_output=True, text=True,
         start_new_session=True,
     )  # fmt: skip
-    assert done.returncode == hooks.EXIT_USAGE
+    assert done.returncode == EXIT_USAGE
     last = done.stderr.strip().rpartition("\n")[2]
     assert last.startswith(f"SGLang {VERSION} cannot import sglang.")
     assert last.endswith("OSError: a kernel of another version")

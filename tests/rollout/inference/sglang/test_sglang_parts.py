@@ -41,7 +41,6 @@ from rollout.inference.sglang import checksums
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.hooks import (
-    EXIT_USAGE,
     install_hooks,
     many_at_once,
     no_cache_scales,
@@ -49,6 +48,7 @@ from rollout.inference.sglang.hooks import (
     reason_for,
 )
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
+from rollout.inference.sglang.start.command_line import EXIT_USAGE
 from rollout.inference.sglang.weights import ServerAddress, payload_of, post
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
