@@ -178,6 +178,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.inference.sglang.latent_attention": "sglang",
         "rollout.inference.sglang.pushed_folders": "sglang",
         "rollout.inference.sglang.start.compile_ahead": "torch",
+        "rollout.inference.sglang.start.command_line": "sglang",
     },
     "math_verify loads sympy: only in the reward workers": {
         "rollout.rewards.math": "math_verify",
