@@ -143,6 +143,7 @@ ALIASES = {
     "core/config/models.py": ("sglang: dict[str, FlagValue]",),
     "core/config/runtime.py": ("added to actor.sglang",),
     "core/config/allocation_rules.py": ("config.actor.sglang",),
+    "core/config/checks/host.py": ("config.actor.sglang",),
     "core/config/unused.py": ("actor.sglang", "critic.sglang", "{name}.sglang"),
     "core/experiments/process_settings.py": ("config.actor.sglang",),
 }
