@@ -23,6 +23,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from io import TextIOWrapper
 
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +51,9 @@ logger = logging.getLogger("quickstart")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an encoding without the lines of tables
     try:
         return _main(argv)
     except KeyboardInterrupt:

@@ -19,6 +19,9 @@ from core.config.runtime import (
 DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
 
+_LONGEST = 128
+"""Characters of a name that becomes a folder, to which an earlier run's has a date added."""
+
 N_GPUS = "GPUs per node; without GPUs: processes per node, one per rank"
 _NO_SLURM = "there is no SLURM mode; Ray places the processes"
 NO_LIMITS = "Ray places the processes without resource limits"
@@ -28,8 +31,12 @@ NO_SERVICES = "generators and rollout service are Ray actors of the run"
 class CommonExperimentConfig(Section):
     """Keys that every experiment has."""
 
-    experiment_name: str = key(description="Name of the experiment; part of every output path", pattern=_NAME)
-    trial_name: str = key(description="Name of the trial; part of every output path", pattern=_NAME)
+    experiment_name: str = key(
+        description="Name of the experiment; part of every output path", pattern=_NAME, max_length=_LONGEST
+    )
+    trial_name: str = key(
+        description="Name of the trial; part of every output path", pattern=_NAME, max_length=_LONGEST
+    )
     mode: Literal["ray", "local"] = key("ray", "How processes are started. local: Ray on this machine only")
     n_nodes: int = key(1, "Number of nodes", ge=1)
     n_gpus_per_node: int = key(2, N_GPUS, ge=1)

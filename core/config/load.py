@@ -91,6 +91,11 @@ def _related(a: str, b: str) -> bool:
     return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
 
 
+MOST_LISTED = 20
+MOST_UNKNOWN = 50
+"""Unknown keys that are reported one by one; the nearest name of thousands would take minutes."""
+
+
 class _Binder:
     """Walks the tree along the schema and collects plain values for pydantic."""
 
@@ -101,12 +106,17 @@ class _Binder:
         self._interpolator = Interpolator((tree, as_given), self._default_node)
         self.sources: dict[str, str] = {}
         self.problems: list[Problem] = []
+        self._num_unknown = 0
         self.meant: set[str] = set()
         """Keys that an unknown one stands close to: what they hold by default is not the user's setting."""
 
     def bind(self) -> dict[str, Any]:
         """Return the valid values by key; `problems` lists those that were left out."""
-        return self._bind(self._model, self._tree, None, "")
+        values = self._bind(self._model, self._tree, None, "")
+        if self._num_unknown > MOST_UNKNOWN:
+            message = f"{self._num_unknown - MOST_UNKNOWN} more keys are unknown; --help lists all keys"
+            self.problems.append(Problem(key="", message=message))
+        return values
 
     def _bind(self, model: type[Section], table: Table, defaults: Section | None, prefix: str) -> dict[str, Any]:
         known = fields_by_key(model)
@@ -165,6 +175,9 @@ class _Binder:
         self.problems.append(Problem(key=path, message=message, where=_where(self.sources, path)))
 
     def _unknown(self, model: type[Section], name: str, node: Node, path: str) -> None:
+        self._num_unknown += 1
+        if self._num_unknown > MOST_UNKNOWN:
+            return
         known = hint(name, path)
         if known is None and isinstance(node, Table) and any(f"{path}.{child}" in HINTS for child in node.children):
             for child, value in node.children.items():
@@ -210,7 +223,8 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
     near = difflib.get_close_matches(path, everywhere, n=1, cutoff=0.7)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"keys here are {', '.join(siblings)}" if prefix else "--help lists all keys"
+    few = prefix and len(siblings) <= MOST_LISTED
+    return f"keys here are {', '.join(siblings)}" if few else "--help lists all keys"
 
 
 def _validate(
@@ -249,6 +263,7 @@ _RULES = {
     "less_than": "must be less than {lt}, got {input}",
     "less_than_equal": "must be at most {le}, got {input}",
     "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
     "string_pattern_mismatch": "must be letters, digits and . _ + = -, a letter or digit first, got {input!r}",
 }
 

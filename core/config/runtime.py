@@ -263,7 +263,9 @@ _CLUSTER_FACTS = (
 class ClusterConfig(Section):
     """Where output goes."""
 
-    fileroot: str = key("~/.cache/slipstream", "Root folder of all output; shared by all nodes", min_length=1)
+    fileroot: str = key(
+        "~/.cache/slipstream", "Root folder of all output; shared by all nodes", min_length=1, max_length=2000
+    )
 
 
 class ExternalConfigs(Section):

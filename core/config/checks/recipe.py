@@ -62,7 +62,7 @@ def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[
         "sft": (partial(_rows, lengths=lengths, read=read),),
         "dpo": (partial(_rows, lengths=lengths, read=read),),
     }
-    return (_models, *of_experiment[config.NAME], _environment, _checkpoint, partial(_recover, read=read))
+    return (_models, *of_experiment[config.NAME], _environment, _home, _checkpoint, partial(_recover, read=read))
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
@@ -308,11 +308,20 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _environment(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield names and values that no environment can hold."""
-    for name, value in config.external_configs.envs.items():
-        if not name or "=" in name or "\0" in name + value:
-            message = f"{name!r} cannot be set: a name is not empty and has no '=', and neither it nor its value a NUL"
+    """Yield names that no environment can hold."""
+    for name in config.external_configs.envs:
+        if not name or "=" in name or "\0" in name:
+            message = f"{name!r} cannot be set: a name is not empty and has no '=' and no NUL"
             yield Problem(key="external_configs.envs", message=message)
+
+
+def _home(config: ExperimentConfig) -> Iterator[Problem]:
+    fileroot = config.external_configs.cluster_config.fileroot
+    try:
+        Path(fileroot).expanduser()
+    except RuntimeError:
+        message = f"{fileroot}: there is no such home folder; write the path in full"
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
 
 
 _OF_THE_STREAM: Mapping[str, str] = {

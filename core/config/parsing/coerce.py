@@ -80,7 +80,7 @@ def _coerce_union(node: Node, options: tuple[Any, ...]) -> Any:
     # Text takes everything, so it is tried last; bool before int before float keeps `1` an integer and `true` a bool.
     order = sorted((o for o in options if o is not type(None)), key=lambda o: (o is str, o is float, o is int))
     if isinstance(node, Scalar) and node.quoted and str in options:
-        return node.text
+        return _text(node.text)
     for option in order:
         try:
             return coerce(node, option)
@@ -132,7 +132,13 @@ def _float(text: str) -> float:
     return number
 
 
-_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: str}
+def _text(text: str) -> str:
+    if "\0" in text:
+        raise CoerceError("must not hold a NUL character; remove it")
+    return text
+
+
+_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _text}
 
 
 def to_node(value: Any) -> Node:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from core.config.parsing.yaml_tree import Items, Node, Scalar, Table, find
 
 _ENV = "oc.env:"
+_MAX_LENGTH = 100_000
+"""Characters of a text with all its interpolations: a few lines can stand for billions."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
@@ -33,6 +35,7 @@ class Interpolator:
         self._default_of = default_of
         self._environment = os.environ if environment is None else environment
         self._resolving: list[str] = []
+        self._resolved: dict[str, Node] = {}
 
     def resolve(self, scalar: Scalar) -> Node:
         """Return the value that a scalar stands for. Raises InterpolationError."""
@@ -47,7 +50,7 @@ class Interpolator:
 
     def _in_text(self, text: str) -> str:
         """Replace every interpolation in `text`; `\\${` is a literal `${`."""
-        out, at = [], 0
+        out, at, length = list[str](), 0, 0
         while (start := text.find("${", at)) >= 0:
             if start > 0 and text[start - 1] == "\\":
                 out.append(text[at : start - 1] + "${")
@@ -60,6 +63,9 @@ class Interpolator:
             if not isinstance(node, Scalar):
                 raise InterpolationError(f"{text[start : end + 1]} is not a single value and cannot be part of a text")
             out.append(text[at:start] + ("" if node.is_null else node.text))
+            length += len(out[-1])
+            if length > _MAX_LENGTH:
+                raise InterpolationError(f"stands for more than {_MAX_LENGTH} characters")
             at = end + 1
         return "".join(out) + text[at:]
 
@@ -73,12 +79,14 @@ class Interpolator:
             )
         if expression in self._resolving:
             raise InterpolationError(f"refers to itself: {' -> '.join([*self._resolving, expression])}")
-        self._resolving.append(expression)
-        try:
-            node = self._found(expression) or self._default_of(expression)
-            return self.resolve(node) if isinstance(node, Scalar) else node
-        finally:
-            self._resolving.pop()
+        if expression not in self._resolved:
+            self._resolving.append(expression)
+            try:
+                node = self._found(expression) or self._default_of(expression)
+                self._resolved[expression] = self.resolve(node) if isinstance(node, Scalar) else node
+            finally:
+                self._resolving.pop()
+        return self._resolved[expression]
 
     def _found(self, key: str) -> Node | None:
         return next((node for tree in self._trees if (node := find(tree, key)) is not None), None)

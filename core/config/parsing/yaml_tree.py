@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -156,22 +157,46 @@ def copied(node: Node) -> Node:
     """Return the same tree, with tables of its own."""
     if isinstance(node, Table):
         return Table(node.where, {name: copied(child) for name, child in node.children.items()})
+    if isinstance(node, Items):
+        return Items(tuple(map(copied, node.items)), node.where)
     return node
 
 
+def size(node: Node) -> int:
+    """Return the number of values of a tree, sections and lists counted as one each beside theirs."""
+    below = node.children.values() if isinstance(node, Table) else node.items if isinstance(node, Items) else ()
+    return 1 + sum(map(size, below))
+
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 class _Reader:
-    """Turns PyYAML's nodes into ours and collects problems on the way."""
+    """Makes nodes from the events of PyYAML's parser and collects problems on the way.
+
+    What an anchor stands for is copied wherever it is used, and counted each time."""
 
     def __init__(self, source: str, *, with_lines: bool = True) -> None:
         self._source = source
         self._with_lines = with_lines
-        self._open: set[int] = set()
+        self._anchors: dict[str, Node | None] = {}
+        """None: the node of the anchor is not complete yet."""
         self._num_nodes = 0
         self.problems: list[Problem] = []
 
     def read(self, text: str) -> Node:
+        """Return the tree of a text; `problems` has what is wrong with it."""
+        root: Node | None = None
         try:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            events = iter(yaml.parse(text, Loader=_Loader))
+            for event in events:
+                if isinstance(event, yaml.DocumentStartEvent):
+                    if root is not None:
+                        self._add("not valid YAML: it has more than one document", event)
+                        return Table(self._source)
+                    root = self._node(next(events), events)
+        except _TooLargeError:
+            pass  # a problem tells it
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             where = self._source if mark is None else self._at(mark)
@@ -182,65 +207,78 @@ class _Reader:
             self.problems.append(Problem(key="", message=message, where=self._source))
         except RecursionError:
             self.problems.append(Problem(key="", message="nested too deeply to read", where=self._source))
-        else:
-            if node is not None:
-                return self._convert(node)
-        return Scalar("", self._source)
+        return Scalar("", self._source) if root is None else root
 
     def _at(self, mark: yaml.Mark) -> str:
         return f"{self._source}:{mark.line + 1}" if self._with_lines else self._source
 
-    def _problem(self, node: yaml.Node, message: str) -> None:
-        self.problems.append(Problem(key="", message=message, where=self._at(node.start_mark)))
+    def _add(self, message: str, event: yaml.Event) -> None:
+        self.problems.append(Problem(key="", message=message, where=self._at(event.start_mark)))
 
-    def _convert(self, node: yaml.Node) -> Node:
-        where = self._at(node.start_mark)
-        self._num_nodes += 1
-        if self._num_nodes == _MAX_NODES:
-            self._problem(node, f"more than {_MAX_NODES} values, anchors followed")
+    def _count(self, event: yaml.Event, number: int = 1) -> None:
+        self._num_nodes += number
         if self._num_nodes >= _MAX_NODES:
-            return Scalar("", where)
-        if not node.tag.startswith(_STANDARD_TAG) or not node.tag.removeprefix(_STANDARD_TAG).isalpha():
-            self._problem(node, f"tag {node.tag} is not supported")
-        if isinstance(node, yaml.ScalarNode):
-            return Scalar(node.value, where, quoted=node.style is not None)
-        if id(node) in self._open:
-            self._problem(node, "an anchor contains itself")
-            return Scalar("", where)
-        self._open.add(id(node))
-        try:
-            if isinstance(node, yaml.SequenceNode):
-                return Items(tuple(self._convert(item) for item in node.value), where)
-            assert isinstance(node, yaml.MappingNode), "there is no fourth kind"
-            return self._table(node)
-        finally:
-            self._open.remove(id(node))
+            self._add(f"more than {_MAX_NODES} values, anchors followed", event)
+            raise _TooLargeError
 
-    def _table(self, node: yaml.MappingNode) -> Table:
-        table = Table(self._at(node.start_mark))
-        merged: dict[str, Node] = {}
-        for key_node, value_node in node.value:
-            if key_node.tag == f"{_STANDARD_TAG}merge":
-                for other in self._merge_sources(value_node):
-                    for name, child in other.children.items():
-                        merged.setdefault(name, child)
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._problem(key_node, "a key must be plain text")
-                continue
-            value = self._convert(value_node)
-            if key_node.value in table.children:
-                first = table.children[key_node.value].where
-                self._problem(key_node, f"{key_node.value}: given twice (first at {first})")
-            if isinstance(value, Table):  # a block mapping begins at its first key; users look for the section's name
-                value.where = self._at(key_node.start_mark)
-            table.children[key_node.value] = value
+    def _node(self, event: yaml.Event, events: Iterator[yaml.Event]) -> Node:
+        self._count(event)
+        where = self._at(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event, where)
+        if event.tag is not None and not event.tag.removeprefix(_STANDARD_TAG).isalpha():
+            self._add(f"tag {event.tag} is not supported", event)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = None
+        node: Node
+        if isinstance(event, yaml.ScalarEvent):
+            node = Scalar(event.value, where, quoted=event.style not in (None, ""))
+        elif isinstance(event, yaml.SequenceStartEvent):
+            node = Items(tuple(self._until(yaml.SequenceEndEvent, events)), where)
+        else:
+            node = self._table(where, events)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = node
+        return node
+
+    def _until(self, end: type[yaml.Event], events: Iterator[yaml.Event]) -> Iterator[Node]:
+        while not isinstance(event := next(events), end):
+            yield self._node(event, events)
+
+    def _alias(self, event: yaml.AliasEvent, where: str) -> Node:
+        if event.anchor not in self._anchors:
+            self._add(f"there is no anchor {event.anchor!r}", event)
+            return Scalar("", where)
+        node = self._anchors[event.anchor]
+        if node is None:
+            self._add("an anchor contains itself", event)
+            return Table(where)
+        self._count(event, size(node))
+        return copied(node)
+
+    def _table(self, where: str, events: Iterator[yaml.Event]) -> Table:
+        table, merged = Table(where), dict[str, Node]()
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            is_merge = isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style in (None, "")
+            key, key_where = self._node(event, events), self._at(event.start_mark)
+            value = self._node(next(events), events)
+            if is_merge:
+                for source in value.items if isinstance(value, Items) else (value,):
+                    if isinstance(source, Table):
+                        merged = {**source.children, **merged}
+                    else:
+                        self._add("<< takes a mapping", event)
+            elif not isinstance(key, Scalar):
+                self._add("a key must be plain text", event)
+            else:
+                if key.text in table.children:
+                    self._add(f"{key.text}: given twice (first at {table.children[key.text].where})", event)
+                if isinstance(value, Table):  # a block begins at its first key; users look for the section's name
+                    value.where = key_where
+                table.children[key.text] = value
         table.children = {**merged, **table.children}
         return table
 
-    def _merge_sources(self, node: yaml.Node) -> Iterator[Table]:
-        for source in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-            if isinstance(source, yaml.MappingNode):
-                yield self._table(source)
-            else:
-                self._problem(source, "<< takes a mapping")
+
+class _TooLargeError(Exception):
+    """The text stands for more values than any configuration has."""

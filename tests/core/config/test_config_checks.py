@@ -125,7 +125,7 @@ def test_the_shapes_of_a_real_model_fit() -> None:
 def test_what_no_environment_can_hold_and_a_pipe_and_too_many_requests_are_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    for envs in ("{'A=B': x}", "{'': x}", '{A: "\\0"}'):
+    for envs in ("{'A=B': x}", "{'': x}"):
         (message,) = problems(path, f"external_configs.envs={envs}")
         assert "external_configs.envs: " in message and "cannot be set" in message
     (message,) = problems(path, f"dataset.path={tmp_path / 'fifo'}")
@@ -484,9 +484,7 @@ def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch:
     assert problems(path, *nodes, "allocation_mode=sglang.d1+d1") == []
 
 
-def test_a_path_that_cannot_be_one_and_a_home_folder_that_does_not_exist_are_named(tmp_path: Path) -> None:
-    (message,) = problems(write_run(tmp_path), 'external_configs.cluster_config.fileroot="/a\\0b"')
-    assert "fileroot: '/a\\x00b': a path has no NUL; remove it" in message
+def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
     assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message
 

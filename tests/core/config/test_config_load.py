@@ -342,15 +342,55 @@ def test_an_interpolation_without_value_says_why(
         ("seed: !mine 1\n", "x.yaml:1: tag !mine is not supported"),
         (
             "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi")),
-            "x.yaml:1: more than 100000 values, anchors followed",
+            "x.yaml:6: more than 100000 values, anchors followed",
         ),
         ("a: &x [*x]\n", "x.yaml:1: an anchor contains itself"),
         ("? [a]\n: 1\n", "x.yaml:1: a key must be plain text"),
-        ("a: " + "[" * 5000, "x.yaml: nested too deeply to read"),
+        ("a: &a {<<: *a}\n", "x.yaml:1: an anchor contains itself"),
+        ("a: *b\n", "x.yaml:1: there is no anchor 'b'"),
+        ("a: 1\n---\nb: 1\n", "x.yaml:2: not valid YAML: it has more than one document"),
+        ("\n".join(f"{' ' * i}a:" for i in range(2000)), "x.yaml: nested too deeply to read"),
     ],
 )
 def test_a_file_that_is_no_configuration_names_the_line(tmp_path: Path, text: str, message: str) -> None:
     assert any(line.startswith(message) for line in errors(tmp_path, text)), errors(tmp_path, text)
+
+
+EMPTY_MERGES = "x0: &a0 {}\n" + "".join(
+    f"x{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
+)
+LONG = "wandb: {name: aaaaaaaaaaaaaaaaaaaa, project: '" + "${wandb.name}" * 20 + "', entity: '"
+LONG += (
+    "${wandb.project}" * 20 + "', group: '" + "${wandb.entity}" * 20 + "', tags: ['" + "${wandb.group}" * 20 + "']}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "message"),
+    [
+        (EMPTY_MERGES, 10, "unknown key; --help lists all keys"),
+        (LONG, 2, "stands for more than 100000 characters"),
+        ("".join(f"k{i}: 1\n" for i in range(200_000)), 1, "more than 100000 values"),
+        ("".join(f"k{i}: 1\n" for i in range(20_000)), 51, "19950 more keys are unknown"),
+    ],
+)
+def test_a_text_that_stands_for_too_much_ends_with_few_errors(
+    tmp_path: Path, text: str, count: int, message: str
+) -> None:
+    found = errors(tmp_path, SMALLEST_PPO + text)
+    assert len(found) == count and message in found[-1]
+
+
+def test_a_text_with_a_nul_is_refused(tmp_path: Path) -> None:
+    for override in ('dataset.path="a\\0b"', 'external_configs.envs={A: "\\0"}', 'prompt.chat_options={a: "\\0"}'):
+        (message,) = errors(tmp_path, SMALLEST_PPO, override)
+        assert message.endswith("must not hold a NUL character; remove it")
+
+
+def test_a_name_that_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
+    (message,) = errors(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 129}")
+    assert message.endswith("trial_name: must have at most 128 characters")
+    load(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 128}")
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
