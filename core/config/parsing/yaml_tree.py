@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -171,6 +171,12 @@ def size(node: Node) -> int:
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+class _Mark(Protocol):
+    """A place in the text; PyYAML has two classes of them."""
+
+    line: int
+
+
 class _Reader:
     """Makes nodes from the events of PyYAML's parser and collects problems on the way.
 
@@ -198,8 +204,7 @@ class _Reader:
         except _TooLargeError:
             pass  # a problem tells it
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark
-            where = self._source if mark is None else self._at(mark)
+            where = self._at(error.problem_mark)
             what = ", ".join(part for part in (error.context, error.problem) if part)
             self.problems.append(Problem(key="", message=f"not valid YAML: {what}", where=where))
         except yaml.YAMLError as error:
@@ -209,8 +214,8 @@ class _Reader:
             self.problems.append(Problem(key="", message="nested too deeply to read", where=self._source))
         return Scalar("", self._source) if root is None else root
 
-    def _at(self, mark: yaml.Mark) -> str:
-        return f"{self._source}:{mark.line + 1}" if self._with_lines else self._source
+    def _at(self, mark: _Mark | None) -> str:
+        return f"{self._source}:{mark.line + 1}" if self._with_lines and mark is not None else self._source
 
     def _add(self, message: str, event: yaml.Event) -> None:
         self.problems.append(Problem(key="", message=message, where=self._at(event.start_mark)))
@@ -226,6 +231,7 @@ class _Reader:
         where = self._at(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event, where)
+        assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent), "there is no fourth kind of node"
         if event.tag is not None and not event.tag.removeprefix(_STANDARD_TAG).isalpha():
             self._add(f"tag {event.tag} is not supported", event)
         if event.anchor is not None:
