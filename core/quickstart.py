@@ -9,7 +9,7 @@ message on stderr.
 
 from __future__ import annotations
 
-from core.processes.before_start import NOTHING_STARTED, end_at_signals, raise_at_signals
+from core.processes.signals import NOTHING_STARTED, begin_shutdown, end_at_signals, raise_at_signals
 
 if __name__ == "__main__":
     end_at_signals()  # the imports below take a second or more
@@ -41,7 +41,6 @@ from core.config.show import difference_line, help_text, ignored_lines, listing,
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import kept_records, log_to_terminal
 from core.monitoring.worker_warnings import DRIVER_LOG
-from core.processes.signals import begin_shutdown
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 from core.runs.paths import RunningError, RunPaths, begins_anew, private_files, set_aside, sole_run
 from core.runs.record import command_line, how_to_continue, where_the_model_is, write_record

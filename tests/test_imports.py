@@ -44,7 +44,7 @@ ORDER = {
         "model_folder",
     ),
     "rollout": (
-        "types plugins errors",
+        "types plugins errors processes",
         "answer_file",
         "trajectory_checks data rewards experience ledger workflow_calls",
         "inference.errors inference.gpus inference.bucket inference.changes inference.changed inference.router",

@@ -197,8 +197,8 @@ class DeadlineConfig(Section):
     batch_seconds: float = key(3600.0, "Timeout of the next batch or an evaluation", gt=0)
     interrupt_seconds: float = key(
         30.0,
-        "After Ctrl-C or SIGTERM: time to finish the running step, then time to save the recover checkpoint and the "
-        "model. A second signal ends the run at once",
+        "After Ctrl-C, SIGTERM, SIGHUP or SIGUSR1: time to finish the running step, then time to save the recover "
+        "checkpoint and the model. A second Ctrl-C ends the run at once",
         ge=0,
     )
     driver_seconds: float = key(

@@ -109,11 +109,12 @@ class Cluster(AbstractContextManager["Cluster"]):
             else:
                 join(self._joined, **common)
         except BaseException as error:
+            self._interrupts.install_again()  # ray.init has installed a handler of SIGTERM
             self._end()
-            if isinstance(error, SystemExit):  # by the handler of SIGTERM that ray.init installs first
+            if isinstance(error, SystemExit):  # by that handler
                 raise KeyboardInterrupt("signal SIGTERM") from error
             raise
-        self._interrupts.install_again()  # ray.init has installed a handler of SIGTERM
+        self._interrupts.install_again()
         return self
 
     def __exit__(self, error_type: object, error: BaseException | None, *traceback: object) -> None:
@@ -136,6 +137,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         try:
             ray.shutdown()
         finally:
+            self._interrupts.install_again()  # Ray has taken the handler of SIGTERM away
             begin_shutdown()
             self._guard.end()
             self._interrupts.__exit__()

@@ -49,7 +49,11 @@ class _TerminalHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+        try:
+            self._console.print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+        except OSError:  # the terminal was closed: the run goes on without it, and so does the progress bar
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._console.file.fileno())
 
 
 def log_to_file(name: str, path: str) -> None:

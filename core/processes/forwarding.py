@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager, suppress
 from types import FrameType
 from typing import Any
 
+from core.processes.signals import SIGNALS, handle
+
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """SIGINT and SIGTERM go to the child, which ends in order; also those that come before there is one, or between two
+    """Signals go to the child, which ends in order; also those that come before there is one, or between two
     of them: the next one gets them at once."""
 
     def __enter__(self) -> Forwarding:
@@ -23,7 +25,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         self._first = math.inf
         self._before: dict[int, Any] = {}
         if self.in_main_thread:  # Python has signals handled there only
-            self._before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
+            self._before = handle(self._forward)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -35,7 +37,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
             signal.signal(*self._before.popitem())
 
     def ignore(self) -> None:
-        """Ignore both signals until this process ends, also when its interpreter has taken its own handlers away. Only
+        """Ignore all of them until this process ends, also when its interpreter has taken its own handlers away. Only
         for a process that has nothing else to do."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
@@ -56,10 +58,10 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         return time.monotonic() - self._first
 
     def fork(self) -> int:
-        """Call os.fork(): the signals go to the child from now on, those that came already included. Both are blocked
-        until the child has its own handlers, in which it calls unblock(): in those that it inherits a signal would be
-        lost."""
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        """Call os.fork(): the signals go to the child from now on, those that came already included. They are
+        blocked until the child has its own handlers, in which it calls unblock(): in those that it inherits a signal
+        would be lost."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         child = -1
         try:
             child = os.fork()
@@ -84,6 +86,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._first = min(self._first, time.monotonic())
+        if self._numbers and number != signal.SIGINT:  # repeated: ray.shutdown() takes away the driver's handler
+            return
         self._numbers.append(number)
         if self._child is not None:
             with suppress(ProcessLookupError):

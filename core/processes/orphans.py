@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
-import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -17,23 +14,6 @@ logger = logging.getLogger(__name__)
 
 END_SECONDS = 30.0
 """For the processes of a lost attempt to go by themselves (its watchdog ends them); then they are killed."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def adopt_orphans() -> list[psutil.Process]:
-    """Make descendants whose parent ends children of this process (Linux), so that all of them are found. Return the
-    children that it has now: those of a script that starts a run, not the run's."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    return psutil.Process().children()
-
-
-def die_with(parent: int) -> None:
-    """End this process when its parent has ended (Linux; elsewhere the parent's own end is Ctrl-C or SIGTERM)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def end_orphans(others: Collection[psutil.Process]) -> None:

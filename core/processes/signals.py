@@ -1,28 +1,42 @@
-"""Ctrl-C and SIGTERM end a run in order, whatever its driver is doing.
+"""Signals end a run in order, whatever its driver is doing.
 
-Python turns a signal into an exception wherever the main thread happens to be. In a destructor, or in a callback out of
-Ray's own code, that exception is printed and lost. Invariant: a signal is therefore remembered as well, and everything
-that waits for workers asks for it.
+Until the modules of a command are imported and its input is checked, a signal ends the process where it is: nothing has
+been written or started. Later Python turns a signal into an exception wherever the main thread happens to be. In a
+destructor, or in a callback out of Ray's own code, that exception is printed and lost. Invariant: a signal is therefore
+remembered as well, and everything that waits for workers asks for it.
 
-A step that has begun is finished first, so that its state can be saved: see `postponed`. A process that shuts down
-already is not interrupted: see `begin_shutdown`.
+Only the first signal raises KeyboardInterrupt, and later ones never interrupt what saves: batch systems and process
+managers repeat theirs. A later Ctrl-C raises EndNow. A step that has begun is finished first, so that its state can be
+saved: see `postponed`. A process that shuts down already is not interrupted: see `begin_shutdown`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, the end that a batch system orders, a closed terminal, and the warning of Slurm before its time limit."""
+INTERRUPTED = 130
+"""Exit code of a command that a signal has ended."""
+NOTHING_STARTED = "Interrupted. Nothing was started."
+
 _SAME_SECONDS = 1.0
-"""Signals that come together count as one: `timeout` sends its signal to a command and to its process group."""
+"""Signals that follow one another within this time count as one: `timeout` sends its signal to a command and to its
+process group."""
+_SHUTDOWN_SECONDS = 10.0
+"""Duration of a shutdown, or of a part of it, after which a signal interrupts it."""
+
+_is_command = _ending = False
 _received: list[tuple[int, float]] = []
 """Number and time (time.monotonic) of each signal since Interrupts was entered."""
 _seconds: float | None = None
@@ -30,27 +44,55 @@ _seconds: float | None = None
 _began = 0.0
 """When that block began."""
 _logged = False
-_SHUTDOWN_SECONDS = 10.0
-"""Duration of a shutdown, or of a part of it, after which a signal interrupts it."""
 _shutdown_began: float | None = None
 """time.monotonic() at the last begin_shutdown() since Interrupts was entered; None without one."""
 
+Handler = Callable[[int, FrameType | None], Any]
+
 
 class EndNow(KeyboardInterrupt):
-    """A second signal, a first one whose time to finish is over, or one while a shutdown hangs: what runs is not in a
+    """A second Ctrl-C, a signal whose time to finish is over, or one while a shutdown hangs: what runs is not in a
     state to be saved."""
 
 
+def handle(handler: Handler) -> dict[int, Any]:
+    """Install a handler of SIGNALS and return those before. SIGHUP and SIGUSR1 stay ignored where the caller's parent
+    ignores them, as `nohup` does."""
+    ignored = [n for n in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(n) is signal.SIG_IGN]
+    return {n: signal.signal(n, handler) for n in SIGNALS if n not in ignored}
+
+
+def end_at_signals() -> None:
+    """Let a signal end this process with INTERRUPTED and one line on stderr, until `raise_at_signals`. An exception
+    would be a traceback out of whatever is being imported."""
+    global _ending, _is_command
+    _ending = _is_command = True
+    handle(_end)
+
+
+def raise_at_signals() -> None:
+    """Let signals raise KeyboardInterrupt, if `end_at_signals` was called; also a SIGINT that was ignored, as in a
+    process that a shell started in the background."""
+    global _ending
+    if _ending:
+        _ending = False
+        handle(signal.default_int_handler)
+
+
+def is_command() -> bool:
+    """Return whether this process runs a command, not a program of a user that calls this package."""
+    return _is_command
+
+
 class Interrupts(AbstractContextManager["Interrupts"]):
-    """While entered, SIGINT and SIGTERM raise KeyboardInterrupt in the main thread and are remembered. In any other
+    """While entered, the first signal raises KeyboardInterrupt in the main thread and all are remembered. In any other
     thread this does nothing: Python leaves signals to the main one."""
 
     def __enter__(self) -> Interrupts:
         global _shutdown_began
         _shutdown_began = None
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, _interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._before = handle(_interrupt) if in_main_thread else {}
         return self
 
     def install_again(self) -> None:
@@ -71,7 +113,7 @@ def postponed(seconds: float) -> Iterator[None]:
     """Let the block finish when a signal comes, or came before: on leaving it, the signal raises KeyboardInterrupt.
 
     `seconds`: after the first signal, or after the start of the block where that is later. Then, and at a second
-    signal, EndNow is raised."""
+    Ctrl-C, EndNow is raised."""
     global _seconds, _began
     before, _seconds, _began = (_seconds, _began), seconds, time.monotonic()
     try:
@@ -103,7 +145,7 @@ def raise_if_interrupted() -> None:
     if not _logged:
         _logged = True
         logger.warning(
-            "Signal %d: finishing what has begun and saving, within %.0f s; another signal ends the run at once.",
+            "Signal %d: finishing what has begun and saving, within %.0f s; a second Ctrl-C ends the run at once.",
             _received[0][0], _seconds,
         )  # fmt: skip
     if time.monotonic() > max(_received[0][1], _began) + _seconds:
@@ -117,13 +159,20 @@ def begin_shutdown() -> None:
     _shutdown_began = time.monotonic()
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"{NOTHING_STARTED}\n".encode())
+    os._exit(INTERRUPTED)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _received.append((number, time.monotonic()))
+    now = time.monotonic()
+    before = _received[-1:]
+    _received.append((number, now))
     if _shutdown_began is not None:
-        if _received[-1][1] > _shutdown_began + _SHUTDOWN_SECONDS:
+        if now > _shutdown_began + _SHUTDOWN_SECONDS:
             raise EndNow(f"signal {number}, in a shutdown that takes longer than {_SHUTDOWN_SECONDS:g} s")
         return
-    if _seconds is None:
-        raise KeyboardInterrupt(f"signal {number}")
-    if _received[-1][1] - _received[0][1] > _SAME_SECONDS:
+    if before and number == signal.SIGINT and now - before[0][1] > _SAME_SECONDS:
         raise EndNow(f"signal {number}, the second")
+    if not before and _seconds is None:
+        raise KeyboardInterrupt(f"signal {number}")

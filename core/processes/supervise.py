@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 
 import psutil
 
-from core.processes.before_start import INTERRUPTED, is_command
 from core.processes.driver_watch import DRIVER, Limits, Watch
 from core.processes.forwarding import Forwarding
-from core.processes.orphans import adopt_orphans, die_with, end_orphans
-from core.processes.signals import Interrupts, begin_shutdown
+from core.processes.orphans import end_orphans
+from core.processes.signals import INTERRUPTED, Interrupts, begin_shutdown, is_command
 from core.processes.stacks import register_process
+from rollout.processes import adopt_orphans, die_with
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ EXIT_CODES = {
     "recover_mode is not auto",
     BAD_INPUT: "bad input: nothing was started",
     GAVE_UP: "recover_mode=auto: more than recover_retries consecutive attempts failed without progress",
-    INTERRUPTED: "interrupted by Ctrl-C or SIGTERM",
+    INTERRUPTED: "interrupted by Ctrl-C, SIGTERM, SIGHUP or SIGUSR1",
 }
 """Of `python -m core.quickstart`."""
 
@@ -124,7 +124,8 @@ def _supervise(
 ) -> int:
     attempts: list[Attempt] = []
     without_progress = 0
-    others = adopt_orphans()
+    adopt_orphans()
+    others = psutil.Process().children()
     while True:
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
         code = _in_child(attempt, limits, log_folder, forwarding, others)

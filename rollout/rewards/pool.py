@@ -8,7 +8,6 @@ counted. No worker outlives its pool, nor the process of its pool.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.plugins import PluginError, user_frame
+from rollout.processes import end_group
 from rollout.rewards.math import WRONG
 from rollout.rewards.registry import QUICK_REWARDS, REWARDS
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
@@ -304,9 +304,7 @@ class _Worker:
 
     def kill(self) -> str:
         """End the process and what it started; how it ended, in words."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        code = end_group(self._process)
         if self._writer is not None:
             self._writer.close()
         self._socket.close()

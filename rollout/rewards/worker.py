@@ -8,10 +8,8 @@ answer does to this process, the pool gets a result or sees the process end; it 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import logging
-import os
 import pickle
 import resource
 import signal
@@ -23,6 +21,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from rollout.plugins import PluginError, load_plugin
+from rollout.processes import die_with
 from rollout.rewards.math import WRONG, UnparsableAnswerError
 from rollout.rewards.registry import REWARDS
 from rollout.types import Prompt, Reward
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> None:
     """Run a worker. `argv`: socket's file descriptor, reward spec, seconds per answer, memory limit in bytes, parent's
     process id."""
     fd, spec, timeout_seconds, memory_bytes, parent = int(argv[0]), argv[1], float(argv[2]), int(argv[3]), int(argv[4])
-    _die_with_parent(parent)
+    die_with(parent)
     channel = socket.socket(fileno=fd)
     try:
         reward = _prepare(spec)
@@ -131,16 +130,6 @@ def _limit_memory(extra_bytes: int) -> None:
             mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + extra_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _die_with_parent(parent: int) -> None:
-    """End this process with its parent: on Linux with the thread that started it, elsewhere when the socket is
-    closed."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the reward pool ended before its worker started")
 
 
 if __name__ == "__main__":

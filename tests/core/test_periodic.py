@@ -12,7 +12,7 @@ import pytest
 from core.config.runtime import ExperimentSaveEvalControl
 from core.monitoring.monitor import StepTimer
 from core.periodic import Actions, PeriodicActions
-from core.processes.signals import EndNow, Interrupts, raise_if_interrupted
+from core.processes.signals import SIGNALS, EndNow, Interrupts, raise_if_interrupted
 from core.recovery.recover import RunState
 from rollout.experience import Schedule
 
@@ -130,7 +130,7 @@ def test_a_benchmark_saves_nothing() -> None:
     assert (run.models, run.checkpoints) == ([], [])
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", SIGNALS)
 def test_a_signal_in_a_step_lets_it_finish_and_saves_it(end: int) -> None:
     run = Run(steps=9, during=at(5, lambda: os.kill(os.getpid(), end)))
     with pytest.raises(KeyboardInterrupt):
@@ -147,11 +147,14 @@ def test_a_signal_while_a_batch_is_waited_for_saves_the_last_step_at_once() -> N
     assert run.models == [name_of(4)] and run.checkpoints == [2, 4]
 
 
-def test_what_is_saved_already_and_what_has_not_begun_is_not_saved_again() -> None:
+def test_what_is_saved_already_is_not_saved_again() -> None:
     run = Run(steps=9, save_freq_steps=1, ckpt_freq_steps=1)
     with pytest.raises(KeyboardInterrupt):
         run.train(before=at(5, ctrl_c))
     assert run.models == [name_of(step) for step in (1, 2, 3, 4)] and run.checkpoints == [2, 3, 4]
+
+
+def test_before_the_first_step_has_finished_nothing_is_saved() -> None:
     run = Run(steps=9)
     with pytest.raises(KeyboardInterrupt):
         run.train(before=at(1, ctrl_c))

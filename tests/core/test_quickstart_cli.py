@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from core import quickstart
-from core.processes.before_start import end_at_signals
+from core.processes.signals import SIGNALS, end_at_signals
 from core.runs.paths import RunPaths
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
@@ -127,7 +127,7 @@ def test_only_recover_mode_auto_makes_further_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, retries: int
 ) -> None:
     made: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def run_attempts(run: object, *, retries: int, **options: object) -> int:
         assert {signal.getsignal(number) for number in handlers} == {signal.default_int_handler}

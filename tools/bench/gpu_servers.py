@@ -32,11 +32,11 @@ from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.server import (
     BATCHED_PREFILLS,
     ServerSettings,
-    end_group,
     free_ports,
     server_environment,
     server_flags,
 )
+from rollout.processes import end_group
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt, SamplingParams

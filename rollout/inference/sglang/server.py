@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.start.command_line import EXIT_USAGE, USAGE_ERRORS
 from rollout.inference.sglang.weights import is_healthy
+from rollout.processes import end_group
 
 logger = logging.getLogger(__name__)
 
@@ -284,15 +284,3 @@ class SGLangServer:
         if process is None:
             return
         end_group(process, grace_seconds=grace_seconds)
-
-
-def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
-    """Send SIGTERM to the process group that `process` leads, wait for the leader for at most `grace_seconds`, then
-    send SIGKILL to what is left."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(grace_seconds)
-    with suppress(ProcessLookupError):  # children that outlive the leader keep its group
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

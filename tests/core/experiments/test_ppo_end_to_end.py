@@ -1,12 +1,17 @@
 """The real command line, real Ray, real megatron ranks and generators, on a model of a few thousand parameters."""
 
 import ast
+import fcntl
 import itertools
 import json
 import os
+import pty
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import termios
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from core.monitoring.sample_file import read_samples
+from helpers.commands import PATIENCE_SECONDS
 from helpers.runs import WITHOUT_GOODBYE, metrics_of, ppo
 from tools.timeline import read_spans
 
@@ -198,6 +204,60 @@ def test_further_ctrl_c_while_an_interrupted_run_shuts_down_change_nothing(asset
             time.sleep(0.05)
     ended_by_signal(command)
     assert command.output().count("Interrupted. ") == 1 and "KeyboardInterrupt" not in command.output()
+
+
+def test_a_storm_of_sigterm_saves_like_one(assets, run_command) -> None:
+    """As of process managers that repeat theirs until the process is gone."""
+    command = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode="mock.d1m1p1+d1m1p1",
+            recover_mode="auto",
+            exp_ctrl={"total_train_epochs": 10000, "save_freq_epochs": None},
+        ),
+    )
+    command.wait_for("global step 3)")
+    command.remember_family()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM) * 20:
+        with suppress(ProcessLookupError):
+            command.process.send_signal(number)
+        time.sleep(0.1)
+    last = ended_by_signal(command)
+    assert f"globalstep{last}" in recover_checkpoints(command)
+    assert command.output().count("Interrupted. Continue with: ") == 1
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(assets, tmp_path: Path) -> None:
+    config = {
+        "experiment_name": "test",
+        "trial_name": "trial",
+        "allocation_mode": "d1m1p1",
+        "external_configs": {"cluster_config": {"fileroot": str(tmp_path)}},
+        "exp_ctrl": {"total_train_epochs": 10000},
+        "model": {"path": str(assets.model)},
+        "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    ours, terminal = pty.openpty()
+    command = subprocess.Popen(
+        [sys.executable, "-m", "core.quickstart", "sft", "--config", str(tmp_path / "run.yaml")],
+        stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    try:
+        os.close(terminal)
+        shown = b""
+        while b"global step 3)" not in shown:
+            shown += os.read(ours, 65536)
+        os.close(ours)
+        assert command.wait(PATIENCE_SECONDS) == 130
+    finally:
+        command.kill()
+    (log,) = tmp_path.glob("logs/*/test/trial/master_worker.log")
+    steps = [int(step) for step in re.findall(r"global step (\d+)\)", log.read_text())]
+    assert "Interrupted. Continue with: " in log.read_text()
+    assert list(tmp_path.glob(f"recover/*/test/trial/globalstep{steps[-1]}/COMMITTED"))
 
 
 def test_a_lost_generator_that_is_the_only_one_comes_back_while_the_run_waits(

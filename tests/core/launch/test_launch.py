@@ -22,7 +22,7 @@ from core.launch.cluster import Cluster
 from core.launch.wait import Waiter, as_driver_sees
 from core.monitoring.logs import LineFormatter
 from core.processes import signals
-from core.processes.signals import EndNow, Interrupts
+from core.processes.signals import SIGNALS, EndNow, Interrupts
 from core.weight_sync.errors import PushError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
@@ -145,7 +145,7 @@ def test_a_second_signal_while_ray_ends_waits_for_the_watchdog_and_one_to_a_ray_
     fakes["start_watchdog"] = lambda names: SimpleNamespace(end=end)
     for name, fake in fakes.items():
         monkeypatch.setattr(launch_cluster, name, fake)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     with suppress(EndNow):
         try:
             with Cluster(

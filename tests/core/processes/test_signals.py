@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.processes import signals
-from core.processes.signals import EndNow, Interrupts, postponed, raise_if_interrupted
+from core.processes.signals import SIGNALS, EndNow, Interrupts, postponed, raise_if_interrupted
 
 
 class SignalledInItsDestructor:
@@ -24,7 +24,7 @@ class SignalledInItsDestructor:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_whose_exception_is_lost_still_ends_the_next_wait(number: int) -> None:
     before = signal.getsignal(number)
     with Interrupts():
@@ -50,3 +50,35 @@ def test_what_begins_after_a_signal_has_its_own_time_to_finish(monkeypatch: pyte
             with pytest.raises(EndNow, match="not finished 30 s later"):
                 raise_if_interrupted()
     assert end.type is KeyboardInterrupt, "it finished all the same"
+
+
+def test_of_repeated_signals_the_first_raises_and_later_ones_do_not_interrupt_what_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    with Interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) * 20:
+            now += 7.0
+            signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt), postponed(1000.0):
+            signal.raise_signal(signal.SIGTERM)
+            now += 0.1
+            signal.raise_signal(signal.SIGINT)  # with the one before, as from `timeout`
+            now += 2.0
+            with pytest.raises(EndNow, match="the second"):
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_nohup_ignores_stays_ignored(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            signal.raise_signal(number)
+            raise_if_interrupted()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)

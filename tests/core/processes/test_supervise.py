@@ -16,7 +16,7 @@ import pytest
 from core import quickstart
 from core.config.load import load_config
 from core.errors import first_line
-from core.processes.signals import Interrupts
+from core.processes.signals import SIGNALS, Interrupts
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
 from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
@@ -161,7 +161,7 @@ def attempt(self):
     assert code == DONE and said.count("came to its end") == 1
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", SIGNALS)
 @pytest.mark.parametrize("where", ["end_orphans", "logger.error"])
 def test_a_signal_between_two_attempts_ends_the_run(where: str, end: int) -> None:
     body = f"""
@@ -196,7 +196,7 @@ def attempt(self):
     assert code == INTERRUPTED and "sent to" not in said
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", SIGNALS)
 @pytest.mark.parametrize("before", ["os.fork", "signal.pthread_sigmask"])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int, in_background: bool) -> None:
@@ -223,12 +223,13 @@ def attempt(self):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", SIGNALS)
 def test_a_signal_reaches_the_attempt_which_ends_in_its_own_order(end: int) -> None:
     body = """
+from core.processes.signals import SIGNALS
 def attempt(self):
     def stop(*_): raise KeyboardInterrupt
-    signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)
+    for number in SIGNALS: signal.signal(number, stop)
     try:
         print("ready", flush=True)
         time.sleep(30)
@@ -241,6 +242,28 @@ def attempt(self):
     process.send_signal(end)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == INTERRUPTED and said == "cleaned up\n"
+
+
+def test_a_repeated_signal_reaches_the_attempt_once_and_a_second_ctrl_c_as_well() -> None:
+    body = """
+came = []
+def attempt(self):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: came.append(number))
+    print("ready", flush=True)
+    while signal.SIGINT not in came:
+        time.sleep(0.01)
+    print(*came)
+    return 130
+"""
+    process = subprocess.Popen(script(body, retries=0), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for _ in range(5):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[0] == f"{signal.SIGTERM:d} {signal.SIGINT:d}\n"
+    assert process.returncode == INTERRUPTED
 
 
 def is_alive(pid: int) -> bool:
@@ -350,7 +373,7 @@ def test_a_second_signal_changes_no_exit_code_of_a_command_and_a_caller_in_pytho
     is_command: bool,
 ) -> None:
     body = """
-from core.processes.before_start import end_at_signals, raise_at_signals
+from core.processes.signals import end_at_signals, raise_at_signals
 
 def attempt(self):
     raise KeyboardInterrupt
@@ -581,7 +604,7 @@ def test_an_exit_before_training_is_complete_is_a_failure_whatever_its_code(exit
 
 def test_a_signal_while_the_interpreter_of_a_command_ends_changes_no_exit_code() -> None:
     body = f"""{AT_EXIT}
-from core.processes.before_start import end_at_signals, raise_at_signals
+from core.processes.signals import end_at_signals, raise_at_signals
 sys.late = Late(os.getpid(), os.getpid())
 
 def attempt(self):
@@ -592,7 +615,7 @@ end_at_signals(); raise_at_signals()
     assert run(body, retries=1)[0] == DONE
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", SIGNALS)
 def test_a_signal_right_after_training_is_complete_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:

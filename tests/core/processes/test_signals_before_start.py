@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from core import quickstart
-from core.processes.before_start import NOTHING_STARTED, end_at_signals, raise_at_signals
+from core.processes.signals import NOTHING_STARTED, SIGNALS, end_at_signals, raise_at_signals
 from core.processes.supervise import INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +27,7 @@ runpy.run_module("core.quickstart", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM], ids=lambda end: end.name)
+@pytest.mark.parametrize("end", SIGNALS, ids=lambda end: end.name)
 def test_a_signal_during_the_imports_is_one_line_and_the_exit_code_of_an_interrupt(end: int) -> None:
     command = [sys.executable, "-c", IMPORTING, "pydantic", str(int(end))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -46,7 +46,7 @@ def test_ctrl_c_during_the_checks_is_one_line(
 
 
 def test_after_the_checks_signals_raise_also_in_a_job_of_the_background() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise_at_signals()
