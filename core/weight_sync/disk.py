@@ -112,7 +112,7 @@ class DiskSender:
         only those are there."""
         base, self._identity = self._identity, uuid.uuid4().hex
         if not self._last:
-            whole = _WholeWriter(target)
+            whole = WholeWriter(target)
             for bucket in buckets:
                 tensors = bucket.tensors() if bucket is not None else {}
                 whole.add(tensors)
@@ -131,7 +131,7 @@ class DiskSender:
 
     def _write_last(self, target: Path) -> int:
         """Write what the last prepare() was given; return the bytes."""
-        whole = _WholeWriter(target)
+        whole = WholeWriter(target)
         limit, part, size = self._settings.bucket_bytes, dict[str, Tensor](), 0
         for name, tensor in self._last.items():
             if part and size + tensor.nbytes > limit:
@@ -217,7 +217,7 @@ def _refusal(server: WeightEndpoint, folder: Path, seconds: float, changes: bool
     return ""
 
 
-class _WholeWriter:
+class WholeWriter:
     """Writes a Hugging Face folder, one file for each bucket."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,0 +1,248 @@
+"""Weights in a folder that processes share which know nothing else of each other: a train and an explore process.
+
+    FOLDER/LATEST              {"version": 12, "where": "FOLDER/version-12-..."}, replaced as a whole
+    FOLDER/version-12-.../     a Hugging Face folder
+    FOLDER/replicas/NAME       the version that a replica holds, and the folders that it needs; touched while it lives
+
+One process publishes. A folder gets its name when it is complete and on the disk, and LATEST names it after that, so a
+crash at any moment leaves LATEST at a complete version. A version other than the latest is removed when no living
+replica holds or has claimed it: the publisher first takes its name away and then reads the claims once more, a replica
+claims first and then looks whether the name is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from core.weight_sync.disk import WholeWriter
+from rollout.inference.versions import Published, ReplicaLost, Subscription, check_newer
+from rollout.types import Generator, WeightBucket
+
+LATEST = "LATEST"
+_PREFIX, _WRITING, _REMOVED = "version-", "writing-", "removed-"
+LEASE_SECONDS = 60.0
+"""A replica whose file was not touched for so long is lost."""
+_TOUCHES_PER_LEASE = 6
+
+
+class VersionFolder:
+    """`rollout.inference.versions.Versions` over a folder. Any number of processes may open it; one of them publishes.
+
+    Times are compared on the clock of the file system, so the clocks of hosts may differ.
+    """
+
+    def __init__(self, folder: str | Path, *, lease_seconds: float = LEASE_SECONDS) -> None:
+        self.path, self._lease = Path(folder).resolve(), lease_seconds
+        self._replicas = self.path / "replicas"
+        self._replicas.mkdir(parents=True, exist_ok=True)
+
+    def write(self, version: int, buckets: Iterable[Mapping[str, Tensor]], *, model_path: str | Path) -> Published:
+        """Write full tensors under their Hugging Face names and publish them; return what latest() returns then.
+        `model_path`: the folder whose config.json the written one gets. Raises OSError; latest() is as before then."""
+        check_newer(self.latest(), version)
+        name = f"{_PREFIX}{version}-{uuid.uuid4().hex[:8]}"
+        writing, target = self.path / f"{_WRITING}{name}", self.path / name
+        writing.mkdir()
+        whole = WholeWriter(writing)
+        for tensors in buckets:
+            whole.add(tensors)
+        whole.finish(str(model_path), name)
+        for file in writing.iterdir():
+            _sync(file)
+        _sync(writing)
+        writing.rename(target)
+        _sync(self.path)
+        self.publish(version, str(target))
+        return Published(version=version, where=str(target))
+
+    def publish(self, version: int, where: str) -> None:
+        """See Versions. Then remove what nobody needs."""
+        check_newer(self.latest(), version)
+        _replace(self.path / LATEST, {"version": version, "where": where})
+        _sync(self.path)
+        self._remove_unneeded()
+
+    def latest(self) -> Published | None:
+        """See Versions."""
+        found = _read(self.path / LATEST)
+        return None if found is None else Published(**found)
+
+    def holders(self) -> dict[str, int | None]:
+        """See Versions."""
+        return {name: entry["held"] for name, entry in self._entries().items() if not entry["why"]}
+
+    def lost(self) -> dict[str, str]:
+        """See Versions."""
+        return {name: entry["why"] for name, entry in self._entries().items() if entry["why"]}
+
+    def lose(self, replica: str, why: str) -> None:
+        """See Versions."""
+        entry = _read(self._replicas / replica)
+        if entry is not None and not entry["why"]:
+            _replace(self._replicas / replica, entry | {"why": why})
+
+    def subscribe(self, replica: str) -> FolderSubscription:
+        """See Versions."""
+        if "/" in replica or replica.startswith("."):
+            raise ValueError(f"replica={replica!r} must be the name of a file")
+        if replica in self.holders():
+            raise ValueError(f"{self.path}: a replica named {replica!r} is subscribed and alive; names must differ")
+        return FolderSubscription(self, self._replicas / replica, touch_seconds=self._lease / _TOUCHES_PER_LEASE)
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """Return what every replica has written, by name, with `why` it is lost or an empty string."""
+        clock = self._replicas / f".clock-{uuid.uuid4().hex}"
+        clock.touch()
+        now = clock.stat().st_mtime
+        clock.unlink()
+        entries: dict[str, dict[str, Any]] = {}
+        for path in self._replicas.iterdir():
+            with suppress(FileNotFoundError):  # it has left
+                if path.name.startswith(".") or (entry := _read(path)) is None:
+                    continue
+                silent = now - path.stat().st_mtime
+                if not entry["why"] and silent > self._lease:
+                    entry["why"] = f"no sign of life for {silent:.0f} s"
+                entries[path.name] = entry
+        return entries
+
+    def _needed(self) -> set[str]:
+        """Return the names of the folders that must stay."""
+        latest = self.latest()
+        needed = set() if latest is None else {Path(latest.where).name}
+        return needed.union(*(entry["folders"] for entry in self._entries().values() if not entry["why"]))
+
+    def _remove_unneeded(self) -> None:
+        for replica, why in self.lost().items():  # for good: it may wake up and find its version gone
+            self.lose(replica, why)
+        for left in self.path.glob(f"{_WRITING}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        needed = self._needed()
+        for version in self.path.glob(f"{_PREFIX}*"):
+            if version.name not in needed:
+                version.rename(self.path / f"{_REMOVED}{version.name}")
+        needed = self._needed()
+        for removed in self.path.glob(f"{_REMOVED}*"):
+            if (name := removed.name.removeprefix(_REMOVED)) in needed:
+                removed.rename(self.path / name)
+            else:
+                shutil.rmtree(removed, ignore_errors=True)
+
+
+class FolderSubscription:
+    """See rollout.inference.versions.Subscription. A thread touches its file while this process lives."""
+
+    def __init__(self, versions: VersionFolder, path: Path, *, touch_seconds: float) -> None:
+        self._versions, self._path = versions, path
+        self._held: Published | None = None
+        self._claimed: Published | None = None
+        self._closed = threading.Event()
+        self._write()
+        threading.Thread(target=self._touch, args=(touch_seconds,), name=f"touch {path.name}", daemon=True).start()
+
+    @property
+    def replica(self) -> str:
+        return self._path.name
+
+    def claim(self) -> Published | None:
+        """See Subscription. Raises FileNotFoundError where the folder of the latest version is missing."""
+        self._check()
+        latest = self._versions.latest()
+        while latest is not None and (self._held is None or latest.version > self._held.version):
+            self._claimed = latest
+            self._write()
+            if Path(latest.where).is_dir():
+                return latest
+            missing, latest = latest, self._versions.latest()
+            if latest == missing:
+                raise FileNotFoundError(f"{self._versions.path / LATEST} names {missing.where}, which does not exist")
+        return None
+
+    def hold(self, version: int) -> None:
+        """See Subscription."""
+        self._check()
+        claimed = self._claimed
+        same = claimed is not None and claimed.version == version
+        self._held = claimed if same else Published(version=version, where="")
+        self._claimed = None
+        self._write()
+
+    def close(self) -> None:
+        """See Subscription."""
+        self._closed.set()
+        self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> FolderSubscription:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._closed.is_set():
+            raise ReplicaLost(f"{self.replica}: it has left")
+        if why := self._versions.lost().get(self.replica):
+            raise ReplicaLost(f"{self.replica}: {why}")
+
+    def _write(self) -> None:
+        kept = [Path(one.where).name for one in (self._held, self._claimed) if one is not None and one.where]
+        held = None if self._held is None else self._held.version
+        _replace(self._path, {"held": held, "folders": kept, "why": ""})
+
+    def _touch(self, every_seconds: float) -> None:
+        while not self._closed.wait(every_seconds):
+            with suppress(OSError):
+                os.utime(self._path)
+
+
+async def follow(subscription: Subscription, generator: Generator) -> int | None:
+    """Bring a generator to the latest version; return it, or None where the generator has it already. A file of the
+    folder is one bucket. After an error the generator stays paused."""
+    published = subscription.claim()
+    if published is None:
+        return None
+    await generator.pause()
+    for file in sorted(Path(published.where).glob("*.safetensors")):
+        await generator.update_weights(WeightBucket(tensors=await asyncio.to_thread(load_file, file)))
+    await generator.resume(published.version)
+    subscription.hold(published.version)
+    return published.version
+
+
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file whole or not at all."""
+    new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return content
+
+
+def _sync(path: Path) -> None:
+    """Return when the file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,236 @@
+"""Who holds which version: the register in memory and the one in a folder, and what a crash leaves of the latter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from core.weight_sync.folder import LATEST, VersionFolder, follow
+from helpers.embedded_models import bucket_of, make_model, write_model
+from rollout.inference.embedded.generator import EmbeddedGenerator
+from rollout.inference.versions import MemoryVersions, ReplicaLost, Versions
+from rollout.types import Completion, GenerateRequest, SamplingParams
+
+LEASE = 3.0
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(params=["memory", "folder"])
+def versions(request: pytest.FixtureRequest, tmp_path: Path) -> Versions:
+    return MemoryVersions() if request.param == "memory" else VersionFolder(tmp_path / "versions")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> VersionFolder:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"}))
+    return VersionFolder(tmp_path / "versions", lease_seconds=LEASE)
+
+
+def weights(version: int) -> dict[str, Tensor]:
+    return {f"layer.{i}": torch.full((4,), float(version)) for i in range(3)}
+
+
+def write(folder: VersionFolder, version: int) -> Path:
+    buckets = ({name: tensor} for name, tensor in weights(version).items())
+    return Path(folder.write(version, buckets, model_path=folder.path.parent).where)
+
+
+def test_a_replica_is_given_what_is_newer_than_what_it_holds(versions: Versions) -> None:
+    replica = versions.subscribe("a")
+    assert versions.latest() is None and replica.claim() is None and versions.holders() == {"a": None}
+    versions.publish(3, "")
+    claimed = replica.claim()
+    assert claimed is not None and claimed.version == 3 and claimed == versions.latest()
+    assert versions.holders() == {"a": None}, "claimed, and not yet loaded"
+    replica.hold(3)
+    assert replica.claim() is None and versions.holders() == {"a": 3}
+    replica.close()
+    assert versions.holders() == {} == versions.lost()
+
+
+def test_versions_never_go_back(versions: Versions) -> None:
+    versions.publish(3, "")
+    versions.publish(3, "")
+    with pytest.raises(ValueError, match="version 2 cannot be published after version 3"):
+        versions.publish(2, "")
+
+
+def test_a_name_stands_for_one_living_replica(versions: Versions) -> None:
+    first = versions.subscribe("a")
+    versions.subscribe("b")
+    with pytest.raises(ValueError, match="'a' is subscribed and alive"):
+        versions.subscribe("a")
+    versions.lose("a", "killed")
+    versions.lose("nobody", "killed")
+    assert versions.lost() == {"a": "killed"} and versions.holders() == {"b": None}
+    with pytest.raises(ReplicaLost, match="a: killed"):
+        first.hold(1)
+    versions.subscribe("a").hold(2)
+    assert versions.lost() == {} and versions.holders() == {"a": 2, "b": None}
+
+
+def test_an_older_version_stays_for_as_long_as_a_replica_needs_it(folder: VersionFolder) -> None:
+    holding, claiming = folder.subscribe("holding"), folder.subscribe("claiming")
+    first = write(folder, 1)
+    holding.claim()
+    holding.hold(1)
+    second = write(folder, 2)
+    assert claiming.claim() == folder.latest()
+    third = write(folder, 3)
+    assert all(path.is_dir() for path in (first, second, third))
+    claiming.hold(2)
+    claiming.claim()
+    claiming.hold(3)
+    holding.close()
+    write(folder, 4)
+    assert not first.exists() and not second.exists() and third.is_dir()
+    assert load_file(third / "model-00001.safetensors")["layer.1"].tolist() == [3.0] * 4
+
+
+def test_a_replica_that_shows_no_sign_of_life_is_lost_and_what_it_held_is_removed(folder: VersionFolder) -> None:
+    program = (
+        "import os, sys; from core.weight_sync.folder import VersionFolder; "
+        f"s = VersionFolder(sys.argv[1], lease_seconds={LEASE}).subscribe('a'); s.claim(); s.hold(1); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    first = write(folder, 1)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as replica:
+        assert replica.stdout is not None and replica.stdout.readline() == b"held\n"
+        time.sleep(2 * LEASE)
+        write(folder, 2)
+        assert folder.holders() == {"a": 1} and first.is_dir(), "its process touches its file"
+        replica.kill()
+    while folder.holders():
+        time.sleep(0.05)
+    assert "no sign of life" in folder.lost()["a"]
+    write(folder, 3)
+    assert not first.exists()
+    folder.subscribe("a").close()
+
+
+WRITER = """
+import sys, time
+import torch
+from core.weight_sync import folder
+
+def buckets():
+    for i in range(3):
+        if sys.argv[3] == f"bucket {i}":
+            wait()
+        yield {f"layer.{i}": torch.full((4,), 9.0)}
+
+def wait():
+    print("here", flush=True)
+    time.sleep(600)
+
+def waiting(path, content, replace=folder._replace):
+    if sys.argv[3] == "before LATEST":
+        wait()
+    replace(path, content)
+    if sys.argv[3] == "after LATEST":
+        wait()
+
+folder._replace = waiting
+folder.VersionFolder(sys.argv[1]).write(9, buckets(), model_path=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("where", ["bucket 0", "bucket 2", "before LATEST", "after LATEST"])
+def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFolder, where: str) -> None:
+    before = write(folder, 8)
+    command = [sys.executable, "-c", WRITER, str(folder.path), str(folder.path.parent), where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as publisher:
+        assert publisher.stdout is not None and publisher.stdout.readline() == b"here\n"
+        os.kill(publisher.pid, signal.SIGKILL)
+    latest = folder.latest()
+    assert latest is not None and latest.version == (9 if where == "after LATEST" else 8)
+    assert len(list(Path(latest.where).glob("*.safetensors"))) == 3
+    after = write(folder, 10)
+    assert [path.name for path in folder.path.iterdir() if path.is_dir() and path.name != "replicas"] == [after.name]
+    assert not before.exists()
+
+
+def test_replicas_never_lose_what_they_claimed_while_versions_come_and_go(folder: VersionFolder) -> None:
+    stop, failures = threading.Event(), []
+
+    def read(name: str) -> None:
+        try:
+            with folder.subscribe(name) as replica:
+                while not stop.is_set():
+                    published = replica.claim()
+                    if published is None:
+                        continue
+                    for i in range(3):
+                        file = Path(published.where) / f"model-{i:05d}.safetensors"
+                        assert load_file(file)[f"layer.{i}"].tolist() == [float(published.version)] * 4
+                    replica.hold(published.version)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    write(folder, 0)
+    readers = [threading.Thread(target=read, args=(f"replica-{i}",)) for i in range(3)]
+    for reader in readers:
+        reader.start()
+    for version in range(1, 40):
+        write(folder, version)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not failures
+
+
+def test_a_missing_folder_is_named(folder: VersionFolder) -> None:
+    folder.publish(1, "/no/such/folder")
+    with pytest.raises(FileNotFoundError, match=f"{LATEST} names /no/such/folder, which does not exist"):
+        folder.subscribe("a").claim()
+
+
+def logprobs(model: Any, completion: Completion) -> np.ndarray:
+    """Of the first token, by transformers."""
+    with torch.no_grad():
+        row = model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    return row[completion.token_ids].numpy()
+
+
+def test_a_generator_follows_the_folder(folder: VersionFolder, tmp_path: Path) -> None:
+    model = write_model("qwen2", tmp_path / "model", seed=0)
+    new = make_model("qwen2", seed=1)
+
+    def in_buckets() -> Iterator[dict[str, Tensor]]:
+        for name, tensor in bucket_of(new).tensors.items():
+            yield {name: tensor}
+
+    async def script() -> None:
+        generator = EmbeddedGenerator(tmp_path / "model")
+        request = GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=SamplingParams(max_new_tokens=1))
+        before = await generator.generate(request)
+        np.testing.assert_allclose(before.logprobs, logprobs(model, before), rtol=1e-4)
+        with folder.subscribe("a") as replica:
+            assert await follow(replica, generator) is None
+            folder.write(5, in_buckets(), model_path=folder.path.parent)
+            assert await follow(replica, generator) == 5
+            assert (await generator.health()).version == 5 and folder.holders() == {"a": 5}
+            assert await follow(replica, generator) is None
+        after = await generator.generate(request)
+        assert after.versions.tolist() == [5]
+        np.testing.assert_allclose(after.logprobs, logprobs(new, after), rtol=1e-4)
+        await generator.close()
+
+    asyncio.run(script())
