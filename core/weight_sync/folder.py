@@ -68,7 +68,7 @@ class VersionFolder:
         return Published(version=version, where=str(target))
 
     def publish(self, version: int, where: str) -> None:
-        """See Versions. Then remove what nobody needs."""
+        """See Versions. Then remove what no replica needs."""
         check_newer(self.latest(), version)
         _replace(self.path / LATEST, {"version": version, "where": where})
         _sync(self.path)
@@ -98,7 +98,7 @@ class VersionFolder:
         if "/" in replica or replica.startswith("."):
             raise ValueError(f"replica={replica!r} must be the name of a file")
         if replica in self.holders():
-            raise ValueError(f"{self.path}: a replica named {replica!r} is subscribed and alive; names must differ")
+            raise ValueError(f"{self.path}: a replica named {replica!r} is subscribed already; names must differ")
         return FolderSubscription(self, self._replicas / replica, touch_seconds=self._lease / _TOUCHES_PER_LEASE)
 
     def _entries(self) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The register of weight versions: what is published, who samples with which version, and who is alive.
+"""The register of weight versions: what is published, who samples with which version, and which replicas respond.
 
 A trainer publishes; replicas, known by name, subscribe, claim what is newer than what they hold, and report what they
 sample with. `MemoryVersions` is the register of one process; core/weight_sync/folder.py is one for processes that share
@@ -65,7 +65,7 @@ class Versions(Protocol):
         ...
 
     def lose(self, replica: str, why: str) -> None:
-        """Mark a replica as dead. Nothing happens where it is not alive."""
+        """Mark a replica as dead. Nothing happens where it is not subscribed."""
         ...
 
     def lost(self) -> Mapping[str, str]:
@@ -136,7 +136,7 @@ class MemoryVersions:
     def subscribe(self, replica: str) -> _Place:
         """See Versions."""
         if replica in self._places:
-            raise ValueError(f"a replica named {replica!r} is subscribed and alive; names must differ")
+            raise ValueError(f"a replica named {replica!r} is subscribed already; names must differ")
         self._lost.pop(replica, None)
         self._places[replica] = _Place(replica, self)
         return self._places[replica]
