@@ -6,17 +6,13 @@ Invariant: only tokens of the assistant (end tokens included) are trained on. Or
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from core.data.epochs import EpochBatches
+from core.data.epochs import EpochBatches, checksum_of, pack_sequences
 from mcore_adapter.data.batch import PackedBatch
 from rollout.data.encoder import Encoder
-from rollout.data.examples import MaskedSequence, encode_examples
+from rollout.data.examples import MaskedSequence, encode_examples, first_row
 from rollout.data.left_out import evenly_spaced, level_of, sample_text
 from rollout.data.rows import read_examples
 from rollout.data.source import DataSource, NoneLeftError, as_source
@@ -46,10 +42,6 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
         examples = evenly_spaced(every, sample)
         sequences = encode_examples(encoder, examples)
         rows = [s for s in sequences if 0 < sum(s.loss_mask) < len(s.token_ids) <= max_seqlen]
-        checksum = 0
-        for row in rows:
-            checksum = zlib.crc32(np.array(row.token_ids, np.int64).tobytes(), checksum)
-            checksum = zlib.crc32(np.array(row.loss_mask).tobytes(), checksum)
         lens = [len(s.token_ids) for s in sequences]
         num_long = sum(length > max_seqlen for length in lens)
         num_empty = len(sequences) - len(rows) - num_long
@@ -66,7 +58,8 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
             source.path, sample_text(len(examples), len(every), "rows"), len(rows), num_long + num_empty, num_long,
             max_seqlen, max(lens), num_empty,
         )  # fmt: skip
-        super().__init__(rows, checksum=checksum, seed=seed, shuffle=shuffle, share=len(examples) / len(every))
+        logger.info("%s", first_row(encoder, rows[0]))
+        super().__init__(rows, checksum=checksum_of(rows), seed=seed, shuffle=shuffle, share=len(examples) / len(every))
 
     def num_tokens(self, item: MaskedSequence) -> int:
         """Return the length of a row, answer included."""
@@ -74,9 +67,4 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
 
     def pack(self, items: Sequence[MaskedSequence]) -> PackedBatch:
         """Lay rows end to end."""
-        lens = torch.tensor([0] + [len(row.token_ids) for row in items])
-        return PackedBatch(
-            token_ids=torch.tensor([token for row in items for token in row.token_ids]),
-            cu_seqlens=lens.cumsum(0),
-            loss_mask=torch.tensor([trained for row in items for trained in row.loss_mask]),
-        )
+        return pack_sequences(items)

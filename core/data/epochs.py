@@ -5,13 +5,16 @@ Invariant: epoch e visits the items in an order that is a function of (seed, e) 
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
+import torch
 
 from mcore_adapter.data.batch import PackedBatch
+from rollout.data.examples import MaskedSequence
 from rollout.data.prompts import check_same_stream
 
 Item = TypeVar("Item")
@@ -76,3 +79,22 @@ class EpochBatches(ABC, Generic[Item]):
     def in_order(self, batch_size: int) -> list[PackedBatch]:
         """Return every item once, as they stand in the file."""
         return [self.pack(self._items[i : i + batch_size]) for i in range(0, len(self), batch_size)]
+
+
+def pack_sequences(sequences: Sequence[MaskedSequence]) -> PackedBatch:
+    """Lay sequences end to end."""
+    lens = torch.tensor([0] + [len(sequence.token_ids) for sequence in sequences])
+    return PackedBatch(
+        token_ids=torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
+        cu_seqlens=lens.cumsum(0),
+        loss_mask=torch.tensor([trained for sequence in sequences for trained in sequence.loss_mask]),
+    )
+
+
+def checksum_of(sequences: Iterable[MaskedSequence]) -> int:
+    """Return a checksum of token ids and masks."""
+    checksum = 0
+    for sequence in sequences:
+        checksum = zlib.crc32(np.array(sequence.token_ids, np.int64).tobytes(), checksum)
+        checksum = zlib.crc32(np.array(sequence.loss_mask).tobytes(), checksum)
+    return checksum

@@ -7,35 +7,34 @@ adjacent, the chosen one first. Order of the pairs: core/data/epochs.py.
 from __future__ import annotations
 
 import logging
-import zlib
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from core.data.epochs import EpochBatches
+from core.data.epochs import EpochBatches, checksum_of, pack_sequences
 from mcore_adapter.data.batch import PAIR, PackedBatch
 from rollout.data.encoder import Encoder
-from rollout.data.examples import encode_answers
+from rollout.data.examples import MaskedSequence, encode_examples, first_row
 from rollout.data.left_out import evenly_spaced, level_of, sample_text
 from rollout.data.preferences import Preference, PreferenceFields, read_preferences
-from rollout.data.source import DataSource, NoneLeftError, as_source
+from rollout.data.source import DatasetError, DataSource, NoneLeftError, as_source
 
 logger = logging.getLogger(__name__)
 
 
 class _Pair(NamedTuple):
-    """Token ids; an answer ends with the end-of-sequence token."""
+    """Two answers to one prompt."""
 
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
+    chosen: MaskedSequence
+    rejected: MaskedSequence
 
     @property
     def lens(self) -> tuple[int, int]:
-        return len(self.prompt) + len(self.chosen), len(self.prompt) + len(self.rejected)
+        return len(self.chosen.token_ids), len(self.rejected.token_ids)
 
 
 class PreferenceDataset(EpochBatches[_Pair]):
@@ -58,9 +57,10 @@ class PreferenceDataset(EpochBatches[_Pair]):
         that are no pairs, and NoneLeftError where none is left."""
         path = as_source(source).path
         every = read_preferences(source, fields)
-        read = [_encoded(pair, encoder) for pair in evenly_spaced(every, sample)]
-        different = [pair for pair in read if pair.chosen != pair.rejected]
-        pairs = [pair for pair in different if pair.prompt and max(pair.lens) <= max_seqlen]
+        examples = evenly_spaced(every, sample)
+        read = _pairs(examples, encode_examples(encoder, [answer for pair in examples for answer in pair]))
+        different = [pair for pair in read if pair.chosen.token_ids != pair.rejected.token_ids]
+        pairs = [pair for pair in different if not pair.chosen.loss_mask[0] and max(pair.lens) <= max_seqlen]
         num_equal, num_long = len(read) - len(different), sum(max(pair.lens) > max_seqlen for pair in different)
         num_empty = len(different) - len(pairs) - num_long  # without a prompt
         lens = [max(pair.lens) for pair in read]
@@ -77,10 +77,9 @@ class PreferenceDataset(EpochBatches[_Pair]):
             path, sample_text(len(read), len(every), "pairs"), len(read) - len(pairs), num_equal, num_long, max_seqlen,
             max(lens), num_empty,
         )  # fmt: skip
-        checksum = 0
-        for pair in pairs:
-            for ids in pair:
-                checksum = zlib.crc32(np.array([*ids, -1], np.int64).tobytes(), checksum)
+        for answer in pairs[0]:
+            logger.info("%s", first_row(encoder, answer))
+        checksum = checksum_of(answer for pair in pairs for answer in pair)
         super().__init__(pairs, checksum=checksum, seed=seed, shuffle=shuffle, share=len(read) / len(every))
 
     def num_tokens(self, item: _Pair) -> int:
@@ -89,21 +88,19 @@ class PreferenceDataset(EpochBatches[_Pair]):
 
     def pack(self, items: Sequence[_Pair]) -> PackedBatch:
         """Lay pairs end to end, chosen before rejected, with the field PAIR."""
-        sequences = [
-            (pair.prompt, answer, sign * number)
-            for number, pair in enumerate(items, start=1)
-            for answer, sign in ((pair.chosen, 1), (pair.rejected, -1))
-        ]
-        lens = torch.tensor([len(prompt) + len(answer) for prompt, answer, _ in sequences])
-        return PackedBatch(
-            token_ids=torch.tensor([t for prompt, answer, _ in sequences for t in prompt + answer]),
-            cu_seqlens=torch.cat((lens.new_zeros(1), lens.cumsum(0))),
-            loss_mask=torch.tensor([x for p, a, _ in sequences for x in [False] * len(p) + [True] * len(a)]),
-            fields={PAIR: torch.tensor([pair for _, _, pair in sequences]).repeat_interleave(lens)},
+        lens = torch.tensor([length for pair in items for length in pair.lens])
+        signed = torch.tensor([sign * number for number in range(1, len(items) + 1) for sign in (1, -1)])
+        batch = pack_sequences([answer for pair in items for answer in pair])
+        return replace(batch, fields={PAIR: signed.repeat_interleave(lens)})
+
+
+def _pairs(examples: Sequence[Preference], sequences: Sequence[MaskedSequence]) -> list[_Pair]:
+    """Return the sequences of both answers of each example. Raises DatasetError where an answer has not just one."""
+    if [s.row for s in sequences] != list(range(2 * len(examples))):
+        counts = Counter(s.row for s in sequences)
+        place = next(e.chosen.place for i, e in enumerate(examples) if (counts[2 * i], counts[2 * i + 1]) != (1, 1))
+        raise DatasetError(
+            f"{place}: an answer of a pair must be one sequence with a trained turn; the chat template writes earlier "
+            "turns of this one in another way, or none is trained: let the answers differ in their last turn only"
         )
-
-
-def _encoded(pair: Preference, encoder: Encoder) -> _Pair:
-    """Tokenise a pair; both answers end with an end token."""
-    prompt, (chosen, rejected) = encode_answers(encoder, pair.prompt, [pair.chosen, pair.rejected], place=pair.place)
-    return _Pair(prompt, chosen, rejected)
+    return [_Pair(*answers) for answers in zip(sequences[::2], sequences[1::2], strict=True)]

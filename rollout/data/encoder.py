@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollout.data.chat_template import ChatTemplate, Tools
 from rollout.data.messages import Messages
 from rollout.data.rows import Row
 from rollout.data.source import DatasetError
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 """What a question of the chat template ends with where reward.function=math judges the answer."""
 _BATCH_TEXTS = 1024
-_BRACKETED = re.compile(r"[<\[]\S+[>\]]")
 
 
 class Tokenizer(Protocol):
@@ -54,8 +53,9 @@ class Encoder:
     """Renders and tokenises prompts and conversations."""
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat | None = None, *, folder: str | Path = "") -> None:
-        """`folder`: of the model, whose generation_config.json has further end tokens. Raises DatasetError for a
-        template without {prompt} and for a chat template that cannot be read."""
+        """`folder`: of the model, whose generation_config.json has further end tokens and whose config.json has the
+        size of its vocabulary. Raises DatasetError for a template without {prompt} and for a chat template that cannot
+        be read."""
         self.tokenizer = tokenizer
         self._format = prompt_format or PromptFormat()
         template = self._format.template
@@ -64,10 +64,18 @@ class Encoder:
         path = self._format.chat_template
         self.chat_template = None if path is None else _read_text(Path(path).expanduser())
         """Content of prompt.chat_template; None: the tokenizer's own is used, if it has one."""
-        self.has_chat_template = bool(path is not None or tokenizer.chat_template)
         self.end_token_ids = end_token_ids(tokenizer, read_generation_config(folder))
         self._start = _start_tokens(tokenizer)
-        self._marks = self._turn_marks() if self.has_chat_template else ()
+        has_chat_template = bool(path is not None or tokenizer.chat_template)
+        self.chat = (
+            ChatTemplate(tokenizer, self.chat_template, self._format.chat_options, end_token_ids=self.end_token_ids)
+            if has_chat_template
+            else None
+        )
+        """None: the model has no chat template."""
+        model = _read_json(folder, "config.json")
+        sizes = model.get("text_config", model)
+        self._vocab_size = sizes.get("vocab_size") if isinstance(sizes, dict) else None
 
     def encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
         """Return (text, token ids) of every prompt. Raises DatasetError where a template cannot take a row."""
@@ -77,11 +85,13 @@ class Encoder:
             else self.render_prompt(row.prompt, row.tools, place=row.place)
             for row in rows
         ]
+        if self.chat is not None and any(is_chat for _, is_chat in rendered):
+            self.chat.report()
         num_as_they_are = sum(row.messages is None and self._is_rendered(row.prompt) for row in rows)
-        if num_as_they_are:
+        if self.chat is not None and num_as_they_are:
             logger.info(
                 "%d of %d prompts have the marks of the chat template (%s) and are used as they are.",
-                num_as_they_are, len(rows), ", ".join(self._marks),
+                num_as_they_are, len(rows), ", ".join(self.chat.marks),
             )  # fmt: skip
         token_ids = self.tokenise([text for text, _ in rendered])
         return [
@@ -90,13 +100,15 @@ class Encoder:
         ]
 
     def _is_rendered(self, prompt: str) -> bool:
-        return self._format.template is None and any(mark in prompt for mark in self._marks)
+        if self._format.template is not None or self.chat is None:
+            return False
+        return any(mark in prompt for mark in self.chat.marks)
 
-    def render_prompt(self, prompt: str, tools: tuple[Any, ...] | None = None, *, place: str) -> tuple[str, bool]:
+    def render_prompt(self, prompt: str, tools: Tools = None, *, place: str) -> tuple[str, bool]:
         """Return the text of a prompt, and whether the chat template wrote it, with all of its special tokens."""
         if self._format.template is not None:
             return self._format.template.replace("{prompt}", prompt), False
-        if not self.has_chat_template or self._is_rendered(prompt):
+        if self.chat is None or self._is_rendered(prompt):
             return prompt, False
         return self.render(self.turn(prompt), tools, place=place), True
 
@@ -105,40 +117,21 @@ class Encoder:
         asks = "\\boxed" in prompt
         return ({"role": "user", "content": prompt + ("" if asks else self._format.instruction)},)
 
-    def render(
-        self, messages: Messages, tools: tuple[Any, ...] | None = None, *, place: str, opens: bool = True
-    ) -> str:
-        """Return a conversation in the chat template. opens: up to where the assistant's next turn begins."""
-        if not self.has_chat_template:
+    def render(self, messages: Messages, tools: Tools = None, *, place: str) -> str:
+        """Return a conversation in the chat template, up to where the assistant's next turn begins."""
+        chat, messages = self.conversation(messages, tools, place=place)
+        return chat.render(messages, tools, place=place)
+
+    def conversation(self, messages: Messages, tools: Tools, *, place: str) -> tuple[ChatTemplate, Messages]:
+        """Return the chat template, and a conversation with the system message in the form that it reads."""
+        if self.chat is None:
             raise DatasetError(
                 f"{place}: a conversation, and the model has no chat template: set prompt.chat_template to a jinja "
                 "file, or name the column of the text with prompt_field"
             )
         if self._format.system is not None and messages and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self._format.system}, *messages)
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) if tools else None,
-                    chat_template=self.chat_template,
-                    tokenize=False,
-                    add_generation_prompt=opens,
-                    **self._format.chat_options,
-                )  # fmt: skip
-            )
-        except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and their own
-            roles = ", ".join(message["role"] for message in messages)
-            raise DatasetError(f"{place}: the chat template does not take it (roles {roles}): {error}") from error
-
-    def _turn_marks(self) -> tuple[str, ...]:
-        """Return the added tokens that open the user's turn: a prompt that has one is in the template already."""
-        probe = "the user's question"
-        opening, found, _ = self.render(({"role": "user", "content": probe},), place="prompt.chat_template").partition(
-            probe
-        )
-        added = sorted({str(token.content) for token in self.tokenizer.added_tokens_decoder.values()})
-        return tuple(token for token in added if found and _BRACKETED.fullmatch(token) and token in opening)
+        return self.chat, self.chat.prepare(messages, tools, place=place)
 
     def tokenise(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens that the text does not have."""
@@ -146,6 +139,13 @@ class Encoder:
         for first in range(0, len(texts), _BATCH_TEXTS):
             batch = list(texts[first : first + _BATCH_TEXTS])
             ids += self.tokenizer(batch, add_special_tokens=False)["input_ids"]
+        largest = max((max(of) for of in ids if of), default=0)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise DatasetError(
+                f"token {self.tokenizer.decode([largest])!r} has id {largest}, and the model has embeddings for "
+                f"vocab_size={self._vocab_size} tokens: resize them (resize_token_embeddings of transformers), or use "
+                "the tokenizer of the model"
+            )
         return ids
 
     def started(self, token_ids: list[int]) -> list[int]:
@@ -172,7 +172,11 @@ def end_token_ids(tokenizer: Any, generation_config: Mapping[str, Any]) -> tuple
 
 def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
     """Return generation_config.json of a model's folder; empty without one. Raises DatasetError."""
-    path = Path(folder) / "generation_config.json"
+    return _read_json(folder, "generation_config.json")
+
+
+def _read_json(folder: str | Path, name: str) -> Mapping[str, Any]:
+    path = Path(folder) / name
     if not folder or not path.is_file():
         return {}
     try:

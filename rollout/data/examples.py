@@ -1,22 +1,21 @@
 """Rows of fine-tuning as tokens with a mask: only what the assistant writes is trained on.
 
-Invariant: the tokens before a trained turn are those that a generator gets as its prompt at this point. Where a chat
-template writes an earlier turn in another way than the last one (Qwen3 removes its thoughts), a conversation therefore
-becomes one sequence for each turn of the assistant.
+Invariant: the tokens before a trained turn are those that a generator gets as its prompt at this point, or the
+beginning of them where the chat template writes turns without the rest, and a trained turn ends with an end token.
+Where the template writes an earlier turn without one, or in another way than the last one (Qwen3 removes its thoughts),
+the turns after it are in a sequence of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rollout.data.encoder import Encoder
-from rollout.data.messages import Messages
+from rollout.data.messages import is_trained
 from rollout.data.rows import Example
-from rollout.data.source import DatasetError
 
-Tools = tuple[Any, ...] | None
+_SHOWN_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,20 @@ class MaskedSequence:
 
 
 def encode_examples(encoder: Encoder, examples: Sequence[Example]) -> list[MaskedSequence]:
-    """Return one sequence for each example, or for each turn of the assistant where the template requires that.
-
-    Raises DatasetError where the template cannot take an example."""
+    """Return one sequence for each example; several where the template writes earlier turns in another way, none where
+    nothing is trained on. Raises DatasetError where the template cannot take an example."""
     rendered = [(row, *parts) for row, example in enumerate(examples) for parts in _render(encoder, example)]
+    if encoder.chat is not None and any(is_chat for _, _, is_chat in rendered):
+        encoder.chat.report()
     token_ids = iter(encoder.tokenise([part.text for _, parts, _ in rendered for part in parts]))
     sequences = []
     for row, parts, is_chat in rendered:
         ids = [next(token_ids) for _ in parts]
         if not is_chat:
             ids[0] = encoder.started(ids[0])
-        ids[-1] = _ended(encoder, ids[-1])
+        for part, turn, following in zip(parts, ids, [*ids[1:], [encoder.end_token_id]], strict=True):
+            if part.is_trained and not (turn and turn[-1] in encoder.end_token_ids):
+                turn.append(following.pop(0))  # of GLM-4 the mark of the next turn
         sequences.append(
             MaskedSequence(
                 token_ids=[token for piece in ids for token in piece],
@@ -62,83 +64,37 @@ def encode_examples(encoder: Encoder, examples: Sequence[Example]) -> list[Maske
     return sequences
 
 
-def encode_answers(
-    encoder: Encoder, prompt: str | Messages, answers: Sequence[str | Messages], *, place: str
-) -> tuple[list[int], list[list[int]]]:
-    """Return the token ids of a prompt, and of each of several answers to it up to its end token.
-
-    All are texts, or all are messages. Raises DatasetError where the template cannot take them."""
-    if isinstance(prompt, str):
-        before, is_chat = encoder.render_prompt(prompt, place=place)
-        turns: Messages = encoder.turn(prompt)
-        answers = [({"role": "assistant", "content": answer},) for answer in answers] if is_chat else answers
-    else:
-        before, is_chat, turns = encoder.render(prompt, place=place), True, prompt
-    tails = [
-        answer
-        if isinstance(answer, str)
-        else _tail(encoder, (*turns, *answer), before, num_new=len(answer), place=place)
-        for answer in answers
-    ]
-    start, *ends = encoder.tokenise([before, *tails])
-    return start if is_chat else encoder.started(start), [_ended(encoder, ids) for ids in ends]
-
-
-def _ended(encoder: Encoder, token_ids: list[int]) -> list[int]:
-    """Return token ids that end with a token at which a generator stops."""
-    if token_ids and token_ids[-1] in encoder.end_token_ids:
-        return token_ids
-    return [*token_ids, encoder.end_token_id]
+def _render(encoder: Encoder, example: Example) -> list[tuple[list[Part], bool]]:
+    """Return the parts of every sequence of an example, and whether the chat template wrote them."""
+    messages = example.messages
+    if messages is None:
+        text, is_chat = encoder.render_prompt(example.prompt, example.tools, place=example.place)
+        if not is_chat:
+            return [([Part(text, False), Part(example.answer, True)], False)]
+        messages = (*encoder.turn(example.prompt), {"role": "assistant", "content": example.answer})
+    chat, prepared = encoder.conversation(messages, example.tools, place=example.place)
+    added = len(prepared) - len(messages)  # the system message
+    written, sequences = "", list[list[Part]]()
+    for number, message in enumerate(messages):
+        if number < example.num_untrained or not is_trained(message):
+            continue
+        turn = chat.turn(prepared[: number + added + 1], example.tools, place=example.place)
+        if not sequences or not chat.continues(written, turn.before):
+            sequences, written = [*sequences, []], ""
+        sequences[-1] += [Part(turn.before[len(written) :], False), Part(turn.written, True)]
+        written = turn.before + turn.written
+    return [(parts, True) for parts in sequences]
 
 
-def _render(encoder: Encoder, example: Example) -> Iterator[tuple[list[Part], bool]]:
-    """Yield the parts of every sequence of an example, and whether the chat template wrote them."""
-    if example.messages is None:
-        text, is_chat = encoder.render_prompt(example.prompt, place=example.place)
-        yield [Part(text, False), Part(_answer(encoder, example, text) if is_chat else example.answer, True)], is_chat
-        return
-    turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
-    whole = _one_sequence(encoder, example, turns)
-    if whole is not None:
-        yield whole, True
-        return
-    for turn in turns:
-        before = encoder.render(example.messages[:turn], example.tools, place=example.place)
-        written = _tail(encoder, example.messages[: turn + 1], before, tools=example.tools, place=example.place)
-        yield [Part(before, False), Part(written, True)], True
-
-
-def _answer(encoder: Encoder, example: Example, before: str) -> str:
-    """Return what the assistant writes after `before`, as the template ends a turn."""
-    messages = (*encoder.turn(example.prompt), {"role": "assistant", "content": example.answer})
-    return _tail(encoder, messages, before, tools=example.tools, place=example.place)
-
-
-def _tail(
-    encoder: Encoder, messages: Messages, before: str, *, num_new: int = 1, tools: Tools = None, place: str
-) -> str:
-    """Return the last `num_new` messages of a conversation as the template writes them after `before`.
-
-    A single turn that it writes in another way there is its text alone; of several, this raises DatasetError."""
-    text = encoder.render(messages, tools, place=place, opens=False).rstrip()
-    if text.startswith(before):
-        return text.removeprefix(before)
-    if num_new > 1:
-        raise DatasetError(f"{place}: the chat template changes the prompt when an answer follows; write texts")
-    return str(messages[-1]["content"])
-
-
-def _one_sequence(encoder: Encoder, example: Example, turns: Sequence[int]) -> list[Part] | None:
-    """Return the whole conversation with its trained turns. None: the template writes earlier turns in another way."""
-    assert example.messages is not None, "the caller has seen them"
-    parts: list[Part] = []
-    written = ""
-    for turn in turns:
-        before = encoder.render(example.messages[:turn], example.tools, place=example.place)
-        after = encoder.render(example.messages[: turn + 1], example.tools, place=example.place, opens=False)
-        end = after.rstrip()
-        if not (before.startswith(written) and end.startswith(before)):
-            return None
-        parts += [Part(before[len(written) :], False), Part(end[len(before) :], True)]
-        written = end
-    return parts
+def first_row(encoder: Encoder, sequence: MaskedSequence) -> str:
+    """Return a sequence for the log, what is trained on in [[ ]], characters that are not printable as escapes."""
+    pieces, start = [], 0
+    for end in range(1, len(sequence.token_ids) + 1):
+        if end == len(sequence.token_ids) or sequence.loss_mask[end] != sequence.loss_mask[start]:
+            text = repr(str(encoder.tokenizer.decode(sequence.token_ids[start:end])))[1:-1]
+            if len(text) > _SHOWN_CHARS:
+                text = f"{text[: _SHOWN_CHARS // 2]} [...] {text[-_SHOWN_CHARS // 2 :]}"
+            pieces.append(f"[[{text}]]" if sequence.loss_mask[start] else text)
+            start = end
+    counts = f"{sum(sequence.loss_mask)} of {len(sequence.token_ids)} tokens trained, in [[ ]]"
+    return f"First row ({counts}): {''.join(pieces)}"

@@ -13,11 +13,16 @@ from rollout.data.columns import parsed
 
 Messages = tuple[dict[str, Any], ...]
 
+ANSWER_KEYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "refusal")
+"""Keys of what the assistant writes."""
+LOSS_KEYS = ("weight", "train", "training", "loss")
+"""Keys that say whether a turn of the assistant is trained on: 0 or false for no."""
 _ROLES = {
-    "human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant",
-    "function_response": "tool", "observation": "tool",
+    "user": "user", "human": "user", "system": "system", "assistant": "assistant", "gpt": "assistant",
+    "bot": "assistant", "chatgpt": "assistant", "model": "assistant", "tool": "tool", "function_response": "tool",
+    "observation": "tool",
 }  # fmt: skip
-"""Other names of the roles."""
+"""Names of the roles, in whatever case."""
 
 
 def is_conversation(value: Any) -> bool:
@@ -45,12 +50,30 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ValueError(f"{place}: has no role, only {sorted(message)}")
     content = message.get("content", message.get("value"))
+    role = _ROLES.get(role.lower(), role)
     text = _text(content, place)
-    if not text.strip() and role != "system" and not message.get("tool_calls"):
-        raise ValueError(f"{place}: the content of role {role!r} is empty")
     text.encode()  # a lone surrogate is valid json and would fail in the tokenizer, far from its row
     others = {k: v for k, v in message.items() if k not in ("role", "from", "content", "value") and v is not None}
-    return {"role": _ROLES.get(role, role), "content": text, **others}
+    if calls := others.pop("tool_calls", None):
+        others["tool_calls"] = _tool_calls(calls, place)
+    if not text.strip() and role not in ("system", "tool") and not any(map(others.get, ANSWER_KEYS)):
+        raise ValueError(f"{place}: the content of role {role!r} is empty")
+    if others.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{place}: weight must be 0 or 1, found {others['weight']!r:.60}")
+    return {"role": role, "content": text, **others}
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether fine-tuning trains on a message: one of the assistant that does not say otherwise."""
+    refused = message.get("weight", 1) == 0 or any(message.get(key) is False for key in LOSS_KEYS)
+    return message["role"] == "assistant" and not refused
+
+
+def _tool_calls(value: Any, place: str) -> list[Any]:
+    value = parsed(value) if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not all(isinstance(call, Mapping) for call in value):
+        raise ValueError(f"{place}: tool_calls must be a list of calls, found {str(value)[:60]!r}")
+    return list(value)
 
 
 def _text(content: Any, place: str) -> str:

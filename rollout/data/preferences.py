@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.data.answers import text_of
 from rollout.data.messages import Messages, is_conversation, read_messages
 from rollout.data.readers import read_records
+from rollout.data.rows import Example
 from rollout.data.source import DatasetError, DataSource, as_source
 
 
@@ -25,15 +26,11 @@ class PreferenceFields:
     rejected: str = "rejected"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preference:
-    """One pair: all three are texts, or all three are lists of messages."""
+class Preference(NamedTuple):
+    """One pair: two answers to one prompt, as rows of fine-tuning."""
 
-    place: str
-    """File and line."""
-    prompt: str | Messages
-    chosen: str | Messages
-    rejected: str | Messages
+    chosen: Example
+    rejected: Example
 
 
 def read_preferences(source: str | Path | DataSource, fields: PreferenceFields) -> list[Preference]:
@@ -64,12 +61,9 @@ def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Pr
             read_messages(rejected, fields.rejected),
             place,
         )
-    return Preference(
-        place=place,
-        prompt=_text(record, fields.prompt, "prompt"),
-        chosen=_text(record, fields.chosen, "chosen"),
-        rejected=_text(record, fields.rejected, "rejected"),
-    )
+    text = _text(record, fields.prompt, "prompt")
+    answers = (_text(record, fields.chosen, "chosen"), _text(record, fields.rejected, "rejected"))
+    return Preference(*(Example(place=place, prompt=text, answer=answer) for answer in answers))
 
 
 def _text(record: Mapping[str, Any], name: str, role: str) -> str:
@@ -80,16 +74,24 @@ def _text(record: Mapping[str, Any], name: str, role: str) -> str:
 
 
 def _conversations(prompt: Any, chosen: Messages, rejected: Messages, place: str) -> Preference:
-    """Divide two conversations into what they share, with `prompt` before it, and the rest of each."""
+    """Return two conversations whose answers begin where they part; `prompt` stands before them if they share
+    nothing. Raises ValueError where they do not part at a turn of the assistant."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
+    before = chosen[:shared]
     if not shared and isinstance(prompt, str) and prompt.strip():
-        before: Messages = ({"role": "user", "content": prompt},)
+        before = ({"role": "user", "content": prompt},)
     elif not shared and isinstance(prompt, tuple):
         before = prompt
-    else:
-        before = chosen[:shared]
     if not before:
         raise ValueError("the two conversations share no beginning, and there is no prompt")
-    return Preference(place=place, prompt=before, chosen=chosen[shared:], rejected=rejected[shared:])
+    answers = (chosen[shared:], rejected[shared:])
+    for answer in answers:
+        if answer[0]["role"] != "assistant":
+            raise ValueError(f"the two conversations part at a turn of {answer[0]['role']!r}, not of the assistant")
+    if len(chosen) != len(rejected) and answers[0][0] == answers[1][0]:
+        raise ValueError("one of the two conversations is the beginning of the other, so no answer differs")
+    return Preference(
+        *(Example(place=place, messages=(*before, *answer), num_untrained=len(before)) for answer in answers)
+    )

@@ -57,6 +57,8 @@ class Example:
     answer: str = ""
     messages: Messages | None = None
     """None: prompt and answer are one text each."""
+    num_untrained: int = 0
+    """Number of messages at the beginning that are never trained on."""
     tools: tuple[Any, ...] | None = None
 
 

@@ -229,7 +229,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: _ReadStream) ->
         if columns is None:
             chats.update(row.messages is not None for row in read_examples(source))
         else:
-            chats.update(not isinstance(pair.prompt, str) for pair in read_preferences(source, columns))
+            chats.update(pair.chosen.messages is not None for pair in read_preferences(source, columns))
 
     measures = lengths and _has_tokenizer(settings.model)
     if not measures or keys_of_conversations(config):

@@ -105,6 +105,25 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, assets) -> N
     assert trained == [[*ids, tokenizer.eos_token_id] for ids in written]
 
 
+def test_only_the_assistants_turns_of_an_answer_are_trained(tmp_path: Path, assets, caplog) -> None:
+    caplog.set_level("INFO")
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    tokenizer.chat_template = CHAT.replace(
+        "{% for m in messages %}", "{% for m in messages %}{{ eos_token * (loop.index % 2) }}"
+    )
+    asked = [{"role": "user", "content": "1"}]
+    answers = {
+        name: [{"role": role, "content": f"{k}{i}"} for i, role in enumerate(("assistant", "user", "assistant"))]
+        for name, k in (("chosen", 2), ("rejected", 3))
+    }
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({name: asked + turns for name, turns in answers.items()}) + "\n")
+    batch = load(path, tokenizer, max_seqlen=64).batch(1, 1, 1)
+    trained = [str(tokenizer.decode(batch.select([i]).token_ids[batch.select([i]).loss_mask])) for i in (0, 1)]
+    assert trained == ["20=<eos>22=<eos>", "30=<eos>32=<eos>"]
+    assert "[[20=<eos>]]+21=+[[22=<eos>]]" in caplog.text
+
+
 def test_other_pairs_or_another_order_do_not_continue_a_run(tmp_path: Path, tokenizer) -> None:
     data = load(write(tmp_path / "pairs.jsonl", ROWS), tokenizer)
     data.check_continues(load(tmp_path / "pairs.jsonl", tokenizer).state_dict())

@@ -21,7 +21,7 @@ def says(role: str, content: str) -> dict[str, str]:
 def test_texts_are_read_from_the_named_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", {"question": "1+1=", "good": "2", "bad": "3", "prompt": "not this"})
     (pair,) = read_preferences(path, PreferenceFields(prompt="question", chosen="good", rejected="bad"))
-    assert (pair.prompt, pair.chosen, pair.rejected) == ("1+1=", "2", "3")
+    assert [(answer.prompt, answer.answer) for answer in pair] == [("1+1=", "2"), ("1+1=", "3")]
 
 
 def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path) -> None:
@@ -35,9 +35,14 @@ def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path)
         {"chosen": [*asked, chosen], "rejected": [*asked, chosen]},
     )
     pairs = read_preferences(path, PreferenceFields())
-    assert [pair.prompt for pair in pairs] == [tuple(asked), (says("user", "1+1="),), tuple(asked), tuple(asked)]
-    assert all(pair.chosen == (chosen,) for pair in pairs)
-    assert [pair.rejected for pair in pairs] == [(rejected,), (rejected,), (rejected,), (chosen,)]
+    prompts = [tuple(asked), (says("user", "1+1="),), tuple(asked), tuple(asked)]
+    assert [pair.chosen.messages for pair in pairs] == [(*prompt, chosen) for prompt in prompts]
+    answers = [rejected, rejected, rejected, chosen]
+    assert [pair.rejected.messages for pair in pairs] == [(*p, a) for p, a in zip(prompts, answers, strict=True)]
+    assert [{answer.num_untrained for answer in pair} for pair in pairs] == [{len(prompt)} for prompt in prompts]
+
+
+ASKED = [says("user", "1+1="), says("assistant", "2")]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +58,17 @@ def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path)
         ({"prompt": "1", "chosen": [says("user", "2")], "rejected": "3"}, ":2: .* must be both texts or both lists"),
         ({"prompt": "1", "chosen": ["2"], "rejected": ["3"]}, ':2: "chosen" must be a non-empty string, found list'),
         ({"chosen": [says("a", "2")], "rejected": [says("a", "3")]}, ":2: the two conversations share no beginning"),
+        (
+            {"chosen": [*ASKED, says("user", "why"), says("assistant", "so")], "rejected": ASKED},
+            ":2: one of the two conversations is the beginning of the other",
+        ),
+        (
+            {
+                "chosen": [*ASKED, says("user", "why"), says("assistant", "so")],
+                "rejected": [*ASKED, says("user", "why")],
+            },
+            ":2: the two conversations part at a turn of 'user'",
+        ),
     ],
 )
 def test_a_row_that_is_no_pair_is_named_by_file_and_line(tmp_path: Path, row: object, message: str) -> None:

@@ -1,0 +1,340 @@
+"""The chat template of a model: the one place that renders it, and that finds an answer in what it renders.
+
+What transformers renders is the reference. Invariant: text that comes out of here has everything that its messages say;
+a template that leaves something out is an error, not a shorter prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from rollout.data.columns import parsed
+from rollout.data.messages import ANSWER_KEYS, LOSS_KEYS, Messages
+from rollout.data.source import DatasetError
+
+logger = logging.getLogger(__name__)
+
+Tools = tuple[Any, ...] | None
+
+_SECONDS = 10
+"""To render one conversation, which takes milliseconds."""
+_USER, _ANSWER, _ARGUMENT = "the user's question", "the assistant's answer", "name_of_an_argument"
+"""Contents that are looked for in rendered text."""
+_PLACE = "prompt.chat_template"
+_WAY_OUT = f"set {_PLACE} to a jinja file"
+_MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+_PIECES = re.compile(rf"{_MARK.pattern}|\s+|[^\s<\[]+|.")
+_NAMES = ("id", "type", "index")
+"""Keys of a tool call that are no part of the answer."""
+
+
+class Turn(NamedTuple):
+    """A turn of the assistant in rendered text."""
+
+    before: str
+    written: str
+    """What the assistant writes after `before`, up to the end of its turn."""
+
+
+class ChatTemplate:
+    """A chat template, with the tokens that end an answer."""
+
+    def __init__(
+        self, tokenizer: Any, template: str | None, options: Mapping[str, Any], *, end_token_ids: Sequence[int]
+    ) -> None:
+        """`template`: jinja text. None: that of the tokenizer. `options`: further variables."""
+        self._tokenizer, self._template = tokenizer, template
+        self._ends = [text for token in end_token_ids if (text := str(tokenizer.decode([token])))]
+        self._now = datetime.now()
+        self._options = {"strftime_now": self._now.strftime, **options}  # one date for all rows
+        self._calls: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
+        self._warned: set[str] = set()
+
+    def prepare(self, messages: Messages, tools: Tools = None, *, place: str) -> Messages:
+        """Return messages in the form that the template reads: contents as texts or lists of parts, arguments of tool
+        calls as dictionaries or as JSON text. Raises DatasetError."""
+        messages = tuple({k: v for k, v in message.items() if k not in LOSS_KEYS} for message in messages)
+        if self._reads_parts:
+            messages = tuple(map(_in_parts, messages))
+        calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
+        if calling is None:
+            return messages
+        convert = self._calls or self._find_calls(messages[: calling + 1], tools, place)
+        return tuple(convert(message, place) for message in messages)
+
+    def render(self, messages: Messages, tools: Tools = None, *, place: str) -> str:
+        """Return a prepared conversation up to where the assistant's next turn begins. Raises DatasetError where the
+        template cannot take it, or leaves something out."""
+        text = self._render(messages, tools, place=place)
+        _check_written(messages, text, place)
+        return text
+
+    def turn(self, messages: Messages, tools: Tools = None, *, place: str) -> Turn:
+        """Return the last of prepared messages, one of the assistant, as it is trained on. Raises DatasetError where it
+        cannot be found in what the template writes."""
+        before = self._render(messages[:-1], tools, place=place)
+        whole = self._up_to_end(self._render(messages, tools, place=place, opens=False))
+        last = messages[-1]
+        if whole.startswith(before):
+            turn = Turn(before, whole[len(before) :])
+        else:
+            turn = self._opened_otherwise(messages, tools, before, whole, place)
+        lost = [key for key in last if key != "role" and not _is_written(last[key], turn.written)]
+        if answers := [key for key in lost if key in ANSWER_KEYS]:
+            hint = "" if "tool_calls" in answers else ", or write thoughts into content, as <think>...</think>"
+            raise DatasetError(
+                f"{place}: the chat template leaves out {' and '.join(answers)} of the assistant's turn, which would "
+                f"not be trained; {_WAY_OUT} that writes it{hint}"
+            )
+        for key in lost:
+            self._warn("the chat template leaves out %r of the assistant's turns (first: %s)", key, place)
+        since = max((i for i, m in enumerate(messages[:-1], 1) if m["role"] == "assistant"), default=0)
+        _check_written(messages[since:-1], before, place)
+        return turn
+
+    def continues(self, written: str, text: str) -> bool:
+        """Return whether rendered text goes on after an answer, at whose end a generator stops."""
+        ends, following = tuple(self._ends), text.removeprefix(written)
+        return text.startswith(written) and (written.endswith(ends) or following.startswith(ends))
+
+    def report(self) -> None:
+        """Warn where answers run on after the end of their turn, and log the date that the template writes."""
+        _ = self._end
+        if "strftime_now" in str(self._template or self._tokenizer.chat_template):
+            logger.info("The chat template writes the time of this start: %s", self._now.isoformat(" ", "seconds"))
+
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        """Added tokens that open the user's turn: a prompt that has one is in the template already."""
+        opening, found, _ = self._probe(1).partition(_USER)
+        return tuple(token for token in self._added_tokens if found and token in opening)
+
+    @cached_property
+    def _added_tokens(self) -> list[str]:
+        """Added tokens that look like marks."""
+        added = {str(token.content) for token in self._tokenizer.added_tokens_decoder.values()}
+        return sorted(filter(_MARK.fullmatch, added))
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads a content only as a list of {type, text}."""
+        question = {"role": "user", "content": _USER}
+        try:
+            return _USER not in self._render((question,), place=_PLACE)
+        except DatasetError:
+            self._render((_in_parts(question),), place=_PLACE)
+            return True
+
+    def _probe(self, num_turns: int, *, opens: bool = True) -> str:
+        """Return what the template makes of a question, an answer, and a question."""
+        contents = ("user", _USER), ("assistant", _ANSWER), ("user", _USER)
+        turns = tuple({"role": role, "content": text} for role, text in contents[:num_turns])
+        return self._render(self.prepare(turns, place=_PLACE), place=_PLACE, opens=opens)
+
+    @cached_property
+    def _end(self) -> tuple[str, str]:
+        """What the template writes after an answer: the end of the turn, and what no generator samples after it."""
+        try:
+            text, opened, longer = self._probe(2, opens=False), self._probe(2), self._probe(3)
+        except DatasetError:
+            return "", ""  # it takes no such conversation: the rows may be others
+        after, next_turn = text.rpartition(_ANSWER)[2], longer.partition(_ANSWER)[2]
+        if _ANSWER not in text or not after.strip():
+            return "", ""
+        ends = [after.index(token) + len(token) for token in self._ends if token in after]
+        if ends:
+            return after[: min(ends)], after[min(ends) :].rstrip()
+        marks = [after.index(token) + len(token) for token in self._added_tokens if token in after]
+        if marks:
+            self._warn(
+                "the chat template ends a turn with %r, which is no end token (%s): answers run on after it. Add its "
+                "id to eos_token_id in generation_config.json", after[: min(marks)].strip(), ", ".join(self._ends),
+            )  # fmt: skip
+        if text.strip() != opened.strip() or next_turn.strip().startswith(after.strip()):
+            return after.rstrip(), ""
+        if not marks:
+            raise DatasetError(
+                f"{_PLACE}: it opens a turn after every answer ({after!r}) and has no token that ends one; {_WAY_OUT} "
+                "that opens a turn only where add_generation_prompt is set"
+            )
+        return after[: min(marks)], after[min(marks) :].rstrip()
+
+    def _up_to_end(self, text: str) -> str:
+        """Return rendered text up to where a generator stops."""
+        return text.rstrip().removesuffix(self._end[1]).rstrip()
+
+    def _opened_otherwise(self, messages: Messages, tools: Tools, before: str, whole: str, place: str) -> Turn:
+        """Return a turn that does not begin as the prompt of a generator ends: R1's prompts end in <think>, its turns
+        have no thoughts. The turn is what follows the marks that both have, unless its content ends the thoughts that
+        the prompt begins."""
+        closed = self._up_to_end(self._render(messages[:-1], tools, place=place, opens=False))
+        if not (before.startswith(closed) and whole.startswith(closed)):
+            raise DatasetError(
+                f"{place}: the chat template changes what stands before the assistant's turn when the turn follows; "
+                f"{_WAY_OUT} that does not, or write rows as texts"
+            )
+        start = len(closed)
+        for piece in _PIECES.findall(before, start):
+            if not whole.startswith(piece, start):
+                break
+            start += len(piece)
+        opening, written = before[start:], whole[start:]
+        thoughts = _with_thoughts(messages[-1]["content"], opening, written)
+        if thoughts is not None:
+            return Turn(before, thoughts)
+        self._warn(
+            "the chat template ends the prompts of generators in %r and writes turns without it; they are trained as "
+            "it writes them (first: %s)", opening, place,
+        )  # fmt: skip
+        return Turn(before[:start], written)
+
+    def _find_calls(
+        self, messages: Messages, tools: Tools, place: str
+    ) -> Callable[[dict[str, Any], str], dict[str, Any]]:
+        """Return what brings messages with tool calls into the form that the template writes, tried on the first one:
+        arguments as dictionary or as JSON text, and beside them an empty content as "" or as None."""
+        probe = {**messages[-1], "tool_calls": _with_arguments(messages[-1], lambda _: {_ARGUMENT: "x"})}
+        forms = [partial(_calling, as_text=as_text, empty=empty) for as_text in (False, True) for empty in ("", None)]
+        errors = []
+        for form in forms:
+            try:
+                text = self._render((*messages[:-1], form(probe, place)), tools, place=place, opens=False)
+            except DatasetError as error:
+                errors.append(error)
+                continue
+            if _ARGUMENT in text and not re.search(
+                rf"['\\\\]\"?{_ARGUMENT}", text
+            ):  # Python's notation or escaped JSON
+                self._calls = form
+                return form
+        if len(errors) == len(forms):
+            raise errors[0]
+        raise DatasetError(
+            f"{place}: the chat template leaves out tool_calls, which would not be trained; {_WAY_OUT} that writes them"
+        )
+
+    def _render(self, messages: Messages, tools: Tools = None, *, place: str, opens: bool = True) -> str:
+        try:
+            with _time_limit():
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        list(messages),
+                        tools=list(tools) if tools else None,
+                        chat_template=self._template,
+                        tokenize=False,
+                        add_generation_prompt=opens,
+                        **self._options,
+                    )  # fmt: skip
+                )
+        except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and their own
+            roles = ", ".join(message["role"] for message in messages)
+            reason = str(error) or type(error).__name__
+            raise DatasetError(f"{place}: the chat template does not take it (roles {roles}): {reason}") from error
+
+    def _warn(self, text: str, *values: str) -> None:
+        """Log a warning, once for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, *values)
+
+
+def _with_thoughts(content: Any, opening: str, written: str) -> str | None:
+    """Return what a generator writes after `opening`, <think>, where a content has its thoughts in full, with or
+    without the opening, and the template may have left them out. None: a content without."""
+    content = (content[0]["text"] if isinstance(content, list) else content or "").strip()
+    mark = opening.strip()
+    if not _MARK.fullmatch(mark):
+        return None
+    thoughts, closing, answer = content.rpartition(mark.replace("<", "</", 1))
+    if not closing or mark in thoughts.removeprefix(mark):
+        return None
+    rest = content if content in written else answer.strip()
+    if rest not in written:
+        return None
+    text = content[: len(content) - len(rest)] + written[written.index(rest) :]
+    return text.removeprefix(mark).removeprefix(opening.partition(mark)[2]) if text.startswith(mark) else text
+
+
+def _check_written(messages: Messages, text: str, place: str) -> None:
+    """Raise DatasetError where the content of another role than the assistant is not in rendered text."""
+    for message in messages:
+        role = message["role"]
+        if role != "assistant" and not _is_written(message["content"], text):
+            raise DatasetError(
+                f"{place}: the chat template leaves out the content of role {role!r}; {_WAY_OUT} that writes it"
+            )
+
+
+def _is_written(value: Any, text: str) -> bool:
+    """Return whether every text in a value is in rendered text, whatever blanks and marks a template puts into it."""
+    if isinstance(value, Mapping):
+        return all(_is_written(inner, text) for key, inner in value.items() if key not in _NAMES)
+    if isinstance(value, list | tuple):
+        return all(_is_written(inner, text) for inner in value)
+    if not isinstance(value, str) or value.strip() in text or json.dumps(value, ensure_ascii=False)[1:-1] in text:
+        return True
+    if not isinstance(inner := parsed(value), str) and _is_written(inner, text):
+        return True
+    packed = "".join(text.split())
+    return all("".join(piece.split()) in packed for piece in _MARK.split(value))
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _calling(message: dict[str, Any], place: str, *, as_text: bool, empty: str | None) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as dictionaries, or as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+
+    def convert(given: Any) -> Any:
+        found = parsed(given.strip() or "{}") if isinstance(given, str) else given
+        if found is not None and not isinstance(found, Mapping):
+            raise DatasetError(f"{place}: arguments of a tool call must be a JSON object, found {str(given)[:60]!r}")
+        if not as_text:
+            return found
+        return given if isinstance(given, str) else json.dumps(found, ensure_ascii=False)
+
+    return {**message, "content": message["content"] or empty, "tool_calls": _with_arguments(message, convert)}
+
+
+def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a message with their arguments converted."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        function = {**function, "arguments": convert(function.get("arguments"))}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return calls
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise TimeoutError in a template that does not end. Without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {_SECONDS} s")
+
+    started, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+        if left:  # of another timer
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - started)))
