@@ -25,7 +25,6 @@ MAY_NAME_DEVICES = (
     "core/config/push.py",
     "rollout/inference/backend.py",
     "rollout/inference/sglang/",
-    "tools/bench/profiles/",
 )
 
 DISTRIBUTION = {

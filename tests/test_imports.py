@@ -100,23 +100,19 @@ ORDER = {
         "arguments",
         "scratch_model demo_plot setup_cluster check_image loss_case",
         "demo loss_pairs",
-        "curves eval loss_result samples sweep timeline",
-        "convert chaos_run mutants conformance learning atlas loss",
+        "curves eval loss_result samples timeline",
+        "convert chaos_run mutants conformance loss",
         "chaos_compare",
         "chaos bench nightly",
     ),
     "tools.bench": (
-        "figure profiles reward workflow trl",
+        "figure reward workflow trl",
         "cpu gpu",
-        "cpu_runs gpu_memory gpu_runs gpu_servers push_changes spans data",
-        "gpu_leaving gpu_models gpu_push against_trl",
-        "gpu_mismatch gpu_ranks",
-        "gpu_experts gpu_long fp8",
-        "whole",
+        "cpu_runs gpu_memory gpu_runs gpu_servers data",
+        "gpu_models gpu_push against_trl",
+        "gpu_experts gpu_long",
         "__main__",
     ),
-    "tools.bench.fp8": ("servers updates", "learning loop mismatch", "rounded", "picture"),
-    "tools.bench.whole": ("size", "running push", "measure"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 20
@@ -189,7 +185,6 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "matplotlib loads for a second: only where a picture is drawn": {
         "tools.demo_plot": "matplotlib",
         "tools.timeline": "matplotlib",
-        "tools.bench.fp8.picture": "matplotlib",
         "tools.eval.report": "matplotlib",
         "tools.sweep.figures": "matplotlib",
     },
@@ -197,14 +192,8 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.bench.against_trl.samples": "torch transformers",
         "tools.bench.data.convert": "mcore_adapter.hf.saving",
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
-        "tools.bench.fp8.learning": "mcore_adapter.engine",
-        "tools.bench.fp8.mismatch": "mcore_adapter.engine",
-        "tools.bench.fp8.rounded": "mcore_adapter.engine",
         "tools.bench.gpu": "core.experiments.process_settings core.launch.trainer_group mcore_adapter.bare_loop "
         "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
-        "tools.bench.gpu_mismatch": "transformers",
-        "tools.bench.gpu_models": "transformers",
-        "tools.bench.gpu_ranks": "mcore_adapter.parallel",
         "tools.bench.gpu_servers": "transformers",
     },
 }

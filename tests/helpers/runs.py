@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
 
 import psutil
 
 from helpers.commands import PATIENCE_SECONDS
-from tools.bench.whole.running import server_below
 
 WITHOUT_GOODBYE = "error: the run ended without a message"
 
@@ -62,7 +62,15 @@ def process_of(command, name: str) -> psutil.Process:
 
 
 def server_of(command, name: str) -> psutil.Process:
-    return server_below(process_of(command, name))
+    """The SGLang server of a generator: the first of its processes that run hooks.py."""
+    children = process_of(command, name).children(recursive=True)
+    return min((p for p in children if "hooks.py" in _command_line(p)), key=lambda p: p.create_time())
+
+
+def _command_line(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):  # such as the server's that compiled kernels
+        return " ".join(process.cmdline())
+    return ""
 
 
 def came_back(command, index: int, start: int = 0, timeout: float = PATIENCE_SECONDS) -> int:

@@ -58,7 +58,6 @@ def without_slow_libraries() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("module", "words", "said"),
     [
-        ("tools.atlas", "--output /tmp --staleness -1", "argument --staleness: -1 must be at least 0"),
         ("tools.bench.__main__", "cpu --only push", "--only push: not measured on cpu"),
         ("tools.bench.__main__", "cpu --output /proc/x", "argument --output: /proc/x: cannot write in /proc"),
         (
@@ -82,7 +81,6 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.demo_plot", "/no/file --output x.png", "argument metrics: /no/file: no such file"),
         ("tools.eval.__main__", "--model_path /no/model --output_path o", "--model_path /no/model: no such folder"),
         ("tools.eval.__main__", "compare /no/a /no/b", "/no/a: no such folder; give the --output_path"),
-        ("tools.learning", "--output /tmp --jobs 0", "argument --jobs: 0 must be at least 1"),
         ("tools.loss", "/no/file", "No such file or directory: '/no/file'"),
         ("tools.loss", "--from-run /tmp/none --step 3", "0 files of step 3 below this folder, expected 1"),
         ("tools.mutants.__main__", "--ids no-such-mutant", "no entry matches --ids and --area"),
@@ -183,7 +181,6 @@ def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(
     [
         ("tools.chaos", ["--kills", "-1"], "argument --kills: -1 must be at least 1"),
         ("tools.chaos", ["--folder", __file__], "is a file; name a folder"),
-        ("tools.atlas", ["--output", "/tmp", "--set", "lr"], "--set lr: write KEY=VALUE"),
         ("tools.demo.__main__", ["--output", "/proc/x"], "argument --output: /proc/x: cannot write in /proc"),
         ("tools.eval.__main__", ["--model_path", "m", "--output_path", "/etc/passwd"], "is a file; name a folder"),
         (

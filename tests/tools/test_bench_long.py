@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from tools.bench import gpu_long
 from tools.bench.gpu import Scene
 from tools.bench.gpu_memory import Measured
-from tools.bench.gpu_ranks import Updates
 
 
 def measured(rate: float) -> Measured:
@@ -59,17 +57,3 @@ def test_the_shorter_sequence_has_rows_before_the_longer_one_is_measured(
         for figure in gpu_long.long(Scene(folder=tmp_path)):
             written.append(figure.name)
     assert "memory.long.4B_64" in written
-
-
-def test_context_parallel_ranks_are_compared_with_full_recomputation_on_every_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(scene: Scene, updates: Updates) -> Mapping[int, Measured]:
-        assert updates.layout == {"cp": 2}
-        rate = {"auto": 8.0, "full": 2.0}[updates.settings["recompute"]]
-        return {size: measured(rate * sum(lens)) for size, lens in updates.batches.items()}
-
-    monkeypatch.setattr(gpu_long, "measure_updates", measure)
-    found = {figure.name: (figure.value, figure.baseline) for figure in gpu_long.long_cp(Scene(folder=tmp_path))}
-    assert found["long.7B_cp2_64_tokens_per_second"] == (1024.0, 256.0), "two sequences"
-    assert found["long.7B_cp2_128_tokens_per_second"] == (1024.0, 256.0)

@@ -58,58 +58,27 @@ MEASUREMENTS = {
         "async": "cpu_runs:sync_and_async",
         "loop": "cpu_runs:loop",
         "memory": "cpu_runs:memory",
-        "time_to_accuracy": "against_trl.accuracy:time_to_accuracy",
         "datapath": "data.datapath:datapath",
         "convert": "data.convert:both_ways",
-        "spans": "spans:spans",
-        "push_changes": "push_changes:push_changes",
-        "fp8_rounded": "fp8.rounded:rounded",
     },
     "gpu": {
         "update": "gpu:update",
-        "options": "gpu:options",
-        "lengths": "gpu:lengths",
         "experts": "gpu_experts:experts",
-        "experts_ep": "gpu_experts:experts_ep",
-        "experts_whole": "gpu_experts:experts_whole",
         "long": "gpu_long:long",
-        "long_cp": "gpu_long:long_cp",
         "rollout": "gpu_servers:rollout",
         "server_start": "gpu_servers:server_start",
-        "leaving": "gpu_leaving:leaving",
         "push": "gpu_push:push",
-        "mismatch": "gpu_mismatch:mismatch",
-        "fp8_servers": "fp8.servers:servers",
-        "fp8_updates": "fp8.updates:updates",
-        "fp8_mismatch": "fp8.mismatch:mismatch",
-        "fp8_learning": "fp8.learning:learning",
-        "fp8_loop": "fp8.loop:loop",
         "async": "gpu_runs:asynchronous",
-        "push_tp": "gpu_ranks:push",
-        "overlap": "gpu_ranks:overlap",
         "checkpoint": "gpu_models:checkpoint",
         "convert": "gpu_models:convert",
-        "eval": "gpu_models:evaluation",
         "trl": "against_trl.samples:against_trl",
-        "trl_accuracy": "against_trl.accuracy:time_to_accuracy_on_gpu",
-        "whole": "whole.measure:whole",
-        "whole_experts": "whole.measure:experts",
-        "whole_failures": "whole.measure:failures",
-        "whole_push": "whole.push:push",
-        "whole_unreplayed": "whole.measure:unreplayed",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
 SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
 """Of tools/bench/gpu.py, which is slow to import."""
-NUM_GPUS = {
-    "async": 2, "experts_ep": 2, "experts_whole": 4, "long_cp": 2, "overlap": 2, "push_tp": 4,
-    "whole": 2, "whole_experts": 2, "whole_failures": 2, "whole_push": 2,
-    "whole_unreplayed": 2,
-}  # fmt: skip
+NUM_GPUS = {"async": 2}
 """That a measurement needs, where one is not enough."""
-DATA = "SLIPSTREAM_DATA"
-"""Environment variable of the folder with the data sets that `eval` needs."""
 
 
 def main() -> None:
@@ -129,10 +98,6 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=cli.new_folder, metavar="FOLDER",
         help="keep there what measurements write, with logs and spans of runs; default: remove it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--profile", type=cli.new_folder, metavar="FOLDER",
-        help="gpu: write there the kernels of an update (update, experts*, long*) and spans of buckets (push*)",
     )  # fmt: skip
     given = parser.parse_args()
     if given.device == "gpu" and not given.trial and not query_gpus():
@@ -173,7 +138,6 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
     if given.device == "gpu":
         os.environ["LOCAL_RANK"] = str(given.first_gpu)
         options |= {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
-        options["profile"] = given.profile and given.profile.resolve()
     rows: list[Row] = []
     with kept_or_temporary(given.keep) as folder:
         scene = find(f"{given.device}:Scene")(folder=folder, **options)
@@ -194,7 +158,7 @@ def _command(given: argparse.Namespace, name: str) -> str:
     """Return what measures `name` alone as it is measured here; interpreters and folders differ between hosts."""
     words = ["python -m tools.bench", given.device, "--only", name]
     if given.device == "gpu":
-        words += ["--shape", given.shape] * (given.shape != SHAPES[0]) + ["--profile FOLDER"] * bool(given.profile)
+        words += ["--shape", given.shape] * (given.shape != SHAPES[0])
     return " ".join(words)
 
 
@@ -221,8 +185,6 @@ def lacking(name: str) -> str | None:
     found, needed = len(query_gpus()), NUM_GPUS.get(name, 1)
     if 0 < found < needed:
         return f"it needs {needed} GPUs, and this host shows {found}"
-    if name == "eval" and DATA not in os.environ:
-        return f"it needs the data sets; set {DATA} to a folder that has gsm8k, math_500, aime24 and amc23"
     return None
 
 

@@ -32,8 +32,6 @@ from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.hf_config import read_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.profiles.kernels import write_profile
-from tools.bench.workflow import length_of
 from tools.demo.data import make_tokenizer
 
 if TYPE_CHECKING:
@@ -95,8 +93,6 @@ class Scene:
     """Interpreter of an environment that has TRL."""
     first_gpu: int = 0
     """The trainer's; servers get the following ones, or share it where it is the last."""
-    profile: Path | None = None
-    """Folder for the kernels of one more update after the measured ones; None: without."""
 
     @property
     def server_gpus(self) -> list[int | None]:
@@ -231,7 +227,7 @@ def update(scene: Scene) -> Iterator[Figure]:
                 scene, parallel, device, batch, tokens_per_mb, choices=choices, recompute=bare_recompute
             )
             bare, bare_peak = found or (None, None)
-            ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb, label=name)
+            ours, peak = update_rate(scene, parallel, device, batch, tokens_per_mb)
             free(device)
         yield Figure(name=f"{name}_tokens_per_second", value=ours, unit="tokens/s", baseline=bare, target=rate_target)
         mfu = 100 * ours * scene.flops_per_token(length) / PEAK_FLOPS
@@ -279,10 +275,9 @@ def bare_rate(
 
 
 def update_rate(
-    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, *, label: str | None = None,
-    **settings: Any,
-) -> tuple[float, float]:  # fmt: skip
-    """Return (tokens/s, peak GB) of updates of an engine with these settings; with a label they may be profiled."""
+    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, **settings: Any
+) -> tuple[float, float]:
+    """Return (tokens/s, peak GB) of updates of an engine with these settings."""
     device.forget_peak()
     engine = make_engine(scene, parallel, device, **{"recompute": "selective", **settings})
 
@@ -291,8 +286,6 @@ def update_rate(
 
     seconds = measured_seconds(device, step)
     peak = device.memory_stats()["peak_gib"] * 2**30 / 1e9
-    if label is not None and scene.profile is not None:
-        write_profile(scene.profile, label, lambda: seconds_of(device, step), fastest_seconds=min(seconds))
     return batch.num_tokens / float(np.median(seconds)), peak
 
 
@@ -301,59 +294,6 @@ def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
     settings = AlgorithmSettings(correction="decoupled", behave_imp_weight_cap=5.0, entropy_coeff=1e-3)
     loss = partial(policy_loss, settings=settings)
     return engine.train_step(batch, loss, max_tokens_per_mb=tokens_per_mb, with_entropy=True)
-
-
-def options(scene: Scene) -> Iterator[Figure]:
-    """Yield updates with each option, beside the update without."""
-    choices: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "fp8": {"fp8": "tensorwise"},
-        "fp8_blockwise": {"fp8": "blockwise"},
-        "offload": {"optimizer": {"offload": True}},
-        "bf16_reduction": {"grad_reduce_in_fp32": False},
-    }
-    plain, plain_peak = 0.0, 0.0
-    for name, settings in choices.items():
-        with trainer_world() as (parallel, device):
-            batch = random_batch(scene, [2048] * 32)
-            rate, peak = update_rate(scene, parallel, device, batch, 16384, **settings)
-            free(device)
-        if name == "plain":
-            plain, plain_peak = rate, peak
-            continue
-        label = f"{scene.shape}_{name}"
-        yield Figure(name=f"update.{label}_tokens_per_second", value=rate, unit="tokens/s", baseline=plain, target="")
-        yield Figure(name=f"memory.{label}", value=peak, unit="GB", baseline=plain_peak, target="")
-
-
-def lengths(scene: Scene) -> Iterator[Figure]:
-    """Yield updates of as many answers as a step of `async` has, with its long tail, every batch another: hardly any
-    microbatch has the shape of one before. Against as many tokens in equal sequences. One GPU."""
-    num_sequences, longest, tokens_per_mb = (480, 4096, 16384) if query_gpus() else (16, 64, 256)
-    updates = WARM_UP + ROUNDS
-    unequal = [
-        random_batch(scene, [1 + length_of(num_sequences * i + n, longest) for n in range(num_sequences)], seed=i)
-        for i in range(updates)
-    ]
-    equal = random_batch(scene, [longest // 2] * (unequal[0].num_tokens // (longest // 2)))
-    with trainer_world() as (parallel, device):
-        engine = make_engine(scene, parallel, device, recompute="selective")
-
-        def rate(batch: Any) -> float:
-            return batch.num_tokens / seconds_of(device, lambda: ppo_update(engine, batch, tokens_per_mb))
-
-        alike = [rate(equal) for _ in range(updates)]
-        before = device.memory_stats()["allocator_retries"]
-        rates = [rate(batch) for batch in unequal]
-        retries = device.memory_stats()["allocator_retries"] - before
-        free(device)
-    for label, of in (("tokens_per_second", np.median), ("slowest", np.min)):
-        value, baseline = (float(of(r[WARM_UP:])) for r in (rates, alike))
-        name = f"update.{scene.shape}_lognormal_{label}"
-        yield Figure(name=name, value=value, unit="tokens/s", baseline=baseline, target="")
-    name = f"update.{scene.shape}_lognormal"
-    yield Figure(name=f"{name}_first", value=rates[0], unit="tokens/s", baseline=alike[WARM_UP], target="")
-    yield Figure(name=f"{name}_allocator_retries", value=retries, unit="", baseline=None, target="")
 
 
 def free(device: Any) -> None:

@@ -1,5 +1,5 @@
-"""The measurements `experts`, `experts_ep` and `experts_whole` of `python -m tools.bench gpu`: updates of a model with
-experts.
+"""The measurements `experts`, `experts_ep`, `experts_whole` and `push_experts` of `python -m tools.bench gpu`: updates
+of a model with experts, and its weights on the way to a server.
 
 `experts` and `experts_ep` compare stacked experts (mcore_adapter/models/experts/stacked.py) with TransformerEngine's
 grouped layers and, on one GPU, with Megatron's own training loop, in one run.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -28,16 +27,11 @@ from tools.bench.gpu import (
     trainer_world,
 )
 from tools.bench.gpu_memory import GB, Measured, WidthsScene, measure, mfu_rows, rows
-from tools.bench.gpu_ranks import RANKS, Updates, measure_routings, measure_updates
 
 logger = logging.getLogger(__name__)
 
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
-EP_LAYERS, EP_LIMIT_GB, EP_UPDATES = 12, 110, 5
-"""Of the measurement with two expert-parallel ranks."""
-WHOLE_RANKS, WHOLE_SEQUENCES, WHOLE_LAYERS, WHOLE_PATIENCE_SECONDS = 4, 16, 48, 400.0
-"""Of the measurement with all layers."""
 SLICE: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_act="silu", initializer_range=0.02,
     max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16",
@@ -60,9 +54,7 @@ FUSED: tuple[Fused, ...] = ("permutation", "routing", "weight_gradients")
 def experts(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates of 131,072 tokens in microbatches of 32,768 and 16,384. One GPU."""
     small = not query_gpus()
-    ours = WidthsScene(
-        folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=TRIED if small else SLICE
-    )
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else SLICE)
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
     grouped, stacked = (_measure(ours, length, count, sizes, stacked=way) for way in (False, True))
     flops = ours.flops_per_token(length)
@@ -90,58 +82,6 @@ def experts(scene: Scene) -> Iterator[Figure]:
             yield Figure(name=f"{label}_tokens_per_second", value=value, unit="tokens/s", baseline=rate, target="")
             value = stacked[size].peak / GB
             yield Figure(name=f"memory.experts_{size}_megatron", value=value, unit="GB", baseline=peak, target="")
-
-
-def experts_ep(scene: Scene) -> Iterator[Figure]:
-    """Yield updates of 12 layers over two expert-parallel ranks, 131,072 tokens each; MFU of both together. Two
-    GPUs."""
-    small = not query_gpus()
-    raw = TRIED if small else {**SLICE, "num_hidden_layers": EP_LAYERS}
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=raw)
-    length, count, sizes = (32, 8, (64, 32)) if small else (LENGTH, RANKS * SEQUENCES, (32768, 16384))
-    flops = ours.flops_per_token(length)
-
-    def measured(label: str, *, stacked: bool, **settings: Any) -> dict[int, Measured]:
-        updates = Updates(
-            layout={"dp": RANKS, "ep": RANKS}, batches={size: [length] * count for size in sizes}, count=EP_UPDATES,
-            label=f"experts_ep, {label}", settings=settings, stacked=stacked,
-        )  # fmt: skip
-        return measure_updates(ours, updates)
-
-    grouped = measured("grouped layers", stacked=False, recompute="selective")
-    within = {"recompute": "auto", "recompute_limit_gib": EP_LIMIT_GB * 1e9 / 2**30}
-    choices: dict[str, dict[str, Any]] = {"": {"recompute": "selective"}, "_auto": within}
-    for suffix, settings in choices.items():
-        stacked = measured(f"stacked{suffix}", stacked=True, **settings)
-        for size in sizes:
-            name = f"experts_ep{RANKS}_{size}{suffix}"
-            yield from mfu_rows(
-                f"update.{name}", stacked[size], grouped[size], flops_per_token=flops, peak_flops=RANKS * PEAK_FLOPS,
-                target=">= 35",
-            )  # fmt: skip
-            yield from rows(name, stacked[size], grouped[size], target=f"<= {EP_LIMIT_GB}")
-
-
-def experts_whole(scene: Scene) -> Iterator[Figure]:
-    """Yield updates of all 48 layers over four expert-parallel ranks, 65,536 tokens each, with masters and moments in
-    378 GB of host memory: with balanced experts, and as the router chooses. MFU of all together. Four GPUs."""
-    small = not query_gpus()
-    raw = TRIED if small else {**SLICE, "num_hidden_layers": WHOLE_LAYERS}
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=raw)
-    length, count, size = (32, 8, 64) if small else (LENGTH, WHOLE_RANKS * WHOLE_SEQUENCES, 16384)
-    flops = ours.flops_per_token(length)
-    routings = {"experts_whole_balanced": True, "experts_whole": False}
-    updates = Updates(
-        layout={"dp": WHOLE_RANKS, "ep": WHOLE_RANKS}, batches={size: [length] * count}, count=EP_UPDATES,
-        label="experts_whole", balanced=tuple(routings.values()), patience_seconds=WHOLE_PATIENCE_SECONDS,
-        settings={"recompute": "auto", "optimizer": {"offload": not small}},
-    )  # fmt: skip
-    for (name, balanced), found in zip(routings.items(), measure_routings(ours, updates), strict=True):
-        for row in mfu_rows(
-            f"update.{name}", found[size], None, flops_per_token=flops, peak_flops=WHOLE_RANKS * PEAK_FLOPS, target=""
-        ):
-            yield replace(row, target=">= 20,000" if row.unit == "tokens/s" and not balanced else "")
-        yield from rows(name, found[size], None, target="<= 141")
 
 
 def _megatron(
@@ -172,9 +112,7 @@ def _measure(
         engine = make_engine(scene, parallel, device, **settings)
         label = f"experts, {settings['recompute']}, {'stacked' if stacked else 'grouped layers'}"
         measured = {
-            size: measure(
-                engine, device, batch, size, updates=WARM_UP + ROUNDS, label=f"{label}, {size}", profile=scene.profile
-            )
+            size: measure(engine, device, batch, size, updates=WARM_UP + ROUNDS, label=f"{label}, {size}")
             for size in sizes
         }
         del engine

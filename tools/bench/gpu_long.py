@@ -12,9 +12,8 @@ from typing import Any
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import PEAK_FLOPS, Scene, config_of, free, make_engine, ppo_update, random_batch, trainer_world
+from tools.bench.gpu import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, trainer_world
 from tools.bench.gpu_memory import Measured, WidthsScene, measure, mfu_rows, rows
-from tools.bench.gpu_ranks import RANKS, Updates, measure_updates
 
 LENGTHS = (65536, 131072)
 WIDTHS: dict[str, Any] = dict(
@@ -31,9 +30,6 @@ TRIED = {
 }  # fmt: skip
 """Its shape where there is no GPU."""
 NAME = "4B"
-CP_SHAPE, CP_BATCHES = "7B", {32768: [32768] * 2, 65536: [65536], 131072: [131072]}
-"""Of the measurement with two context-parallel ranks: sequences of an update by the tokens of a microbatch."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -41,9 +37,7 @@ def long(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates on one sequence of 65,536 tokens, against recomputation of all layers as a whole, and on one of
     131,072 tokens, against the same without host memory for activations. A microbatch each. One GPU."""
     small = not query_gpus()
-    ours = WidthsScene(
-        folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=TRIED if small else WIDTHS
-    )
+    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
     lengths = (64, 128) if small else LENGTHS
     baselines: tuple[dict[str, Any], ...] = ({"recompute": "full"}, {"recompute": "auto", "recompute_host_gib": 0.0})
     for length, baseline, target in zip(lengths, baselines, (">= 45", "fits"), strict=True):
@@ -53,29 +47,6 @@ def long(scene: Scene) -> Iterator[Figure]:
         name, flops = f"long.{NAME}_{length}", ours.flops_per_token(length)
         yield from mfu_rows(name, auto, bare, flops_per_token=flops, peak_flops=PEAK_FLOPS, target=target)
         yield from rows(name, auto, bare, target="")
-
-
-def long_cp(scene: Scene) -> Iterator[Figure]:
-    """Yield PPO updates of 7B on sequences of 32,768 to 131,072 tokens over two context-parallel ranks, a microbatch
-    each, against recomputation of all layers as a whole; MFU of both together. Two GPUs."""
-    small = not query_gpus()
-    raw = TRIED if small else config_of(CP_SHAPE)
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, profile=scene.profile, raw=raw)
-    batches = {64: [64] * 2, 128: [128]} if small else CP_BATCHES
-
-    def measured(recompute: str) -> dict[int, Measured]:
-        settings, label = {"recompute": recompute}, f"long_cp, {recompute}"
-        return measure_updates(
-            ours, Updates(layout={"cp": RANKS}, batches=batches, count=3, label=label, settings=settings)
-        )
-
-    auto, whole = measured("auto"), measured("full")
-    for length in batches:
-        name, flops = f"long.{CP_SHAPE}_cp{RANKS}_{length}", ours.flops_per_token(length)
-        yield from mfu_rows(
-            name, auto[length], whole[length], flops_per_token=flops, peak_flops=RANKS * PEAK_FLOPS, target=">= 45"
-        )
-        yield from rows(name, auto[length], whole[length], target="fits")
 
 
 def _measure(scene: WidthsScene, length: int, **settings: Any) -> Measured | None:
@@ -88,7 +59,7 @@ def _measure(scene: WidthsScene, length: int, **settings: Any) -> Measured | Non
         updates = 3 if settings["recompute"] == "auto" and length == LENGTHS[0] else 2
         label = f"long, {settings}, {length} tokens"
         try:
-            measured = measure(engine, device, batch, length, updates=updates, label=label, profile=scene.profile)
+            measured = measure(engine, device, batch, length, updates=updates, label=label)
         except StepOutOfMemory as e:
             logger.warning("%s: %s", label, e)
         del engine

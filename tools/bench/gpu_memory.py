@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_adapter.activations.auto import Peak
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
-from model_specs.config import ModelConfig
 from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
 from tools.bench.gpu import Scene, ppo_update, seconds_of
-from tools.bench.profiles.kernels import write_profile
 
 GB = 1e9
 
@@ -59,16 +54,6 @@ class WidthsScene(Scene):
         return 6 * matrices + 6 * config.num_layers * width * length
 
 
-def with_balanced_experts(batch: PackedBatch, config: ModelConfig) -> PackedBatch:
-    """Return the batch with experts that are prescribed in turn: each gets as many tokens in every layer, where the
-    number of copies is a multiple of that of the experts."""
-    assert config.moe is not None, "of a model with experts"
-    copies = torch.arange(batch.num_tokens * config.moe.top_k).view(-1, 1, config.moe.top_k)
-    layers = torch.arange(config.num_layers).view(1, -1, 1)  # in each layer other experts
-    experts = ((copies + layers) % config.moe.num_experts).to(torch.int16)
-    return replace(batch, fields={**batch.fields, ROUTED_EXPERTS: experts})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """The last of some updates, in seconds and bytes."""
@@ -83,11 +68,9 @@ class Measured:
     """With recompute="auto": the last that were measured."""
 
 
-def measure(
-    engine: Any, device: Any, batch: Any, tokens_per_mb: int, *, updates: int, label: str, profile: Path | None
-) -> Measured:
+def measure(engine: Any, device: Any, batch: Any, tokens_per_mb: int, *, updates: int, label: str) -> Measured:
     """Run updates, log each, and return the fastest of the second half. The first of a size take memory, and correct
-    the choice. With a folder, profile one more."""
+    the choice."""
 
     def timed() -> float:
         return seconds_of(device, lambda: ppo_update(engine, batch, tokens_per_mb))
@@ -108,10 +91,7 @@ def measure(
             one.activations and one.activations.choice,
         )  # fmt: skip
         found.append(one)
-    fastest = max(found[updates // 2 :], key=lambda one: one.tokens_per_second)
-    if profile is not None:
-        write_profile(profile, label, timed, fastest_seconds=batch.num_tokens / fastest.tokens_per_second)
-    return fastest
+    return max(found[updates // 2 :], key=lambda one: one.tokens_per_second)
 
 
 def rows(name: str, ours: Measured, bare: Measured | None, *, target: str) -> Iterator[Figure]:

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,13 +19,11 @@ import orjson
 from allocation import parse
 from core.config.push import choose_transport
 from core.weight_sync.servers import SenderPlan, make_sender
-from rollout.inference.backend import Quantization
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
 from tools.bench.gpu import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
 from tools.bench.gpu_servers import generator, load, prompts, server_settings
-from tracing import record_spans
 
 STREAMS = 64
 """Requests in flight on each server."""
@@ -37,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 def push(scene: Scene) -> Iterator[Figure]:
     """Yield pushes while streams run: into a server on a GPU of its own (two GPUs), or beside the trainer (one)."""
-    with trainer_world() as (parallel, device), recorded("push", scene.profile):
+    with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device)
         engine.offload()
         free(device)
@@ -45,16 +42,6 @@ def push(scene: Scene) -> Iterator[Figure]:
             yield from asyncio.run(_push_beside(scene, engine, device))
         else:
             yield from drive(_push_apart(scene, engine, device, scene.server_gpus[:2]))
-
-
-@contextmanager
-def recorded(name: str, folder: Path | None) -> Iterator[None]:
-    """Record the spans of this process inside the block, where there is a folder for them."""
-    if folder is not None:
-        record_spans(name, folder, limit_mib=16)
-    yield
-    if folder is not None:
-        record_spans(name, folder, limit_mib=0)
 
 
 def drive(figures: AsyncIterator[Figure]) -> Iterator[Figure]:
@@ -68,7 +55,7 @@ async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
     return await anext(figures, None)
 
 
-def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool, weight_format: Quantization = "auto") -> Any:
+def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
     """Return what a run on one GPU (`beside`) or on two would send with."""
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderPlan(
@@ -78,7 +65,6 @@ def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool, weight
         bucket_bytes=bucket_bytes,
         timeout_seconds=60.0,
         folder=scene.folder,
-        weight_format=weight_format,
     )
     return make_sender(plan, rank=0, world_size=1, device=device.torch_device, host="127.0.0.1")
 

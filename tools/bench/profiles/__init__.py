@@ -1,1 +1,0 @@
-"""Profiles of updates: what their kernels take, by torch's profiler."""
