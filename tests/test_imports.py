@@ -105,14 +105,8 @@ ORDER = {
         "chaos_compare",
         "chaos bench nightly",
     ),
-    "tools.bench": (
-        "figure reward workflow trl",
-        "cpu gpu",
-        "cpu_runs gpu_memory gpu_runs gpu_servers data",
-        "gpu_models gpu_push against_trl",
-        "gpu_experts gpu_long",
-        "__main__",
-    ),
+    "tools.bench": ("figure reward workflow trl", "cpu", "data", "gpu", "__main__"),
+    "tools.bench.gpu": ("trainer", "runs servers widths", "experts long models push trl"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 20
@@ -186,15 +180,14 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.demo_plot": "matplotlib",
         "tools.timeline": "matplotlib",
         "tools.eval.report": "matplotlib",
-        "tools.sweep.figures": "matplotlib",
     },
     "a benchmark loads what its row measures": {
-        "tools.bench.against_trl.samples": "torch transformers",
+        "tools.bench.gpu.trl": "torch transformers",
         "tools.bench.data.convert": "mcore_adapter.hf.saving",
-        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
-        "tools.bench.gpu": "core.experiments.process_settings core.launch.trainer_group mcore_adapter.bare_loop "
-        "mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
-        "tools.bench.gpu_servers": "transformers",
+        "tools.bench.cpu.components": "mcore_adapter.engine mcore_adapter.parallel transformers",
+        "tools.bench.gpu.trainer": "core.experiments.process_settings core.launch.trainer_group "
+        "mcore_adapter.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
+        "tools.bench.gpu.servers": "transformers",
     },
 }
 """Imports inside functions: reason -> module -> what it imports there, modules of this repository or libraries."""

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tools.bench.__main__ import end_on_sigterm, kept_or_temporary
-from tools.bench.against_trl.peer import output_of
 from tools.bench.figure import Figure
-from tools.bench.gpu_push import drive
+from tools.bench.gpu.push import drive
+from tools.bench.trl.peer import output_of
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tools.bench import gpu, gpu_experts
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene
-from tools.bench.gpu_experts import TRIED
-from tools.bench.gpu_memory import Measured, WidthsScene
+from tools.bench.gpu import experts as gpu_experts
+from tools.bench.gpu import trainer as gpu
+from tools.bench.gpu.experts import TRIED
+from tools.bench.gpu.trainer import Scene
+from tools.bench.gpu.widths import Measured, WidthsScene
 
 RATES = {"grouped": 2.0, "stacked": 8.0, "auto": 6.0}
 

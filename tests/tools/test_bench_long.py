@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tools.bench import gpu_long
-from tools.bench.gpu import Scene
-from tools.bench.gpu_memory import Measured
+from tools.bench.gpu import long as gpu_long
+from tools.bench.gpu.trainer import Scene
+from tools.bench.gpu.widths import Measured
 
 
 def measured(rate: float) -> Measured:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench import gpu
-from tools.bench.gpu import Scene
+from tools.bench.gpu import trainer as gpu
+from tools.bench.gpu.trainer import Scene
 
 
 def test_an_update_is_compared_with_the_faster_of_megatrons_loops(
@@ -31,7 +31,7 @@ def test_an_update_is_compared_with_the_faster_of_megatrons_loops(
     monkeypatch.setattr(gpu, "trainer_world", world)
     monkeypatch.setattr(gpu, "random_batch", lambda *args: None)
     monkeypatch.setattr(gpu, "bare_rate", bare)
-    monkeypatch.setattr(gpu, "update_rate", lambda *args, label: (6.0, 30.0))
+    monkeypatch.setattr(gpu, "update_rate", lambda *args: (6.0, 30.0))
     found = {figure.name: figure.baseline for figure in gpu.update(Scene(folder=tmp_path))}
     assert found["update.1.5B_2048_tokens_per_second"] == 5.0 and found["memory.update_1.5B_2048"] == 70.0
     assert found["update.1.5B_16384_tokens_per_second"] == 3.0 and found["memory.update_1.5B_16384"] == 40.0

@@ -49,36 +49,37 @@ class Row:
 
 MEASUREMENTS = {
     "cpu": {
-        "allocation": "cpu:allocation",
-        "config": "cpu_runs:dry_run",
-        "update": "cpu:train_step",
-        "shared_prompts": "cpu:shared_prompts",
-        "rollout": "cpu:generator",
-        "producer": "cpu:producer",
-        "async": "cpu_runs:sync_and_async",
-        "loop": "cpu_runs:loop",
-        "memory": "cpu_runs:memory",
+        "allocation": "cpu.components:allocation",
+        "config": "cpu.runs:dry_run",
+        "update": "cpu.components:train_step",
+        "shared_prompts": "cpu.components:shared_prompts",
+        "rollout": "cpu.components:generator",
+        "producer": "cpu.components:producer",
+        "async": "cpu.runs:sync_and_async",
+        "loop": "cpu.runs:loop",
+        "memory": "cpu.runs:memory",
         "datapath": "data.datapath:datapath",
         "convert": "data.convert:both_ways",
     },
     "gpu": {
-        "update": "gpu:update",
-        "experts": "gpu_experts:experts",
-        "long": "gpu_long:long",
-        "rollout": "gpu_servers:rollout",
-        "server_start": "gpu_servers:server_start",
-        "push": "gpu_push:push",
-        "async": "gpu_runs:asynchronous",
-        "checkpoint": "gpu_models:checkpoint",
-        "convert": "gpu_models:convert",
-        "trl": "against_trl.samples:against_trl",
+        "update": "gpu.trainer:update",
+        "experts": "gpu.experts:experts",
+        "long": "gpu.long:long",
+        "rollout": "gpu.servers:rollout",
+        "server_start": "gpu.servers:server_start",
+        "push": "gpu.push:push",
+        "async": "gpu.runs:asynchronous",
+        "checkpoint": "gpu.models:checkpoint",
+        "convert": "gpu.models:convert",
+        "trl": "gpu.trl:against_trl",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
 SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
-"""Of tools/bench/gpu.py, which is slow to import."""
+"""Of tools/bench/gpu/trainer.py, which is slow to import."""
+SCENES = {"cpu": "cpu.components:Scene", "gpu": "gpu.trainer:Scene"}
 NUM_GPUS = {"async": 2}
-"""That a measurement needs, where one is not enough."""
+"""GPUs that a measurement needs where one is not enough."""
 
 
 def main() -> None:
@@ -140,7 +141,7 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
         options |= {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
     rows: list[Row] = []
     with kept_or_temporary(given.keep) as folder:
-        scene = find(f"{given.device}:Scene")(folder=folder, **options)
+        scene = find(SCENES[given.device])(folder=folder, **options)
         for name in given.only or MEASUREMENTS[given.device]:
             if given.device == "gpu" and (why := lacking(name)):
                 print(f"{name} is left out: {why}", flush=True)

@@ -13,9 +13,9 @@ from mcore_adapter.activations.estimate import UpdateShape, activation_bytes, ch
 from mcore_adapter.data.token_chunks import MLP_TOKENS
 from mcore_adapter.settings import LEVELS
 from model_specs.hf_config import parse_config
-from tools.bench.gpu import config_of
-from tools.bench.gpu_experts import SLICE
-from tools.bench.gpu_long import WIDTHS as LONG
+from tools.bench.gpu.experts import SLICE
+from tools.bench.gpu.long import WIDTHS as LONG
+from tools.bench.gpu.trainer import config_of
 
 DENSE = config_of("1.5B")
 LATENT: dict[str, Any] = dict(

@@ -20,7 +20,7 @@ from mcore_adapter.hf.safetensors_folder import ShardWriter
 from mcore_adapter.models.families import hf_shapes
 from model_specs.hf_config import parse_config
 from tools import convert
-from tools.bench.cpu import ROUNDS, Scene, alternate
+from tools.bench.cpu.components import ROUNDS, Scene, alternate
 from tools.bench.figure import Figure
 
 _SHAPE = dict(

@@ -48,7 +48,7 @@ from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
-from tools.bench.cpu import Scene
+from tools.bench.cpu.components import Scene
 from tools.bench.figure import Figure
 
 RANKS, MINIBATCHES, STEPS, PROMPT_TOKENS = 8, 4, 3, 256

@@ -1,1 +1,1 @@
-"""What runs in an environment that has TRL, and nothing of this project: scripts, started by their paths."""
+"""TRL's GRPOTrainer beside this project. TRL runs in an environment of its own."""

@@ -15,7 +15,7 @@ import numpy as np
 from core.monitoring.journal import read_rows
 from rollout.inference.gpus import device_names, query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene
+from tools.bench.gpu.trainer import Scene
 from tools.demo.data import write_jsonl
 
 _RUNNING_PER_TRAINER = 384

@@ -22,8 +22,8 @@ from core.weight_sync.servers import SenderPlan, make_sender
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from tools.bench.figure import Figure
-from tools.bench.gpu import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
-from tools.bench.gpu_servers import generator, load, prompts, server_settings
+from tools.bench.gpu.servers import generator, load, prompts, server_settings
+from tools.bench.gpu.trainer import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
 
 STREAMS = 64
 """Requests in flight on each server."""

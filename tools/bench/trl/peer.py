@@ -1,4 +1,4 @@
-"""Runs TRL's scripts in its own environment."""
+"""Run the script of TRL in its own environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 from contextlib import suppress
+from pathlib import Path
 
+SCRIPT = Path(__file__).with_name("script.py")
 END_SECONDS = 10.0
 """A process that is ended while it uses a GPU can stay for minutes; it is not waited for longer."""
 

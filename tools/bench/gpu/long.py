@@ -12,8 +12,8 @@ from typing import Any
 from mcore_adapter.out_of_memory import StepOutOfMemory
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, trainer_world
-from tools.bench.gpu_memory import Measured, WidthsScene, measure, mfu_rows, rows
+from tools.bench.gpu.trainer import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, trainer_world
+from tools.bench.gpu.widths import Measured, WidthsScene, measure, mfu_rows, rows
 
 LENGTHS = (65536, 131072)
 WIDTHS: dict[str, Any] = dict(

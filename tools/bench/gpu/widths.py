@@ -13,7 +13,7 @@ from typing import Any
 from mcore_adapter.activations.auto import Peak
 from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene, ppo_update, seconds_of
+from tools.bench.gpu.trainer import Scene, ppo_update, seconds_of
 
 GB = 1e9
 

@@ -14,8 +14,9 @@ import numpy as np
 import psutil
 
 from core.monitoring.journal import read_rows
-from tools.bench.cpu import Scene
+from tools.bench.cpu.components import Scene
 from tools.bench.figure import Figure
+from tools.bench.trl.peer import SCRIPT
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -150,7 +151,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
 def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
     """Run TRL's loop, in its own environment."""
     command = [
-        str(scene.trl_python), str(Path(__file__).with_name("trl") / "samples.py"), "--model", str(model),
+        str(scene.trl_python), str(SCRIPT), "--model", str(model),
         "--prompts", str(scene.prompts()),
         "--new-tokens", str(new_tokens), "--steps", str(steps), "--precision", precision,
     ]  # fmt: skip

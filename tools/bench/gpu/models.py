@@ -16,7 +16,7 @@ from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from rollout.inference.gpus import query_gpus
 from tools.bench.data import convert as bench_convert
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
+from tools.bench.gpu.trainer import Scene, config_of, make_engine, ppo_update, random_batch, seconds_of, trainer_world
 
 logger = logging.getLogger(__name__)
 

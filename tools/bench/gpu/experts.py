@@ -15,7 +15,7 @@ from typing import Any
 from mcore_adapter.bare_loop import Fused
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
-from tools.bench.gpu import (
+from tools.bench.gpu.trainer import (
     PEAK_FLOPS,
     ROUNDS,
     WARM_UP,
@@ -26,7 +26,7 @@ from tools.bench.gpu import (
     random_batch,
     trainer_world,
 )
-from tools.bench.gpu_memory import GB, Measured, WidthsScene, measure, mfu_rows, rows
+from tools.bench.gpu.widths import GB, Measured, WidthsScene, measure, mfu_rows, rows
 
 logger = logging.getLogger(__name__)
 

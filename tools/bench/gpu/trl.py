@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.inference.gpus import query_gpus
-from tools.bench.against_trl.peer import output_of
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene
-from tools.bench.gpu_runs import common_config, run
+from tools.bench.gpu.runs import common_config, run
+from tools.bench.gpu.trainer import Scene
+from tools.bench.trl.peer import SCRIPT, output_of
 
-SCRIPT = Path(__file__).parents[1] / "trl" / "samples.py"
 WARM_UP_STEPS = 2
 GENERATION = {"generate": [], "continuous_batching": ["--continuous-batching"]}
 """What TRL generates with, and the arguments of its script."""

@@ -42,7 +42,7 @@ from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import make_workflow
 from tools.bench.figure import Figure
-from tools.bench.gpu import Scene
+from tools.bench.gpu.trainer import Scene
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""Measurements beside TRL's GRPOTrainer, which runs in an environment of its own (see ../trl)."""
