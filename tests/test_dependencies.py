@@ -38,8 +38,8 @@ DISTRIBUTION = {
 }
 """Where the name to import and the name to install differ."""
 
-YARDSTICKS = {"trl", "verl", "trinity", "openrlhf"}
-"""Libraries that a benchmark compares with, in an environment of their own."""
+YARDSTICKS = {"trl"}
+"""The library that a benchmark compares with, in an environment of its own."""
 
 # In the repository they are sources too, but nothing imports them.
 NOT_SHIPPED = {"tests", "setup"}

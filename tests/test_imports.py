@@ -122,7 +122,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
         "tools.chaos_compare": "torch",
         "tools.chaos_run": "torch transformers",
-        "tools.conformance.__main__": "tools.conformance.report",
+        "tools.conformance.__main__": "tools.conformance.golden tools.conformance.gradients",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
         "mcore_adapter.models.parts mcore_adapter.parallel",
         "tools.curves": "torch transformers",

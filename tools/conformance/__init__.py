@@ -1,1 +1,1 @@
-"""Prove the algorithms: golden numbers, gradients by finite differences, and the functions of other projects."""
+"""Prove the algorithms by golden numbers and finite differences."""
