@@ -129,7 +129,7 @@ CASES = (
 def ours(case: Case, batch: Batch) -> Result:
     """Compute a case with the code that trains. Values of tokens are [B, T]."""
     if case.quantity == "preferences":
-        return preferences(DPO(**case.settings), batch)
+        return compare_pairs(DPO(**case.settings), batch)
     out = compute(to_case(batch, case.algorithm, case.settings, NEEDS[case.quantity] | case.fields))
     if case.quantity == "loss":
         return {"loss": torch.tensor(out["loss"], dtype=torch.float64), "grads": padded(out["grads"], batch)}
@@ -139,7 +139,7 @@ def ours(case: Case, batch: Batch) -> Result:
     return {"advantages": padded(rows, batch)}
 
 
-def preferences(objective: DPO, batch: Batch) -> Result:
+def compare_pairs(objective: DPO, batch: Batch) -> Result:
     """Compute the loss of pairs: sequences 0, 2, ... are chosen, each over the one behind it. All tokens are
     trained."""
     lens = torch.tensor([n + 1 for n in batch["lens"]])  # each behind one prompt token
