@@ -12,7 +12,7 @@ from typing import Any, cast
 import ray
 
 from core.data.wire import bucket_from_wire, bucket_to_wire, completions_from_wire, completions_to_wire
-from core.launch.generator_stub import GeneratorStub
+from core.launch.remote import Remote
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 from rollout.inference.backend import BackendSettings, ColocatedReplica, Replica, ServedReplica, WeightEndpoint
@@ -23,10 +23,9 @@ from tracing import spanned
 logger = logging.getLogger(__name__)
 
 
-@ray.remote
 @spanned(leave_out=("submit", "drain", "endpoint", "health", "partial"))
 class GeneratorActor:
-    """One generator replica."""
+    """One generator replica. A plain class; GeneratorPool makes the Ray actor of it."""
 
     def __init__(self, name: str, log_file: str, backend: str, threads: int, settings: BackendSettings):
         log_to_file(name, log_file)
@@ -72,7 +71,7 @@ class GeneratorActor:
             await self._generator.resume(version)
             return time.perf_counter() - start
 
-    def endpoint(self) -> WeightEndpoint:
+    async def endpoint(self) -> WeightEndpoint:
         """Return the endpoint of a backend whose weights do not come through receive()."""
         return cast(ServedReplica, self._generator).endpoint
 
@@ -114,7 +113,7 @@ class ActorGenerator(Generator):
     completions that are ready: two calls a batch, whatever its size."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor = GeneratorStub(actor)
+        self._actor = Remote[GeneratorActor](actor)
         self._outbox: list[GenerateRequest] = []
         self._pending: dict[str, asyncio.Future[Completion]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -135,7 +134,7 @@ class ActorGenerator(Generator):
         """Hand over what came in this turn. Requests that are refused fail, all that came together."""
         requests, self._outbox = self._outbox, []
         try:
-            await self._actor.submit(requests)
+            await self._actor.send(GeneratorActor.submit, requests)
         except ray.exceptions.RayTaskError as refusal:
             for request in requests:
                 future = self._pending.pop(request.request_id, None)
@@ -145,7 +144,7 @@ class ActorGenerator(Generator):
     async def _receive(self) -> None:
         try:
             while self._pending:
-                for request_id, outcome in completions_from_wire(await self._actor.drain()):
+                for request_id, outcome in completions_from_wire(await self._actor.send(GeneratorActor.drain)):
                     future = self._pending.pop(request_id, None)
                     if future is None or future.done():
                         continue
@@ -163,23 +162,23 @@ class ActorGenerator(Generator):
                 future.set_exception(error)
 
     async def pause(self) -> None:
-        await self._actor.pause()
+        await self._actor.send(GeneratorActor.pause)
 
     async def update_weights(self, bucket: WeightBucket) -> None:
-        await self._actor.update_weights(bucket_to_wire(dict(bucket.tensors)))
+        await self._actor.send(GeneratorActor.update_weights, bucket_to_wire(dict(bucket.tensors)))
 
     async def resume(self, version: int) -> None:
-        await self._actor.resume(version)
+        await self._actor.send(GeneratorActor.resume, version)
 
     async def health(self) -> Health:
         """Check the generator. Raises what its check raised, and ConnectionError where its process has exited."""
         try:
-            return await self._actor.health()
+            return await self._actor.send(GeneratorActor.health)
         except ray.exceptions.RayError as failure:
             raise _raised(failure) from failure
 
     async def partial(self) -> dict[str, Completion]:
-        return await self._actor.partial()
+        return await self._actor.send(GeneratorActor.partial)
 
     async def close(self) -> None:
         if self._pump is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal
 
 import ray
 from ray.exceptions import RayError
@@ -20,7 +20,7 @@ from allocation import RoleAllocation, Slot
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import GeneratorActor
-from core.launch.generator_stub import GeneratorStub
+from core.launch.remote import P, R, Remote
 from core.processes.stacks import collect_stacks, kill_process
 from core.recovery.memory import reports_out_of_memory
 from core.weight_sync.servers import with_colocated_ranks
@@ -40,7 +40,6 @@ _END_SECONDS = 60.0
 _MAX_RESTARTS = 3
 """Of one replica in a row, without a good health check while it served; then the run continues without it."""
 
-T = TypeVar("T")
 State = Literal["starting", "waiting for weights", "serving", "gone"]
 
 
@@ -61,7 +60,7 @@ class _Replica:
     index: int
     name: str
     slots: Sequence[Slot]
-    stub: GeneratorStub
+    actor: Remote[GeneratorActor]
     starting: ObjectRef[None]
     """The call that ends when it is ready for weights."""
     state: State = "starting"
@@ -99,13 +98,14 @@ class GeneratorPool:
         self._membership_changed = False
         self._replicas: list[_Replica] = []
         for index, slots in enumerate(placed.replicas):
-            stub, name = self._start_actor(index, slots), f"generator-{index}"
-            self._replicas.append(_Replica(index=index, name=name, slots=slots, stub=stub, starting=stub.start()))
+            actor, name = self._start_actor(index, slots), f"generator-{index}"
+            starting = actor.send(GeneratorActor.start)
+            self._replicas.append(_Replica(index=index, name=name, slots=slots, actor=actor, starting=starting))
 
-    def _start_actor(self, index: int, slots: Sequence[Slot]) -> GeneratorStub:
+    def _start_actor(self, index: int, slots: Sequence[Slot]) -> Remote[GeneratorActor]:
         settings = self._memory.fit_generator(self._settings, self._memory_flag)
         actor = self._cluster.start_actor(
-            GeneratorActor,
+            ray.remote(GeneratorActor),
             f"generator-{index}",
             self._placed.backend,
             self._threads,
@@ -118,12 +118,12 @@ class GeneratorPool:
             node=slots[0].node,
             env={"OMP_NUM_THREADS": str(self._threads)},
         )
-        return GeneratorStub(actor)
+        return Remote(actor)
 
     @property
     def actors(self) -> list[Any]:
         """Ray's handles of all replicas, by index."""
-        return [replica.stub.actor for replica in self._replicas]
+        return [replica.actor.handle for replica in self._replicas]
 
     def wait_started(self, timeout_seconds: float) -> None:
         """Return when every replica is ready for weights; from now on they are looked after."""
@@ -138,31 +138,31 @@ class GeneratorPool:
     def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
         """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
         handles = list(buckets)
-        return self._everywhere("receive", lambda replica: replica.receive(handles, version), timeout_seconds)
+        return self._everywhere(timeout_seconds, GeneratorActor.receive, handles, version)
 
     def endpoints(self, trainer: RoleAllocation) -> list[WeightEndpoint]:
         """Return the servers that take part, each with the trainer's ranks on its GPUs."""
         return with_colocated_ranks(
-            self._everywhere("endpoint", GeneratorStub.endpoint, _END_SECONDS),
+            self._everywhere(_END_SECONDS, GeneratorActor.endpoint),
             [r.slots for r in self._participants()],
             trainer,
         )
 
     def pause(self, timeout_seconds: float) -> None:
         """Return when no replica samples."""
-        self._everywhere("pause", GeneratorStub.pause, timeout_seconds)
+        self._everywhere(timeout_seconds, GeneratorActor.pause)
 
     def resume(self, version: int, timeout_seconds: float) -> list[float]:
         """Resume with this version; return how long each replica stopped sampling, in seconds."""
-        return self._everywhere("resume", lambda replica: replica.resume(version), timeout_seconds)
+        return self._everywhere(timeout_seconds, GeneratorActor.resume, version)
 
     def release_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
         """Give device memory back, while paused: weights, kv_cache."""
-        self._everywhere("release_memory", lambda replica: replica.release_memory(tags), timeout_seconds)
+        self._everywhere(timeout_seconds, GeneratorActor.release_memory, list(tags))
 
     def resume_memory(self, tags: Sequence[str], timeout_seconds: float) -> None:
         """Take it again."""
-        self._everywhere("resume_memory", lambda replica: replica.resume_memory(tags), timeout_seconds)
+        self._everywhere(timeout_seconds, GeneratorActor.resume_memory, list(tags))
 
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
@@ -170,7 +170,7 @@ class GeneratorPool:
         if not self._participants():
             return
         try:
-            self._everywhere("close", GeneratorStub.close, _END_SECONDS)
+            self._everywhere(_END_SECONDS, GeneratorActor.close)
         except LaunchError as e:
             logger.warning("a generator was not closed: %s", e)
 
@@ -196,7 +196,7 @@ class GeneratorPool:
         membership_changed() was called before the push: look() continues meanwhile."""
         if not self._health.restarts:
             return False
-        checks = [(replica, replica.stub.health()) for replica in self._participants()]
+        checks = [(replica, replica.actor.send(GeneratorActor.health)) for replica in self._participants()]
         refs = [ref for _, ref in checks]
         ray.wait(refs, num_returns=len(refs), timeout=self._health.timeout_seconds)
         dead = [(replica, answer) for replica, ref in checks if (answer := _answer(ref)) != ""]
@@ -225,7 +225,7 @@ class GeneratorPool:
     def participated(self) -> list[tuple[int, Any]]:
         """Return (index, actor) of the replicas that got their first weights by the push that has just succeeded."""
         new, self._new = self._new, []
-        return [(replica.index, replica.stub.actor) for replica in new if replica.state == "serving"]
+        return [(replica.index, replica.actor.handle) for replica in new if replica.state == "serving"]
 
     def membership_changed(self) -> bool:
         """Return whether replicas have come or gone since the last call."""
@@ -249,15 +249,21 @@ class GeneratorPool:
     def _participants(self) -> list[_Replica]:
         return [replica for replica in self._replicas if replica.state == "serving"]
 
-    def _everywhere(self, what: str, call: Callable[[GeneratorStub], ObjectRef[T]], timeout_seconds: float) -> list[T]:
-        """Make a call on every replica that takes part; `what` names it in errors."""
-        members = self._participants()
+    def _everywhere(
+        self,
+        timeout_seconds: float,
+        method: Callable[Concatenate[GeneratorActor, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Make a call on every replica that takes part; return the results."""
+        members, what = self._participants(), f"{method.__name__} of the generators"
         if not members:
-            raise LaunchError(f"{what} of the generators: no generator is left; {self.failures()}")
+            raise LaunchError(f"{what}: no generator is left; {self.failures()}")
         return self._cluster.waiter.gather(
-            [call(r.stub) for r in members],
+            [r.actor.send(method, *args, **kwargs) for r in members],
             names=[r.name for r in members],
-            phase=f"{what} of the generators",
+            phase=what,
             timeout_seconds=timeout_seconds,
             key="push.timeout_seconds",
         )
@@ -267,7 +273,7 @@ class GeneratorPool:
         now, limit = time.monotonic(), self._health.timeout_seconds
         if replica.health_check is None:
             if now - replica.checked_at >= self._health.interval_seconds:
-                replica.health_check, replica.checked_at = replica.stub.health(), now
+                replica.health_check, replica.checked_at = replica.actor.send(GeneratorActor.health), now
             return
         answer, late = _answer(replica.health_check), now - replica.checked_at
         if answer == "":
@@ -304,7 +310,7 @@ class GeneratorPool:
         replica.health_check, replica.logged_slow = None, False
         self._membership_changed |= replica.state == "serving"
         self._new = [other for other in self._new if other is not replica]
-        ray.kill(replica.stub.actor, no_restart=True)
+        ray.kill(replica.actor.handle, no_restart=True)
         kill_process(self._cluster.log_folder, replica.name)
         if reports_out_of_memory(why):
             self._memory.lower_generator(self._settings, self._memory_flag)
@@ -317,8 +323,8 @@ class GeneratorPool:
             "%s failed: %s. Restarting it (%d of %d); continuing with the other generators",
             replica.name, replica.failure, replica.num_restarts, _MAX_RESTARTS,
         )  # fmt: skip
-        replica.stub, replica.state = self._start_actor(replica.index, replica.slots), "starting"
-        replica.starting, replica.started_at = replica.stub.start(), time.monotonic()
+        replica.actor, replica.state = self._start_actor(replica.index, replica.slots), "starting"
+        replica.starting, replica.started_at = replica.actor.send(GeneratorActor.start), time.monotonic()
 
 
 def _answer(ref: Any) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError
 from allocation import RoleAllocation, Slot
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
+from core.launch.remote import P, R, Remote
 from core.launch.store import fetch, place
 from core.launch.trainer_rank import TrainerRank
-from core.launch.trainer_stub import TrainerStub
 from core.monitoring.memory import split_memory
 from rollout.inference.gpus import device_names
 
@@ -48,7 +48,7 @@ class TrainerGroup:
         self.name, self.layout = name, placed.layout
         world = len(placed.slots)
         self._names = [f"{name}-rank{rank}" for rank in range(world)]
-        # The second: as in the servers; with unequal settings the first broadcast of weights to them hangs its sender.
+        # NCCL_CUMEM_ENABLE must be equal in trainer and servers, or the first broadcast of weights hangs.
         env = {"OMP_NUM_THREADS": str(threads), "NCCL_CUMEM_ENABLE": "0"}
         if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
             env["PYTORCH_CUDA_ALLOC_CONF"] = PAGE_LOCKING
@@ -57,7 +57,7 @@ class TrainerGroup:
             return device_names([slot.gpu], allowed=cluster.gpus_allowed) if placed.on_gpu else ""
 
         self._ranks = [
-            TrainerStub(
+            Remote[TrainerRank](
                 cluster.start_actor(
                     ray.remote(self.rank_class), self._names[rank], rank, world, placed.device, threads, seed,
                     node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
@@ -66,15 +66,21 @@ class TrainerGroup:
             for rank, slot in enumerate(placed.slots)
         ]  # fmt: skip
         self._cluster = cluster
-        meeting = [self._ranks[0].rendezvous(cluster.host, port)]
+        meeting = [self._ranks[0].send(TrainerRank.rendezvous, cluster.host, port)]
         (point,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
         limit = cluster.deadlines.collective_seconds
-        self._starting = [rank.start(self.layout, point, limit) for rank in self._ranks]
+        self._starting = self._send(TrainerRank.start, self.layout, point, limit)
         self._pings: list[Any] = []
         self._announced: list[Any] = []
         self._planners: dict[str, Planner] = {}
         self.memory: dict[str, float] = {}
         """Peak of the ranks' processes and GPUs, the largest of each: metrics after the last train_step."""
+
+    def _send(
+        self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[ObjectRef[R]]:
+        """Start a call on every rank; return the references of the results, in rank order."""
+        return [rank.send(method, *args, **kwargs) for rank in self._ranks]
 
     def wait_started(self, timeout_seconds: float) -> None:
         """Return when every rank has joined the process group."""
@@ -105,11 +111,11 @@ class TrainerGroup:
         except RayActorError as e:
             raise LaunchError(f"a trainer rank exited while writing a checkpoint: {e}") from e
         if not self._pings:
-            self._pings = [rank.ping() for rank in self._ranks]
+            self._pings = self._send(TrainerRank.ping)
 
     def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> None:
         """Make an engine under a name on all ranks."""
-        calls = [rank.build(engine, settings, optimizer) for rank in self._ranks]
+        calls = self._send(TrainerRank.build, engine, settings, optimizer)
         self._planners[engine] = self._gather(calls, f"build of {engine}", logs_wait=True)[0]
 
     def planner(self, engine: str) -> Planner:
@@ -130,79 +136,79 @@ class TrainerGroup:
 
     def open_batch(self, batch: ObjectRef[StoredBatch]) -> None:
         """Run the next passes on this batch. The next call waits for it, and has its error."""
-        self._announced += [rank.open_batch(batch, self.name) for rank in self._ranks]
+        self._announced += self._send(TrainerRank.open_batch, batch, self.name)
 
     def add_fields(self, fields: ObjectRef[StoredFields]) -> None:
         """Train on these fields of the batch; see open_batch()."""
-        self._announced += [rank.add_fields(fields) for rank in self._ranks]
+        self._announced += self._send(TrainerRank.add_fields, fields)
 
     def close_batch(self) -> None:
         """Free the memory of the batch; see open_batch()."""
-        self._announced += [rank.close_batch() for rank in self._ranks]
+        self._announced += self._send(TrainerRank.close_batch)
 
     def train_step(self, update: UpdatePass) -> dict[str, float]:
         """Run one optimizer update; metrics as every rank sees them. Keeps the ranks' memory in `memory`."""
-        calls = [rank.train_step(update) for rank in self._ranks]
+        calls = self._send(TrainerRank.train_step, update)
         metrics, self.memory = split_memory(self._gather(calls, f"train_step of {update.engine}"))
         return metrics
 
     def logprobs(self, inference: InferencePass) -> list[Ref]:
         """Return the log-probabilities of the batch, or references to them, of each rank that has some: see
         TrainerRank."""
-        calls = [rank.logprobs(inference) for rank in self._ranks]
+        calls = self._send(TrainerRank.logprobs, inference)
         return [ref for ref in self._gather(calls, f"logprobs of {inference.engine}") if ref is not None]
 
     def values(self, inference: InferencePass) -> list[Ref]:
         """Return the same as logprobs() of the critic's values."""
-        calls = [rank.values(inference) for rank in self._ranks]
+        calls = self._send(TrainerRank.values, inference)
         return [ref for ref in self._gather(calls, f"values of {inference.engine}") if ref is not None]
 
     def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
         """Return the engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and
         bytes."""
-        calls = [rank.export_weights(engine, bucket_bytes) for rank in self._ranks]
+        calls = self._send(TrainerRank.export_weights, engine, bucket_bytes)
         return self._gather(calls, f"export_weights of {engine}", push_seconds=timeout_seconds)[0]
 
     def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None:
         """Make a sender in every rank, and join the servers."""
-        calls = [rank.push_connect(plan, servers, self._cluster.host) for rank in self._ranks]
+        calls = self._send(TrainerRank.push_connect, plan, servers, self._cluster.host)
         self._gather(calls, "push_connect")
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
         """Gather the first buckets of the engine's weights."""
-        calls = [rank.push_prepare(engine, bucket_bytes, verify=verify) for rank in self._ranks]
+        calls = self._send(TrainerRank.push_prepare, engine, bucket_bytes, verify=verify)
         self._gather(calls, f"push_prepare of {engine}", push_seconds=timeout_seconds)
 
     def push_send(self, timeout_seconds: float) -> SendReport:
         """Send what was prepared to every server."""
-        report = self._gather([rank.push_send() for rank in self._ranks], "push_send", push_seconds=timeout_seconds)[0]
+        report = self._gather(self._send(TrainerRank.push_send), "push_send", push_seconds=timeout_seconds)[0]
         assert report is not None, "the first rank reports"
         return report
 
     def push_close(self) -> None:
         """Leave the servers."""
-        self._gather([rank.push_close() for rank in self._ranks], "push_close")
+        self._gather(self._send(TrainerRank.push_close), "push_close")
 
     def offload(self, keep: str) -> None:
         """Leave the device to the generators, but for the weights of the engine `keep`."""
-        self._gather([rank.offload(keep) for rank in self._ranks], "offload")
+        self._gather(self._send(TrainerRank.offload, keep), "offload")
 
     def reload(self) -> None:
         """Undo offload()."""
-        self._gather([rank.reload() for rank in self._ranks], "reload")
+        self._gather(self._send(TrainerRank.reload), "reload")
 
     def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
         """Write a Hugging Face folder."""
-        self._gather([rank.save_hf(engine, path, tokenizer_from) for rank in self._ranks], f"save_hf of {engine}")
+        self._gather(self._send(TrainerRank.save_hf, engine, path, tokenizer_from), f"save_hf of {engine}")
 
     def prepare_saves(self, engine: str) -> None:
         """Take the host memory for checkpoints."""
-        self._gather([rank.prepare_saves(engine) for rank in self._ranks], f"prepare_saves of {engine}")
+        self._gather(self._send(TrainerRank.prepare_saves, engine), f"prepare_saves of {engine}")
 
     def begin_save(self, engine: str, path: str) -> None:
         """Copy an engine to host memory, and begin to write it."""
-        self._gather([rank.begin_save(engine, path) for rank in self._ranks], f"begin_save of {engine}")
+        self._gather(self._send(TrainerRank.begin_save, engine, path), f"begin_save of {engine}")
 
     def load(self, engine: str, path: str) -> None:
         """Continue from a checkpoint."""
-        self._gather([rank.load(engine, path) for rank in self._ranks], f"load of {engine}", logs_wait=True)
+        self._gather(self._send(TrainerRank.load, engine, path), f"load of {engine}", logs_wait=True)

@@ -9,7 +9,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import psutil
@@ -30,6 +30,8 @@ from mcore_adapter.out_of_memory import is_out_of_memory
 from tracing import spanned
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from allocation import Device, ParallelLayout
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 class TrainerRank:
     """One process of the trainer's world. Every method is called on all ranks at once, in the same order.
 
-    A plain class; TrainerGroup makes the Ray actor of it, and TrainerStub has its remote calls."""
+    A plain class; TrainerGroup makes the Ray actor of it."""
 
     def __init__(self, name: str, log_file: str, rank: int, world: int, device: Device, threads: int, seed: int):
         log_to_file(name, log_file)
@@ -106,17 +108,17 @@ class TrainerRank:
             logger.info("%s computes with %s", engine, parts)
         return self._engines[engine].planner
 
-    def open_batch(self, batch: StoredBatch, group: str) -> None:
+    def open_batch(self, batch: StoredBatch | ObjectRef[StoredBatch], group: str) -> None:
         """Run the next passes on this batch. Its pieces are fetched when the first pass needs them."""
-        self._batch = RankBatch(batch, (group, self._parallel.dp_rank), self._fetch)
+        self._batch = RankBatch(cast("StoredBatch", batch), (group, self._parallel.dp_rank), self._fetch)
 
     def _fetch(self, refs: list[Ref]) -> list[Arrays]:
         """Return pieces of a batch, in the store's read-only memory."""
         return fetch(refs)
 
-    def add_fields(self, fields: StoredFields) -> None:
+    def add_fields(self, fields: StoredFields | ObjectRef[StoredFields]) -> None:
         """Train on these fields of the batch."""
-        self._batch.add_fields(fields)
+        self._batch.add_fields(cast("StoredFields", fields))
 
     def close_batch(self) -> None:
         """Free the memory of the batch."""

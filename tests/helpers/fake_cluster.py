@@ -47,6 +47,9 @@ class Actor:
 
 
 class FakeRay:
+    def remote(self, kind: type) -> type:
+        return kind
+
     def wait(self, refs: list[Ref], **options: Any) -> tuple[list[Ref], list[Ref]]:
         return [r for r in refs if r.result is not PENDING], [r for r in refs if r.result is PENDING]
 

@@ -21,11 +21,11 @@ from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
 from core.launch import store as object_store
 from core.launch import trainer_group
+from core.launch.remote import Remote
 from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
-from core.launch.trainer_stub import TrainerStub
 from core.monitoring.monitor import Monitor, StepTimer
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
@@ -138,8 +138,8 @@ def run_steps(
     rollout, group = RolloutClient.__new__(RolloutClient), TrainerGroup.__new__(TrainerGroup)
     service = RolloutActor.__new__(RolloutActor)
     service._service = Service(store, Size(prompts=2, answers=4, tokens=tokens))  # type: ignore[assignment]
-    vars(rollout).update(_cluster=cluster, _actor=store.actor(service), _announced=[])
-    ranks = [TrainerStub(store.actor(Rank(store, i))) for i in range(RANKS)]
+    vars(rollout).update(_cluster=cluster, _actor=Remote(store.actor(service)), _announced=[])
+    ranks = [Remote(store.actor(Rank(store, i))) for i in range(RANKS)]
     vars(group).update(
         name="trainer", _cluster=cluster, _ranks=ranks, _names=["r0", "r1"], _announced=[],
         _planners={"actor": Planner(dp=RANKS)},

@@ -95,8 +95,7 @@ def test_completions_on_their_way_to_the_rollout_side_are_still_told_to_a_checkp
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
 
     async def run() -> None:
-        made = GeneratorActor.__ray_metadata__.modified_class  # as it is inside its process
-        actor = made.__new__(made)
+        actor = GeneratorActor.__new__(GeneratorActor)
         actor._generator, actor._handed_out = MockGenerator(str(tmp_path)), {}
         names = ("a", "b")
         for name in names:
@@ -122,7 +121,7 @@ from rollout.inference.backend import BackendSettings
 async def receive():
     folder = sys.argv[1]
     settings = BackendSettings(model_path=folder, dtype="float32", device="cpu", max_running=1)
-    actor = GeneratorActor.__ray_metadata__.modified_class("generator-0", f"{folder}/log", "mock", 1, settings)
+    actor = GeneratorActor("generator-0", f"{folder}/log", "mock", 1, settings)
     await actor.start()
     await actor.receive([asyncio.sleep(0, {"layout": [], "bytes": b""})], version=3)
     return (await actor.health()).version
