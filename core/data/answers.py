@@ -9,12 +9,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.data.epochs import EpochBatches, checksum_of, pack_sequences
+from core.data.epochs import EpochBatches, pack_sequences
 from mcore_adapter.data.batch import PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import MaskedSequence, encode_examples, first_row
 from rollout.data.left_out import evenly_spaced, level_of, sample_text
-from rollout.data.rows import read_examples
+from rollout.data.rows import checksum_of, read_examples
 from rollout.data.source import DataSource, NoneLeftError, as_source
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
                 f"dataset.max_seqlen={max_seqlen} tokens (the shortest has {min(lens)}), {num_empty} have no "
                 "prompt or no answer"
             )
+        logger.info("%s", first_row(encoder, rows[0]))
         logger.log(
             level_of(num_long + num_empty, len(sequences)),
             "%s: %s, %d sequences, %d left out: %d longer than max_seqlen=%d (the longest has %d tokens), "
@@ -58,8 +59,8 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
             source.path, sample_text(len(examples), len(every), "rows"), len(rows), num_long + num_empty, num_long,
             max_seqlen, max(lens), num_empty,
         )  # fmt: skip
-        logger.info("%s", first_row(encoder, rows[0]))
-        super().__init__(rows, checksum=checksum_of(rows), seed=seed, shuffle=shuffle, share=len(examples) / len(every))
+        checksum = checksum_of((examples[row.row] for row in rows), encoder.checksum)
+        super().__init__(rows, checksum=checksum, seed=seed, shuffle=shuffle, share=len(examples) / len(every))
 
     def num_tokens(self, item: MaskedSequence) -> int:
         """Return the length of a row, answer included."""

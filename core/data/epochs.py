@@ -5,9 +5,8 @@ Invariant: epoch e visits the items in an order that is a function of (seed, e) 
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ class EpochBatches(ABC, Generic[Item]):
     """What the items are, for messages."""
 
     def __init__(self, items: Sequence[Item], *, checksum: int, seed: int, shuffle: bool, share: float = 1.0) -> None:
-        """`checksum`: of everything that training reads of the items. `share`: of the rows that were tokenised; less
+        """`checksum`: of the rows, and of what they are rendered with. `share`: of the rows that were tokenised; less
         than 1 only without a run."""
         self._items, self._checksum, self._seed, self._shuffle = items, checksum, seed, shuffle
         self.share = share
@@ -59,7 +58,7 @@ class EpochBatches(ABC, Generic[Item]):
         """Raise DatasetError unless the run that wrote `state` visits the same items, in whatever order."""
         settings = {
             self.COUNT: "dataset.train_path or max_seqlen",
-            "checksum": "dataset.train_path",
+            "checksum": "the rows of dataset.train_path and the keys of prompt",
         }
         check_same_stream(state, self.state_dict(), settings)
 
@@ -89,12 +88,3 @@ def pack_sequences(sequences: Sequence[MaskedSequence]) -> PackedBatch:
         cu_seqlens=lens.cumsum(0),
         loss_mask=torch.tensor([trained for sequence in sequences for trained in sequence.loss_mask]),
     )
-
-
-def checksum_of(sequences: Iterable[MaskedSequence]) -> int:
-    """Return a checksum of token ids and masks."""
-    checksum = 0
-    for sequence in sequences:
-        checksum = zlib.crc32(np.array(sequence.token_ids, np.int64).tobytes(), checksum)
-        checksum = zlib.crc32(np.array(sequence.loss_mask).tobytes(), checksum)
-    return checksum

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from core.data.epochs import EpochBatches, checksum_of, pack_sequences
+from core.data.epochs import EpochBatches, pack_sequences
 from mcore_adapter.data.batch import PAIR, PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import MaskedSequence, encode_examples, first_row
 from rollout.data.left_out import evenly_spaced, level_of, sample_text
 from rollout.data.preferences import Preference, PreferenceFields, read_preferences
+from rollout.data.rows import checksum_of
 from rollout.data.source import DatasetError, DataSource, NoneLeftError, as_source
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class PreferenceDataset(EpochBatches[_Pair]):
                 f"than dataset.max_seqlen={max_seqlen} tokens (the shortest has {min(lens, default=0)}), {num_empty} "
                 "have no prompt"
             )
+        for answer in pairs[0]:
+            logger.info("%s", first_row(encoder, answer))
         logger.log(
             level_of(len(read) - len(pairs), len(read)),
             "%s: %s, %d left out: %d with equal answers, %d longer than max_seqlen=%d (the longest has %d tokens), "
@@ -77,9 +80,8 @@ class PreferenceDataset(EpochBatches[_Pair]):
             path, sample_text(len(read), len(every), "pairs"), len(read) - len(pairs), num_equal, num_long, max_seqlen,
             max(lens), num_empty,
         )  # fmt: skip
-        for answer in pairs[0]:
-            logger.info("%s", first_row(encoder, answer))
-        checksum = checksum_of(answer for pair in pairs for answer in pair)
+        answers = (answer for pair in pairs for answer in examples[pair.chosen.row // 2])
+        checksum = checksum_of(answers, encoder.checksum)
         super().__init__(pairs, checksum=checksum, seed=seed, shuffle=shuffle, share=len(read) / len(every))
 
     def num_tokens(self, item: _Pair) -> int:

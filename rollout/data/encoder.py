@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,15 @@ class Encoder:
             else None
         )
         """None: the model has no chat template."""
+        rendering = [
+            template,
+            self._format.system,
+            self._format.instruction,
+            self.chat_template,
+            tokenizer.chat_template,
+        ]
+        self.checksum = zlib.crc32(repr([*rendering, sorted(self._format.chat_options.items())]).encode())
+        """Of everything that a prompt is rendered with, but the date."""
         model = _read_json(folder, "config.json")
         sizes = model.get("text_config", model)
         self._vocab_size = sizes.get("vocab_size") if isinstance(sizes, dict) else None

@@ -7,7 +7,6 @@ k // n, so the cursor is one integer and any position can be drawn again after a
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from rollout.data.encoder import Encoder
 from rollout.data.left_out import LeftOut, count_left_out
-from rollout.data.rows import Row, identify, scan_rows
+from rollout.data.rows import Row, checksum_of, identify, scan_rows
 from rollout.data.source import DatasetError, DataSource, as_source
 from rollout.types import Prompt
 
@@ -35,15 +34,15 @@ class PromptDataset:
         seed: int,
         shuffle: bool = True,
         left_out: LeftOut | None = None,
-        rows: Mapping[str, int] | None = None,
+        identity: Mapping[str, int] | None = None,
     ) -> None:
-        """`prompts[i].index` must be i. Of a data set that was read: `left_out` is what is not among them, `rows` what
-        identifies its rows. Raises DatasetError when there is no prompt."""
+        """`prompts[i].index` must be i. Of a data set that was read: `left_out` is what is not among them, `identity`
+        what identifies its rows and their template. Raises DatasetError when there is no prompt."""
         if not prompts:
             raise DatasetError("a data set needs at least one prompt")
         self.prompts = tuple(prompts)
         self.left_out = left_out
-        self._rows = dict(rows or {})
+        self._identity = dict(identity or {"checksum": 0})
         self._seed = seed
         self._shuffle = shuffle
         self._cursor = 0
@@ -68,17 +67,17 @@ class PromptDataset:
         source = as_source(source)
         rows = scan_rows(source, solved=solved)
         encoded = encoder.encode(rows)
-        prompts: list[Prompt] = []
-        for row, (text, token_ids) in zip(rows, encoded, strict=True):
-            if 0 < len(token_ids) <= max_prompt_len:
-                prompts.append(make_prompt(row, text, token_ids, index=len(prompts)))
+        kept = [(row, *of) for row, of in zip(rows, encoded, strict=True) if 0 < len(of[1]) <= max_prompt_len]
+        prompts = [make_prompt(*of, index=index) for index, of in enumerate(kept)]
         lengths = [len(token_ids) for _, token_ids in encoded]
         left_out = count_left_out(source.path, lengths, max_prompt_len=max_prompt_len)
         logger.info(
             "%s: %d prompts, %d left out (empty, or longer than max_prompt_len=%d)",
             source.path, len(prompts), left_out.num_left_out, max_prompt_len,
         )  # fmt: skip
-        return cls(prompts, seed=seed, shuffle=shuffle, left_out=left_out, rows=identify(rows))
+        checksum = checksum_of((row for row, *_ in kept), encoder.checksum)
+        identity = {"checksum": checksum, **identify(rows)}
+        return cls(prompts, seed=seed, shuffle=shuffle, left_out=left_out, identity=identity)
 
     def __len__(self) -> int:
         """Return the number of prompts per epoch."""
@@ -112,15 +111,14 @@ class PromptDataset:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "num_prompts": len(self),
-            "checksum": self._checksum(),
-            **self._rows,
+            **self._identity,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where `state` was taken. Raises DatasetError when rows or seed are not the ones of that run."""
         settings = {
             "num_prompts": "dataset.path or max_prompt_len",
-            "checksum": "dataset.path",
+            "checksum": "the rows of dataset.path and the keys of prompt",
             "seed": "seed",
             "shuffle": "the order of the prompts",
         }
@@ -144,12 +142,6 @@ class PromptDataset:
             shuffled = np.random.default_rng([self._seed, epoch]).permutation
             self._orders[epoch] = shuffled(n) if self._shuffle else np.arange(n)
         return self._orders[epoch]
-
-    def _checksum(self) -> int:
-        crc = 0
-        for prompt in self.prompts:
-            crc = zlib.crc32(f"{prompt.query_id}\0{prompt.text}\0{prompt.solutions}".encode(), crc)
-        return crc
 
 
 def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], settings: Mapping[str, str]) -> None:

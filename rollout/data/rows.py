@@ -8,9 +8,10 @@ an error that names file and row.
 
 from __future__ import annotations
 
+import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,13 +89,19 @@ def scan_rows(source: str | Path | DataSource, *, solved: bool = True) -> list[R
     return _with_unique_ids(rows, source.path)
 
 
+def checksum_of(rows: Iterable[Row | Example], start: int = 0) -> int:
+    """Return a checksum of what rows say, wherever they are stored: not of their names, nor of rendered text, which may
+    have a date."""
+    for row in rows:
+        said = row.solutions if isinstance(row, Row) else (row.answer, row.num_untrained)
+        what = json.dumps([row.prompt, said, row.messages, row.tools], sort_keys=True, default=str)
+        start = zlib.crc32(what.encode(), start)
+    return start
+
+
 def identify(rows: Sequence[Row]) -> dict[str, int]:
     """Return the number and a checksum of the rows, to compare data sets before they are tokenised."""
-    checksum = 0
-    for row in rows:
-        what = f"{row.query_id}\0{row.prompt}\0{row.solutions}"  # whatever the order of keys in messages and tools
-        checksum = zlib.crc32(what.encode(errors="replace"), checksum)
-    return {"num_rows": len(rows), "rows_checksum": checksum}
+    return {"num_rows": len(rows), "rows_checksum": checksum_of(rows)}
 
 
 def read_examples(source: str | Path | DataSource) -> list[Example]:

@@ -72,13 +72,14 @@ def test_rows_that_are_too_long_are_counted_with_the_steps_of_the_rest(sft: DryR
     write(sft.data, [*ANSWERS, *({"prompt": "1+1=", "answer": "9" * n} for n in (11, 12, 40))])
     lines, _ = sft("exp_ctrl.total_train_epochs=3")
     assert lines[1:] == [
+        "INFO: First row (2 of 6 tokens trained, in [[ ]]): 1+1=[[2<eos>]]",
         "INFO: train.jsonl: 33 rows, 31 sequences, 2 left out: 2 longer than max_seqlen=16 (the longest has 45 "
         "tokens), 0 without prompt or answer",
         "INFO: train.jsonl: 31 sequences of 8.5 tokens on average: 4 steps per epoch with dataset.train_bs_n_seqs=8, "
         "12 steps in all",
     ]
     lines, _ = sft("dataset.max_seqlen=6")
-    assert [line for line in lines if line.startswith("WARNING")] == [lines[1]], "more than a tenth"
+    assert [line for line in lines if line.startswith("WARNING")] == [lines[2]], "more than a tenth"
 
 
 def test_pairs_that_are_too_long_or_have_equal_answers_are_counted(dpo: DryRun) -> None:
@@ -86,6 +87,8 @@ def test_pairs_that_are_too_long_or_have_equal_answers_are_counted(dpo: DryRun) 
     write(dpo.data, [*PAIRS, *bad])
     lines, _ = dpo("exp_ctrl.total_train_steps=5", "exp_ctrl.total_train_epochs=2")
     assert lines == [
+        "INFO: First row (2 of 6 tokens trained, in [[ ]]): 1+1=[[2<eos>]]",
+        "INFO: First row (2 of 6 tokens trained, in [[ ]]): 1+1=[[3<eos>]]",
         "INFO: train.jsonl: 33 pairs, 3 left out: 1 with equal answers, 2 longer than max_seqlen=16 (the longest has "
         "45 tokens), 0 without a prompt",
         "INFO: train.jsonl: 30 pairs of 16.5 tokens on average: 4 steps per epoch with dataset.train_bs_n_seqs=8, 5 "

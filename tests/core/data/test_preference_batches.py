@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from core.data.answers import AnswerDataset
 from core.data.preferences import PreferenceDataset
 from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shape import BatchShape, shape_of
 from rollout.data.encoder import Encoder
 from rollout.data.preferences import PreferenceFields
-from rollout.data.source import DatasetError
+from rollout.data.source import DatasetError, DataSource, Fields
 
 
 def write(path: Path, rows: list[tuple[str, str, str]]) -> Path:
@@ -135,6 +136,25 @@ def test_other_pairs_or_another_order_do_not_continue_a_run(tmp_path: Path, toke
     ):
         with pytest.raises(DatasetError, match=message):
             data.check_continues(other.state_dict())
+
+
+def test_rows_at_another_path_and_at_another_time_continue_a_run(tmp_path: Path, assets) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    tokenizer.chat_template = "{{ strftime_now('%f') }}" + CHAT
+    (tmp_path / "job2").mkdir()
+    paths = [write(folder / "train.jsonl", ROWS) for folder in (tmp_path, tmp_path / "job2")]
+    before, after = (load(path, tokenizer, max_seqlen=64) for path in paths)
+    after.check_continues(before.state_dict())
+    options = {"max_seqlen": 64, "seed": 3, "shuffle": True}
+    answers = [
+        AnswerDataset(DataSource(path=str(path), fields=Fields(answer="chosen")), Encoder(tokenizer), **options)
+        for path in paths
+    ]
+    assert answers[0].batch(1, 1, 1).token_ids.tolist() != answers[1].batch(1, 1, 1).token_ids.tolist()
+    answers[1].check_continues(answers[0].state_dict())
+    tokenizer.chat_template = CHAT
+    with pytest.raises(DatasetError, match="restore the rows of dataset.train_path and the keys of prompt"):
+        load(paths[0], tokenizer, max_seqlen=64).check_continues(before.state_dict())
 
 
 @settings(max_examples=100, deadline=None)

@@ -32,19 +32,23 @@ NATS = {"default": -0.1, "ref": -0.05}
 """Log-probability of token n in each engine, over n."""
 
 
+def answered(ids: Sequence[int]) -> MaskedSequence:
+    return MaskedSequence([1, *ids], [False] + [True] * len(ids), "", 0)
+
+
 class Rows(AnswerDataset):
     """Answers of these tokens to a prompt of one token."""
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
-        rows = [MaskedSequence([1, *ids], [False] + [True] * len(ids), "", i) for i, ids in enumerate(answers)]
-        EpochBatches.__init__(self, rows, checksum=0, seed=1, shuffle=True)
+        EpochBatches.__init__(self, list(map(answered, answers)), checksum=0, seed=1, shuffle=True)
 
 
 class Pairs(PreferenceDataset):
     """(chosen, rejected) answers of these tokens to a prompt of one token."""
 
     def __init__(self, pairs: Sequence[tuple[list[int], list[int]]]) -> None:
-        EpochBatches.__init__(self, [_Pair([1], *pair) for pair in pairs], checksum=0, seed=1, shuffle=True)
+        read = [_Pair(*map(answered, pair)) for pair in pairs]
+        EpochBatches.__init__(self, read, checksum=0, seed=1, shuffle=True)
 
 
 class Ranks:

@@ -18,6 +18,8 @@ from rollout.data.prompts import PromptDataset
 from rollout.data.rows import read_examples, scan_rows
 from rollout.data.source import DatasetError
 from rollout.types import Prompt
+from tests.rollout.data.test_encoder import CHATML
+from tests.rollout.data.test_encoder import tokenizer as chat_tokenizer
 
 DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[3].parent / "shared" / "data"))
 
@@ -231,6 +233,30 @@ def test_a_cursor_of_other_data_is_refused(tmp_path: Path, encoder: Encoder) -> 
         other = PromptDataset.load(write(tmp_path / "b.jsonl", *rows), encoder, max_prompt_len=9, seed=seed)
         with pytest.raises(DatasetError, match=said):
             other.load_state_dict(state)
+
+
+def test_the_same_rows_at_another_path_continue_a_run(tmp_path: Path, encoder: Encoder) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3)]  # without names of their own
+    (tmp_path / "job2").mkdir()
+    first, other = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "job2" / "train.jsonl", *rows)
+    state = PromptDataset.load(first, encoder, max_prompt_len=9, seed=1).state_dict()
+    PromptDataset.load(other, encoder, max_prompt_len=9, seed=1).load_state_dict(state)
+
+
+def test_a_template_with_the_time_continues_a_run_and_another_template_does_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", tutorial_row(0), {"messages": [{"role": "user", "content": "1+1"}], "answer": 2})
+
+    def load(template: str, **changes: str) -> PromptDataset:
+        made = chat_tokenizer(template)
+        return PromptDataset.load(path, Encoder(made, PromptFormat(**changes)), max_prompt_len=99, seed=1)
+
+    dated = "{{ strftime_now('%f') }}" + CHATML
+    before, after = load(dated), load(dated)
+    assert before.prompts[0].text != after.prompts[0].text
+    after.load_state_dict(before.state_dict())
+    for other in (load(dated + " "), load(dated, system="Be brief."), load(dated, instruction="Now.")):
+        with pytest.raises(DatasetError, match="restore the rows of dataset.path and the keys of prompt"):
+            other.load_state_dict(before.state_dict())
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no data sets: set SLIPSTREAM_DATA to their folder")
