@@ -32,7 +32,7 @@ from mcore_adapter.data.weights import Divisors, TokenWeights, token_mean
 from mcore_adapter.device import Device
 from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf.exporting import ExportPlan, Receivers, plan_export, run_export
-from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights, require_value_head
+from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
 from mcore_adapter.hf.saving import save_hf
 from mcore_adapter.host_weights import HostWeights
 from mcore_adapter.kernels import computed_by
@@ -150,9 +150,13 @@ class MegatronEngine:
         if settings.init_from_scratch:
             init_from_scratch(self._model, parallel=self._parallel, seed=settings.seed)
             return
-        if settings.is_critic and not settings.init_critic_from_actor:
-            require_value_head(settings.hf_path)
-        load_hf_weights(self._model, settings.hf_path, parallel=self._parallel, seed=settings.seed)
+        load_hf_weights(
+            self._model,
+            settings.hf_path,
+            parallel=self._parallel,
+            seed=settings.seed,
+            needs_value_head=not settings.init_critic_from_actor,
+        )
 
     @property
     def num_updates(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from model_specs.moe import MLAConfig, MoEConfig
 from model_specs.rope import RopeScaling, parse_rope, rotary_factor
-from model_specs.values import ModelConfigError, number, positive, positive_number, require
+from model_specs.values import ModelConfigError, boolean, num_layers, number, positive, positive_number, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,14 @@ class ModelConfig:
     @property
     def is_critic(self) -> bool:
         """The weights beside this file end in a value head."""
-        return any(str(name).endswith("ForSequenceClassification") for name in self.raw.get("architectures") or ())
+        names = self.raw.get("architectures")
+        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
     @property
     def dtype(self) -> str | None:
         """Name of the dtype of the weights beside this file, if given: "float32", "bfloat16"."""
-        return self.raw.get("dtype") or self.raw.get("torch_dtype")
+        name = self.raw.get("dtype") or self.raw.get("torch_dtype")
+        return str(name) if name in ("float32", "bfloat16", "float16") else None
 
 
 def parse_decoder(
@@ -67,6 +69,7 @@ def parse_decoder(
     *,
     attention_bias: bool | None = False,
     default_head_dim: int | None = None,
+    default_num_kv_heads: int | None = None,
     default_rms_norm_eps: float = 1e-6,
     default_rotary_factor: float = 1.0,
     rotary_factors: tuple[float, ...] = (1.0,),
@@ -82,25 +85,35 @@ def parse_decoder(
     """Return the ModelConfig of a decoded config.json whose family has these features.
 
     attention_bias: the only value of that key that the family supports; None: the family does not read the key.
-    default_*: what an absent key means; default_head_dim=None: hidden_size / num_attention_heads. rotary_factors: the
-    supported values of partial_rotary_factor. Raises ModelConfigError.
+    default_*: what an absent key means in transformers; default_head_dim=None: hidden_size / num_attention_heads,
+    default_num_kv_heads=None: num_attention_heads. rotary_factors: the supported values of partial_rotary_factor.
+    Raises ModelConfigError.
     """
     require(raw, {"hidden_act": "silu", "mlp_bias": False})
+    if raw.get("quantization_config") is not None:
+        raise ModelConfigError(
+            "quantization_config: quantized weights cannot be trained; take the model in bfloat16, whose config.json "
+            "has no such key"
+        )
     if attention_bias is not None:
         require(raw, {"attention_bias": attention_bias})
     _require_full_attention(raw)
     hidden_size, num_heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     head_dim = positive(raw, "head_dim", default_head_dim or hidden_size // num_heads)
-    num_kv_heads = positive(raw, "num_key_value_heads", num_heads)
+    absent = "num_key_value_heads" not in raw
+    num_kv_heads = positive(raw, "num_key_value_heads", absent and default_num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise ModelConfigError(f"num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
     rope_theta, rope_scaling = parse_rope(raw, rope_types)
+    rotary_dim = int(head_dim * rotary_factor(raw, default_rotary_factor, rotary_factors))
+    if mla is None and rotary_dim % 2:
+        raise ModelConfigError(f"head_dim={head_dim}: {rotary_dim} dimensions are rotated in pairs; it must be even")
     return ModelConfig(
         model_type=raw["model_type"],
         vocab_size=positive(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=positive(raw, "intermediate_size"),
-        num_layers=positive(raw, "num_hidden_layers"),
+        num_layers=num_layers(raw),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -109,9 +122,9 @@ def parse_decoder(
         initializer_range=number(raw, "initializer_range", 0.02),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rotary_dim=int(head_dim * rotary_factor(raw, default_rotary_factor, rotary_factors)),
+        rotary_dim=rotary_dim,
         rope_interleaved=rope_interleaved,
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=boolean(raw, "tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         post_norms=post_norms,
@@ -123,5 +136,9 @@ def parse_decoder(
 
 
 def _require_full_attention(raw: Mapping[str, Any]) -> None:
-    if raw.get("use_sliding_window", False) or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise ModelConfigError("use_sliding_window=True is not supported; only full attention")
+    require(raw, {"use_sliding_window": False})
+    kinds = raw.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * num_layers(raw):
+        raise ModelConfigError(
+            f"layer_types={kinds!r} is not supported; only full_attention, once for each of num_hidden_layers"
+        )

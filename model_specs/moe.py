@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from model_specs.values import ModelConfigError, positive, require
+from model_specs.values import ModelConfigError, optional, positive, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,11 @@ class MLAConfig:
 
 def parse_experts(raw: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of experts of a layer and of those that a token passes through. Raises ModelConfigError."""
-    key = next((k for k in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(k) is not None), None)
-    if key is None:
-        raise ModelConfigError("num_experts=None must be a positive integer")
-    num_experts, top_k = positive(raw, key), positive(raw, "num_experts_per_tok")
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    key = next((key for key in keys if raw.get(key) is not None), "num_experts")
+    num_experts, top_k = positive(raw, key, most=4096), positive(raw, "num_experts_per_tok")
+    if any(raw.get(other) not in (None, num_experts) for other in keys):
+        raise ModelConfigError(f"{', '.join(f'{other}={raw.get(other)!r}' for other in keys)}: they must be equal")
     if top_k > num_experts:
         raise ModelConfigError(f"num_experts_per_tok={top_k} must not exceed {key}={num_experts}")
     return num_experts, top_k
@@ -66,7 +67,7 @@ def parse_experts(raw: Mapping[str, Any]) -> tuple[int, int]:
 
 def parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
     """Return the number of groups of experts and of those that a token's experts come from. Raises ModelConfigError."""
-    num_groups, top_k_groups = positive(raw, "n_group", 1), positive(raw, "topk_group", 1)
+    num_groups, top_k_groups = positive(raw, "n_group"), positive(raw, "topk_group")
     if num_experts % num_groups or top_k_groups > num_groups or top_k > num_experts // num_groups * top_k_groups:
         raise ModelConfigError(
             f"n_group={num_groups}, topk_group={top_k_groups}: {num_experts} experts must divide into the groups, and "
@@ -81,8 +82,11 @@ def parse_mla(raw: Mapping[str, Any]) -> MLAConfig:
     require(raw, {"rms_norm_eps": 1e-6, "rope_interleave": True})
     heads = positive(raw, "num_attention_heads")
     require(raw, {"num_key_value_heads": heads})
+    require(raw, {"head_dim": raw.get("qk_rope_head_dim")})
+    if positive(raw, "qk_rope_head_dim") % 2:
+        raise ModelConfigError(f"qk_rope_head_dim={raw['qk_rope_head_dim']} is rotated in pairs; it must be even")
     return MLAConfig(
-        q_lora_rank=None if raw.get("q_lora_rank") is None else positive(raw, "q_lora_rank"),
+        q_lora_rank=optional(raw, "q_lora_rank", 1536),
         kv_lora_rank=positive(raw, "kv_lora_rank"),
         qk_nope_head_dim=positive(raw, "qk_nope_head_dim"),
         qk_rope_head_dim=positive(raw, "qk_rope_head_dim"),

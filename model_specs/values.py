@@ -15,29 +15,54 @@ class ModelConfigError(ValueError):
     """A config.json that cannot be read or that describes a model outside the supported families."""
 
 
-def positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer. `default` stands for a key that is absent or null; None: there is no default."""
+def positive(
+    raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 31
+) -> int:
+    """Return an integer from `least` to `most`. `default`, if any, stands for a key that is absent or null."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or value < 1:
-        raise ModelConfigError(f"{key}={value!r} must be a positive integer")
+    if type(value) is not int or value < least:
+        allowed = "a positive integer" if least == 1 else f"an integer from {least}"
+        raise ModelConfigError(f"{key}={value!r} must be {allowed}")
+    if value > most:
+        raise ModelConfigError(f"{key}={value} must be at most {most}")
     return value
 
 
+def optional(raw: Mapping[str, Any], key: str, default: int) -> int | None:
+    """Return a positive integer, or None for null. `default` stands for a key that is absent."""
+    value = raw.get(key, default)
+    return None if value is None else positive({key: value}, key)
+
+
+def num_layers(raw: Mapping[str, Any]) -> int:
+    """Return num_hidden_layers, up to what no model exceeds: lists of this length are made."""
+    return positive(raw, "num_hidden_layers", most=1000)
+
+
 def number(values: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a finite number. `default` stands for a key that is absent or null."""
     value = values.get(key)
     if value is None:
         return default
-    if not isinstance(value, int | float):
+    if type(value) not in (int, float) or not math.isfinite(value):
         raise ModelConfigError(f"{key}={value!r} must be a number")
     return float(value)
+
+
+def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return true or false. `default` stands for a key that is absent."""
+    value = raw.get(key, default)
+    if type(value) is not bool:
+        raise ModelConfigError(f"{key}={value!r} must be true or false")
+    return value
 
 
 def positive_number(values: Mapping[str, Any], key: str, default: float) -> float:
     """Return a number above 0. `default` stands for a key that is absent or null."""
     value = number(values, key, default)
-    if not 0 < value < math.inf:
+    if value <= 0:
         raise ModelConfigError(f"{key}={value!r} must be a number above 0")
     return value
 

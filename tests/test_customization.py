@@ -31,8 +31,8 @@ from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
 from mcore_adapter.forward import ModelOutput
-from mcore_adapter.models import families
 from model_specs.hf_config import ModelConfigError, parse_config
+from model_specs.tensors import hf_shapes
 from rollout.data.rows import scan_rows
 from rollout.inference.backend import BackendSettings
 from rollout.inference.mock.generator import MockGenerator
@@ -280,18 +280,15 @@ def test_the_family_reads_a_config_and_has_the_tensors_of_transformers(
     from transformers import SeedOssConfig, SeedOssForCausalLM
 
     write_modules("model_specs.families", folder / "specs", monkeypatch)
-    write_modules("mcore_adapter.models", folder / "models", monkeypatch)
     spec = importlib.import_module("model_specs.families.seed_oss").SEED_OSS
-    built = importlib.import_module("mcore_adapter.models.seed_oss").SEED_OSS
     monkeypatch.setitem(model_specs.families.FAMILIES, "seed_oss", spec)  # type: ignore[arg-type]
-    monkeypatch.setitem(families.FAMILIES, "seed_oss", built)  # type: ignore[arg-type]
     for bias in (True, False):
         hf = SeedOssConfig(**SHAPE, attention_bias=bias, head_dim=16, tie_word_embeddings=False)
         config = parse_config(hf.to_dict())
         assert (config.qkv_bias, config.head_dim, config.tied) == (bias, 16, False)
         with torch.device("meta"):
             expected = {name: tuple(t.shape) for name, t in SeedOssForCausalLM(hf).state_dict().items()}
-        assert families.hf_shapes(config, is_critic=False) == expected
+        assert hf_shapes(config, is_critic=False) == expected
     with pytest.raises(ModelConfigError, match="attention_out_bias=True is not supported"):
         parse_config({**hf.to_dict(), "attention_out_bias": True})
 

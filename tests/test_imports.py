@@ -37,10 +37,10 @@ ORDER = {
         "untrusted values",
         "moe rope",
         "config",
-        "server_parts fits block_fp8",
+        "server_parts block_fp8 tensors",
         "family",
         "families",
-        "hf_config",
+        "hf_config weight_files",
         "model_folder",
     ),
     "rollout": (
@@ -124,7 +124,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.chaos_run": "torch transformers",
         "tools.conformance.__main__": "tools.conformance.golden tools.conformance.gradients",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
-        "mcore_adapter.models.parts mcore_adapter.parallel",
+        "mcore_adapter.parallel",
         "tools.curves": "torch transformers",
         "tools.demo.__main__": "transformers",
         "tools.demo.data": "tokenizers torch transformers",

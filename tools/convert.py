@@ -30,6 +30,7 @@ from allocation.grammar import parse_layout
 from core.recovery.manifest import MANIFEST, DamagedError, verify
 from core.runs.checkpoints import MARKER
 from model_specs.hf_config import read_config
+from model_specs.tensors import CORRECTION_BIAS
 from tools.arguments import program
 from tools.eval.engines import ENGINE_NAMES, default_engine, engine_folders
 
@@ -187,7 +188,6 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
         open_folder,
     )
     from mcore_adapter.hf.safetensors_folder import SafetensorsFolder, replacing_folder, tokenizer_bytes
-    from mcore_adapter.models.parts import CORRECTION_BIAS
 
     if args.layout and not args.to_megatron:
         raise ValueError(f"--layout={args.layout} goes with --to-megatron; a checkpoint of any layout can be read")

@@ -34,11 +34,11 @@ from mcore_adapter.checkpoint.checkpoint import model_state
 from mcore_adapter.checkpoint.restricted import RestrictedReader
 from mcore_adapter.device import Device
 from mcore_adapter.hf.file_rows import FileRows, write_rows
-from mcore_adapter.hf.safetensors_folder import WeightsError
 from mcore_adapter.models.conversions import Conversion
 from mcore_adapter.models.gpt import build_model, named_conversions
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig
+from model_specs.weight_files import WeightsError
 
 METADATA_FILE = ".metadata"
 UNREADABLE = (

@@ -32,22 +32,21 @@ from mcore_adapter.checkpoint.stored_tensors import (
 )
 from mcore_adapter.device import get_device
 from mcore_adapter.hf.file_rows import FileRows
-from mcore_adapter.hf.loading import check_names
 from mcore_adapter.hf.safetensors_folder import (
-    INDEX_FILE,
     TOKENIZER_FILES,
     SafetensorsFolder,
     ShardWriter,
-    WeightsError,
     copy_tokenizer,
 )
 from mcore_adapter.hf.saving import dtype_of, hf_config_json, tensor_specs, write_config
 from mcore_adapter.models.conversions import Conversion, OfExpert
-from mcore_adapter.models.families import EMBEDDING, hf_shapes, outer_table
 from mcore_adapter.models.gpt import check_layout
+from mcore_adapter.models.tables import EMBEDDING, outer_table
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig
+from model_specs.tensors import hf_shapes
+from model_specs.weight_files import INDEX_FILE, check_tensors
 
 _CHECKPOINT_FILES = (METADATA_FILE, "common.pt", "metadata.json")
 Progress = Callable[[int], None]
@@ -244,10 +243,7 @@ def open_checkpoint(source: Path, model: ModelFile) -> StoredTensors:
 def open_folder(source: Path, model: ModelFile) -> SafetensorsFolder:
     """Open a Hugging Face folder. Raises WeightsError where it is damaged or not of this model."""
     folder = SafetensorsFolder(source)
-    check_names(folder, model.config, is_critic=model.config.is_critic, without=None)
-    for name, shape in model.shapes.items():
-        if folder.shape(name) != shape:
-            raise WeightsError(f"{folder.file_of(name)}: {name} is {folder.shape(name)}; config.json requires {shape}")
+    check_tensors(source, folder.stored, model.config, value_head=model.config.is_critic)
     return folder
 
 

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from mcore_adapter.hf.pieces import Shapes, parts_of, shapes_of, unwrap
-from mcore_adapter.hf.safetensors_folder import SafetensorsFolder, WeightsError
+from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
 from mcore_adapter.models.conversions import Conversion
-from mcore_adapter.models.families import HF_VALUE_HEAD, hf_shapes
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
 from mcore_adapter.parallel import ParallelState
 from model_specs.config import ModelConfig
-from model_specs.families import FAMILIES
-from model_specs.fits import check_head
-from model_specs.values import ModelConfigError
+from model_specs.tensors import VALUE_HEAD
+from model_specs.weight_files import check_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -34,32 +32,36 @@ Reader = Callable[[str, int, int, int], Tensor]
 """(Hugging Face name, dim, start, stop) -> that part of the tensor."""
 
 
-def load_hf_weights(chunks: Sequence[nn.Module], path: str | Path, *, parallel: ParallelState, seed: int = 0) -> None:
+def load_hf_weights(
+    chunks: Sequence[nn.Module],
+    path: str | Path,
+    *,
+    parallel: ParallelState,
+    seed: int = 0,
+    needs_value_head: bool = False,
+) -> None:
     """Fill the parameters of this rank from the safetensors of folder `path`, reading only this rank's slices.
 
-    A critic loads from a critic's folder or from a language model's: there its value head is drawn from `seed`. Raises
-    WeightsError naming the file where a tensor is missing, of another shape, unknown, or the file truncated.
+    A critic loads from a critic's folder or, unless `needs_value_head`, from a language model's: there its value head
+    is drawn from `seed`. Raises WeightsError naming the file where a tensor is missing, of another shape, unknown, or
+    the file truncated.
     """
     models = unwrap(chunks)
     shapes = shapes_of(models)
     with SafetensorsFolder(path) as folder:
-        fresh_head = models[0].is_critic and HF_VALUE_HEAD not in folder.names
-        check_names(
-            folder, models[0].model_config, is_critic=models[0].is_critic, without=HF_VALUE_HEAD if fresh_head else None
-        )
+        is_critic = models[0].is_critic
+        value_head = (True if needs_value_head else None) if is_critic else False
+        check_tensors(path, folder.stored, models[0].model_config, value_head=value_head)
+        fresh_head = is_critic and VALUE_HEAD not in folder.stored
 
         def source(conversion: Conversion) -> Reader:
-            if fresh_head and HF_VALUE_HEAD in conversion.names:
+            if fresh_head and VALUE_HEAD in conversion.names:
                 return _scratch_reader(models[0].model_config, shapes, conversion, seed)
-            for name in conversion.names:
-                if folder.shape(name) != shapes[name]:
-                    found, expected = folder.shape(name), shapes[name]
-                    raise WeightsError(f"{folder.file_of(name)}: {name} is {found}; config.json requires {expected}")
             return folder.read
 
         _fill(models, shapes, parallel, source)
     if fresh_head:
-        logger.info("%s holds no %s: a new value head was drawn", path, HF_VALUE_HEAD)
+        logger.info("%s holds no %s: a new value head was drawn", path, VALUE_HEAD)
 
 
 def init_from_scratch(chunks: Sequence[nn.Module], *, parallel: ParallelState, seed: int) -> None:
@@ -73,35 +75,6 @@ def init_from_scratch(chunks: Sequence[nn.Module], *, parallel: ParallelState, s
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         readers = _drawn_ahead(pool, models[0].model_config, shapes, conversions, seed)
         _fill(models, shapes, parallel, lambda _: next(readers))
-
-
-def check_names(folder: SafetensorsFolder, config: ModelConfig, *, is_critic: bool, without: str | None) -> None:
-    """Raise WeightsError unless the folder holds the tensors of this model (except `without`), and no others that would
-    have an effect."""
-    expected = set(hf_shapes(config, is_critic=is_critic)) - {without}
-    missing = sorted(expected - folder.names)
-    if missing:
-        raise WeightsError(f"{folder.folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    ignored = {"lm_head.weight"} if is_critic or config.tied else set()
-    prefixes = FAMILIES[config.model_type].ignored_tensors(config)
-    unknown = sorted(
-        n for n in folder.names - expected - ignored
-        if not n.endswith("rotary_emb.inv_freq") and not n.startswith(prefixes)
-    )  # fmt: skip
-    if unknown:
-        raise WeightsError(
-            f"{folder.file_of(unknown[0])}: {unknown[0]} has no place in a {config.model_type} model "
-            f"({len(unknown)} unknown tensors)"
-        )
-
-
-def require_value_head(path: str | Path) -> None:
-    """Check that a folder has a critic's head. Raises ValueError."""
-    with SafetensorsFolder(path) as folder:
-        try:
-            check_head(folder.names, True)
-        except ModelConfigError as error:
-            raise ValueError(f"{path}: {error}") from None
 
 
 @torch.no_grad()
@@ -142,5 +115,5 @@ def _scratch_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     # A value head that starts near zero: with transformers' width its first values would dwarf the rewards.
-    std = 1.0 / (config.hidden_size + 1) if name == HF_VALUE_HEAD else config.initializer_range
+    std = 1.0 / (config.hidden_size + 1) if name == VALUE_HEAD else config.initializer_range
     return torch.empty(shape).normal_(0.0, std, generator=generator)

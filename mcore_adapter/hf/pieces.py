@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mcore_adapter.models.conversions import Conversion, Piece
-from mcore_adapter.models.families import hf_shapes
 from mcore_adapter.models.gpt import ModelChunk
+from model_specs.tensors import hf_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Hugging Face name -> shape of the full tensor."""

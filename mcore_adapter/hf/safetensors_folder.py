@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mcore_adapter.hf.file_rows import FileRows, write_all, write_rows
+from model_specs.weight_files import INDEX_FILE, SINGLE_FILE, WeightsError, stored_tensors
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -41,48 +41,26 @@ TOKENIZER_FILES = (
 )
 
 
-class WeightsError(ValueError):
-    """A checkpoint that is missing, truncated, or not of the model that its config.json describes."""
-
-
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder, by name; files are opened on first use and closed by close()."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises WeightsError where there is neither model.safetensors nor an index of shards."""
+        """Read the headers. Raises OSError, WeightsError."""
         self.folder = Path(folder)
+        self.stored = stored_tensors(self.folder)
         self._files: dict[Path, Any] = {}
-        self._begins: dict[Path, dict[str, int]] = {}
-        self._file_of: dict[str, Path] = {}
-        index = self.folder / INDEX_FILE
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise WeightsError(f"{index}: not an index of safetensors shards: {error!r}") from None
-            self._file_of = {name: self.folder / file for name, file in weight_map.items()}
-        else:
-            single = self.folder / SINGLE_FILE
-            if not single.exists():
-                raise WeightsError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-            self._file_of = dict.fromkeys(self._open(single).keys(), single)
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
 
     def file_of(self, name: str) -> Path:
-        """Return where `name` should be: its file, or the folder where nothing lists it."""
-        return self._file_of.get(name, self.folder)
+        """Return the file of a tensor."""
+        return self.stored[name].file
 
     def dtype(self, *, without: str) -> torch.dtype:
         """Return the one dtype of all tensors, those whose name ends in `without` left out. Raises WeightsError, with
         an example of each, where there are several."""
         found: dict[str, str] = {}
-        for name in self._file_of:
-            if name.endswith(without):
-                continue
-            found.setdefault(self._slice(name).get_dtype(), name)
+        for name, tensor in self.stored.items():
+            if not name.endswith(without):
+                found.setdefault(tensor.dtype, name)
         if len(found) != 1 or next(iter(found)) not in _DTYPES:
             listed = ", ".join(f"{dtype} ({self.file_of(name).name}: {name})" for dtype, name in found.items())
             raise WeightsError(
@@ -91,7 +69,8 @@ class SafetensorsFolder:
         return _DTYPES[next(iter(found))]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        """Return the shape of a tensor."""
+        return self.stored[name].shape
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Return rows (dim 0) or columns (dim 1) [start, stop) of tensor `name`. Raises WeightsError naming the
@@ -100,53 +79,24 @@ class SafetensorsFolder:
 
     def rows(self, name: str, dim: int, start: int, stop: int) -> FileRows:
         """Return the same with their place in the file."""
-        whole, path = self._whole(name), self._file_of[name]
-        if path not in self._begins:
-            self._begins[path] = _first_bytes(path)
-        return FileRows(whole, path, self._begins[path][name]).part(whole.narrow(dim, start, stop - start))
+        whole, stored = self._whole(name), self.stored[name]
+        return FileRows(whole, stored.file, stored.begin).part(whole.narrow(dim, start, stop - start))
 
     def _whole(self, name: str) -> Tensor:
+        path = self.file_of(name)
         try:
-            whole: Tensor = self._open_file_of(name).get_tensor(name)  # mapped, not copied
-            return whole
-        except SafetensorError as error:
-            raise WeightsError(f"{self.file_of(name)}: cannot read {name}: {error}") from None
-
-    def _slice(self, name: str) -> Any:
-        file = self._open_file_of(name)
-        try:
-            return file.get_slice(name)
-        except SafetensorError as error:
-            raise WeightsError(f"{self.file_of(name)}: tensor {name} is missing: {error}") from None
-
-    def _open_file_of(self, name: str) -> Any:
-        if name not in self._file_of:
-            raise WeightsError(f"{self.folder}: tensor {name} is missing")
-        return self._open(self._file_of[name])
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            try:
+            if path not in self._files:
                 self._files[path] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise WeightsError(f"{path}: no such file, though {INDEX_FILE} lists it") from None
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path}: truncated or not a safetensors file: {error}") from None
-        return self._files[path]
+            whole: Tensor = self._files[path].get_tensor(name)  # mapped, not copied
+            return whole
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path}: cannot read {name}: {error}") from None
 
     def __enter__(self) -> SafetensorsFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
-
-
-def _first_bytes(path: Path) -> dict[str, int]:
-    """Return the first byte of each tensor in a safetensors file."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def check_replaceable(target: str | Path) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from mcore_adapter.hf.exporting import iter_hf_weights
 from mcore_adapter.hf.pieces import Shapes, unwrap
-from mcore_adapter.hf.safetensors_folder import ShardWriter, TensorSpec, WeightsError, copy_tokenizer, replacing_folder
-from mcore_adapter.models.families import hf_shapes
+from mcore_adapter.hf.safetensors_folder import ShardWriter, TensorSpec, copy_tokenizer, replacing_folder
 from mcore_adapter.models.gpt import ModelChunk
-from mcore_adapter.models.parts import CORRECTION_BIAS
 from mcore_adapter.parallel import ParallelState
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
+from model_specs.tensors import CORRECTION_BIAS, hf_shapes
+from model_specs.weight_files import WeightsError
 
 
 def save_hf(

@@ -1,1 +1,1 @@
-"""Megatron models: one file a family (families.FAMILIES), what layers are made of, how weights are named."""
+"""Megatron models: what layers are made of, and how weights are named."""

@@ -11,10 +11,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from allocation import ParallelLayout
 from mcore_adapter.device import Device
-from mcore_adapter.models.families import FAMILIES
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.config import ModelConfig
+from model_specs.moe import MLAConfig, MoEConfig
+from model_specs.rope import YarnRopeScaling
 
 
 def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
@@ -38,9 +39,9 @@ def transformer_config(
     """Return Megatron's own configuration of this model on this device."""
     layout = parallel.layout
     interleaved = layout.vpp > 1
-    family: dict[str, Any] = {**FAMILIES[config.model_type].overrides(config)}
+    fields = _fields(config)
     if config.num_layers % (layout.pp * layout.vpp):
-        family["pipeline_model_parallel_layout"] = _uneven(config.num_layers, layout)
+        fields["pipeline_model_parallel_layout"] = _uneven(config.num_layers, layout)
     make = MLATransformerConfig if config.mla else TransformerConfig
     return make(
         num_layers=config.num_layers,
@@ -79,7 +80,7 @@ def transformer_config(
         # range of e5m2; blocks of 128 values do not.
         fp8={None: None, "tensorwise": "hybrid", "blockwise": "e4m3"}[fp8],
         fp8_recipe=fp8 or "tensorwise",
-        **{**device.config_overrides(), **family},
+        **{**device.config_overrides(), **fields},
     )
 
 
@@ -88,3 +89,51 @@ def _uneven(num_layers: int, layout: ParallelLayout) -> list[list[str]]:
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages
+
+
+def _fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that a dense decoder with plain rotary embeddings does not set."""
+    fields: dict[str, Any] = {}
+    if config.rope_interleaved:
+        # Megatron's fused kernel for packed sequences takes no rotary_interleaved.
+        fields |= dict(rotary_interleaved=True, apply_rope_fusion=False)
+    if config.mla is not None:
+        fields |= _latent_attention_fields(config, config.mla)
+    return fields if config.moe is None else fields | _expert_fields(config.moe)
+
+
+def _expert_fields(moe: MoEConfig) -> dict[str, Any]:
+    """Return the fields of mixtures of experts. Which experts a token goes to is decided in router.py."""
+    return dict(
+        num_moe_experts=moe.num_experts,
+        moe_ffn_hidden_size=moe.intermediate_size,
+        moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
+        moe_layer_freq=1 if all(moe.sparse_layers) else [int(sparse) for sparse in moe.sparse_layers],
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=True,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+    )
+
+
+def _latent_attention_fields(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
+    """Return the fields of latent attention and of its rotary embedding."""
+    rope: dict[str, Any] = dict(rope_type="rope", rotary_base=config.rope_theta, apply_rope_fusion=False)
+    scaling = config.rope_scaling
+    if isinstance(scaling, YarnRopeScaling):
+        rope |= dict(
+            rope_type="yarn",
+            rotary_scaling_factor=scaling.factor,
+            original_max_position_embeddings=scaling.original_max_position_embeddings,
+            beta_fast=scaling.beta_fast,
+            beta_slow=scaling.beta_slow,
+            mscale=scaling.mscale,
+            mscale_all_dim=scaling.mscale_all_dim,
+        )
+    return rope | dict(
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_head_dim=mla.qk_nope_head_dim,
+        qk_pos_emb_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+    )

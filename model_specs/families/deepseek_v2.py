@@ -9,7 +9,7 @@ from model_specs.config import ModelConfig, parse_decoder
 from model_specs.family import Family
 from model_specs.moe import MoEConfig, parse_experts, parse_groups, parse_mla
 from model_specs.server_parts import DECODER, Rows, ServerParts, WholeRows
-from model_specs.values import ModelConfigError, number, positive, require
+from model_specs.values import ModelConfigError, num_layers, number, positive, require
 
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
@@ -22,14 +22,14 @@ def _experts(raw: Mapping[str, Any]) -> MoEConfig:
     method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelConfigError(f"topk_method={method!r} is not supported; supported: greedy, group_limited_greedy")
-    groups = parse_groups(raw if method == "group_limited_greedy" else {}, num_experts, top_k)
-    dense, width = raw.get("first_k_dense_replace") or 0, positive(raw, "moe_intermediate_size")
+    groups = parse_groups(raw, num_experts, top_k) if method == "group_limited_greedy" else (1, 1)
+    dense, width = positive(raw, "first_k_dense_replace", 0, least=0), positive(raw, "moe_intermediate_size")
     return MoEConfig(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=width,
         shared_intermediate_size=width * positive(raw, "n_shared_experts"),
-        sparse_layers=tuple(i >= dense for i in range(positive(raw, "num_hidden_layers"))),
+        sparse_layers=tuple(i >= dense for i in range(num_layers(raw))),
         score_function="softmax",
         normalize=False,
         scaling=number(raw, "routed_scaling_factor", 1.0),

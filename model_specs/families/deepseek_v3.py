@@ -9,7 +9,7 @@ from model_specs.config import ModelConfig, parse_decoder
 from model_specs.families.deepseek_v2 import latent_server_keys, latent_server_parts
 from model_specs.family import Family
 from model_specs.moe import MoEConfig, parse_experts, parse_groups, parse_mla
-from model_specs.values import number, positive, require
+from model_specs.values import boolean, num_layers, number, positive, require
 
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
@@ -19,16 +19,16 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
 def _experts(raw: Mapping[str, Any]) -> MoEConfig:
     num_experts, top_k = parse_experts(raw)
     require(raw, {"scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1, "topk_method": "noaux_tc"})
-    groups = parse_groups(raw, num_experts, top_k)
-    dense, width = raw.get("first_k_dense_replace") or 0, positive(raw, "moe_intermediate_size")
+    groups = parse_groups({"n_group": 8, "topk_group": 4, **raw}, num_experts, top_k)
+    dense, width = positive(raw, "first_k_dense_replace", 3, least=0), positive(raw, "moe_intermediate_size")
     return MoEConfig(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=width,
         shared_intermediate_size=width * positive(raw, "n_shared_experts"),
-        sparse_layers=tuple(i >= dense for i in range(positive(raw, "num_hidden_layers"))),
+        sparse_layers=tuple(i >= dense for i in range(num_layers(raw))),
         score_function="sigmoid",
-        normalize=bool(raw.get("norm_topk_prob", True)),
+        normalize=boolean(raw, "norm_topk_prob", True),
         scaling=number(raw, "routed_scaling_factor", 2.5),
         num_groups=groups[0],
         top_k_groups=groups[1],

@@ -8,6 +8,7 @@ from typing import Any
 from model_specs.config import ModelConfig, parse_decoder
 from model_specs.family import Family
 from model_specs.server_parts import DECODER, Rows, ServerParts
+from model_specs.values import boolean
 
 _SERVER_PARTS: ServerParts = {
     **{module: place for module, place in DECODER.items() if module not in ("gate_proj", "up_proj")},
@@ -19,7 +20,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     return parse_decoder(
         raw,
         attention_bias=None,
-        qkv_bias=bool(raw.get("attention_bias", True)),
+        qkv_bias=boolean(raw, "attention_bias", True),
         post_norms=True,
         fused_gate_up=True,
         rope_interleaved=True,
@@ -28,6 +29,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         # What transformers takes for keys that a file lacks.
         default_rotary_factor=0.5,
         default_head_dim=128,
+        default_num_kv_heads=2,
         default_rms_norm_eps=1.5625e-07,
     )
 

@@ -11,7 +11,7 @@ from model_specs.family import Family
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     # It always has biases of q, k and v and never one of the output, whatever attention_bias is.
-    return parse_decoder(raw, qkv_bias=True, attention_bias=None)
+    return parse_decoder(raw, qkv_bias=True, attention_bias=None, default_num_kv_heads=32)
 
 
 QWEN2 = Family(architecture="Qwen2ForCausalLM", parse=_parse)

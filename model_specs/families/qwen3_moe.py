@@ -8,24 +8,26 @@ from typing import Any
 from model_specs.config import ModelConfig, parse_decoder
 from model_specs.family import Family
 from model_specs.moe import MoEConfig, parse_experts
-from model_specs.values import positive
+from model_specs.values import ModelConfigError, boolean, num_layers, positive
 
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
-    return parse_decoder(raw, qk_norm=True, moe=_experts(raw))
+    return parse_decoder(raw, qk_norm=True, default_num_kv_heads=4, moe=_experts(raw))
 
 
 def _experts(raw: Mapping[str, Any]) -> MoEConfig:
     num_experts, top_k = parse_experts(raw)
-    step, dense = positive(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    step, dense = positive(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ModelConfigError(f"mlp_only_layers={dense!r} must be a list of layers")
     return MoEConfig(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=positive(raw, "moe_intermediate_size"),
         shared_intermediate_size=0,
-        sparse_layers=tuple((i + 1) % step == 0 and i not in dense for i in range(positive(raw, "num_hidden_layers"))),
+        sparse_layers=tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers(raw))),
         score_function="softmax",
-        normalize=bool(raw.get("norm_topk_prob", False)),
+        normalize=boolean(raw, "norm_topk_prob", False),
         scaling=1.0,
         num_groups=1,
         top_k_groups=1,

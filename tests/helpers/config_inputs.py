@@ -1,13 +1,17 @@
 """Inputs of the configuration tests: files as users of the tutorial write them, and the smallest model folder."""
 
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.config.checks import run_checks
 from core.config.load import load_config
+from model_specs.hf_config import ModelConfigError, parse_config
+from model_specs.tensors import hf_shapes
 
 PPO_7B_128_GPUS = """\
 experiment_name: ppo-7B-distill-gpus-128
@@ -285,22 +289,31 @@ TOKENIZER = {"added_tokens": [{"id": 63, "content": "<eos>"}], "model": {"type":
 
 
 def write_model(folder: Path, **changes: object) -> Path:
-    """A folder that looks like a model from outside: config, tokenizer, one weight file with a valid header."""
+    """A folder that looks like a model from outside: config, tokenizer, one weight file of zeros."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**TINY_CONFIG, **changes}))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    write_safetensors(folder / "model.safetensors", {"model.norm.weight": 32})
+    write_safetensors(folder / "model.safetensors", tensors_of({**TINY_CONFIG, **changes}))
     return folder
 
 
-def write_safetensors(path: Path, sizes: dict[str, int]) -> None:
+def tensors_of(config: dict[str, Any], *, is_critic: bool = False) -> dict[str, tuple[int, ...]]:
+    """The tensors of a config.json by name, none where it is not supported."""
+    try:
+        return hf_shapes(parse_config(config), is_critic=is_critic)
+    except ModelConfigError:
+        return {}
+
+
+def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """float32 zeros under these names."""
     header, end = {}, 0
-    for name, size in sizes.items():
-        header[name] = {"dtype": "F32", "shape": [size], "data_offsets": [end, end + 4 * size]}
-        end += 4 * size
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * end)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, path.stat().st_size + end)
 
 
 def write_prompts(path: Path, num_rows: int = 4) -> Path:

@@ -66,19 +66,19 @@ def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> Non
     )
 
 
-def test_rope_parameters_of_newer_files_win_over_rope_scaling() -> None:
+def test_rope_scaling_wins_over_rope_parameters_as_a_whole() -> None:
     both = {
         "rope_scaling": {**LLAMA3, "factor": 4.0, "original_max_position_embeddings": 32},
         "rope_parameters": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 64},
     }
     scaling = parse_config({**QWEN2, "model_type": "llama", **both}).rope_scaling
     assert isinstance(scaling, Llama3RopeScaling)
-    assert (scaling.factor, scaling.original_max_position_embeddings) == (8.0, 64)
+    assert (scaling.factor, scaling.original_max_position_embeddings) == (4.0, 32)
 
 
 @pytest.mark.parametrize(
     ("given", "mscale", "all_dim"),
-    [({"mscale": 0.7, "mscale_all_dim": 0.5}, 0.7, 0.5), ({"mscale": 0.7}, 1.0, 0.0), ({}, 1.0, 0.0)],
+    [({"mscale": 0.7, "mscale_all_dim": 0.5}, 0.7, 0.5), ({"mscale": 1.0}, 1.0, 0.0), ({}, 1.0, 0.0)],
 )
 def test_yarn_scales_cosines_by_mscale_only_beside_mscale_all_dim(
     given: dict[str, float], mscale: float, all_dim: float
@@ -140,7 +140,13 @@ def test_a_sliding_window_as_long_as_the_context_is_full_attention() -> None:
         ({"rope_scaling": "yarn"}, ("rope_scaling='yarn'", "object")),
         ({"rope_scaling": {**LLAMA3, "factor": "8"}, "original_max_position_embeddings": 64}, ("factor='8'", "number")),
         ({"rope_theta": "1e6"}, ("rope_theta='1e6'", "number")),
-        ({"rope_scaling": {**LLAMA3}}, ("original_max_position_embeddings",)),
+        ({"rope_scaling": {**LLAMA3}, "original_max_position_embeddings": 0}, ("original_max_position_embeddings=0",)),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000", "1000")),
+        ({**QWEN3_MOE, "num_experts": 10**9}, ("num_experts=1000000000", "4096")),
+        ({**QWEN3_MOE, "mlp_only_layers": "1"}, ("mlp_only_layers='1'", "list")),
+        ({**QWEN3_MOE, "num_local_experts": 8}, ("num_experts=4", "num_local_experts=8")),
+        ({"hidden_size": True}, ("hidden_size=True", "integer")),
+        ({"architectures": 5, "head_dim": 7}, ("head_dim=7", "even")),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_with_key_and_value(

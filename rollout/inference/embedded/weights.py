@@ -10,7 +10,6 @@ Invariant: `names` maps each Hugging Face name to a view into that storage, so t
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from model_specs.hf_config import read_config
+from model_specs.weight_files import check_tensors, stored_tensors
 from rollout.inference.embedded.config import InferenceConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -137,7 +138,9 @@ class ModelWeights:
     def load_folder(self, path: str | Path) -> None:
         """Read the weights of a Hugging Face folder. Raises ValueError where a file is missing, truncated or does not
         hold this model."""
-        for file in _weight_files(Path(path)):
+        stored = stored_tensors(path)
+        check_tensors(path, stored, read_config(path), value_head=False)
+        for file in sorted({tensor.file for tensor in stored.values()}):
             try:
                 for name, tensor in _read(file):
                     self.update({name: tensor})
@@ -145,21 +148,6 @@ class ModelWeights:
                 raise ValueError(f"{file} cannot be read: {e}; it may be truncated, fetch or export it again") from e
             except ValueError as e:
                 raise ValueError(f"{file}: {e}") from e
-        if self.missing:
-            raise ValueError(f"{path} lacks {len(self.missing)} parameters, among them {min(self.missing)}")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that the index names: a folder may contain the same weights in another format."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        try:
-            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{index}: not an index of safetensors files ({type(e).__name__})") from None
-    if not single.is_file():
-        raise ValueError(f"{folder}: neither {single.name} nor {index.name}")
-    return [single]
 
 
 def _read(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -20,13 +20,12 @@ from helpers.config_inputs import (
     TOKENIZER,
     fake_gpus,
     problems,
+    tensors_of,
     write_model,
     write_prompts,
     write_run,
     write_safetensors,
 )
-from model_specs.fits import check_shapes
-from model_specs.hf_config import ModelConfigError, parse_config
 
 
 def test_a_run_that_can_start_has_no_problem(tmp_path: Path) -> None:
@@ -75,19 +74,18 @@ def test_a_tokenizer_that_does_not_load_or_fit_is_named(tmp_path: Path, content:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_size": 64}, "model.norm.weight has the shape [32] in the weight files, config.json requires [64]"),
+        ({"hidden_size": 64}, "model.embed_tokens.weight has the shape [64, 32], config.json requires [64, 64]"),
+        ({"intermediate_size": 48}, "layers.0.mlp.gate_proj.weight has the shape [64, 32], config.json requires [48,"),
         ({"rope_theta": -1}, "rope_theta=-1.0 must be a number above 0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number above 0"),
-        ({"num_hidden_layers": 99}, "num_hidden_layers=99 in config.json, but the weight files have no layer 2"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number"),
+        ({"num_hidden_layers": 99}, "num_hidden_layers=99 in config.json, the weight files have 2 layers"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no place in a qwen2 model: num_hidden"),
     ],
 )
 def test_a_config_of_another_model_than_the_weights_is_named(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     path = write_run(tmp_path)
-    weights = {"model.norm.weight": 32, "model.layers.0.x": 1, "model.layers.1.x": 1}
-    write_safetensors(tmp_path / "model" / "model.safetensors", weights)
-    assert problems(path) == []
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | changes))
     (message,) = problems(path)
@@ -102,24 +100,36 @@ def test_a_critic_needs_a_value_head_and_no_other_model_has_one(tmp_path: Path) 
     assert "critic.path: model: holds no critic (score.weight is missing); set critic.init_critic_from_actor" in message
     assert problems(path, *with_critic, "critic.init_critic_from_actor=true") == []
     assert problems(path, *with_critic, "critic.init_from_scratch=true") == []
-    write_safetensors(critic / "model.safetensors", {"model.norm.weight": 32, "score.weight": 32})
+    write_safetensors(critic / "model.safetensors", tensors_of(TINY_CONFIG, is_critic=True))
     assert problems(path, "ppo.disable_value=false", f"critic.path={critic}") == []
     (message,) = problems(path, f"actor.path={critic}")
     assert "actor.path: critic: holds a critic (score.weight is a value head)" in message
 
 
-def test_the_shapes_of_a_real_model_fit() -> None:
-    config = parse_config(TINY_CONFIG)
-    shapes = {
-        "model.embed_tokens.weight": [64, 32], "lm_head.weight": [64, 32], "model.norm.weight": [32],
-        "model.layers.0.self_attn.q_proj.weight": [32, 32], "model.layers.0.self_attn.k_proj.weight": [16, 32],
-        "model.layers.0.mlp.down_proj.weight": [32, 64], "model.layers.1.mlp.down_proj.weight": [32, 64],
-    }  # fmt: skip
-    check_shapes(config, shapes)
-    for name, shape in shapes.items():
-        if name != "model.layers.1.mlp.down_proj.weight":
-            with pytest.raises(ModelConfigError, match=f"{name} has the shape"):
-                check_shapes(config, shapes | {name: [shape[0] + 1, *shape[1:]]})
+def _renamed(old: str, new: str) -> dict[str, tuple[int, ...]]:
+    return {name.replace(old, new): shape for name, shape in tensors_of(TINY_CONFIG).items()}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (_renamed("model.", "module.model."), "names begin with 'module.model.' in place of 'model.'"),
+        (_renamed("model.", ""), "names begin with '' in place of 'model.'"),
+        (_renamed("model.", "base_model.model.model."), "a LoRA adapter is in the folder; merge it"),
+        (tensors_of(TINY_CONFIG) | {"model.layers.0.self_attn.q_proj.lora_A.weight": (2, 32)}, "a LoRA adapter"),
+        (tensors_of(TINY_CONFIG) | {"model.layers.0.mlp.up_proj.weight_scale_inv": (1, 1)}, "weights are quantized"),
+        (_renamed("proj.weight", "proj.qweight"), "the weights are quantized, and only"),
+        (_renamed("1.mlp.up_proj.weight", "1.mlp.up.weight"), "model.layers.1.mlp.up_proj.weight is missing"),
+        (_renamed("model.norm", "model.final_norm"), "model.norm.weight is missing"),
+    ],
+)
+def test_a_folder_that_is_not_what_it_says_is_refused_with_the_reason(
+    tmp_path: Path, tensors: dict[str, tuple[int, ...]], said: str
+) -> None:
+    path = write_run(tmp_path)
+    write_safetensors(tmp_path / "model" / "model.safetensors", tensors)
+    (message,) = problems(path)
+    assert "actor.path: " in message and said in message
 
 
 def test_what_no_environment_can_hold_and_a_pipe_and_too_many_requests_are_named(tmp_path: Path) -> None:
@@ -197,29 +207,42 @@ def test_a_truncated_weight_file_is_found_by_its_header(tmp_path: Path, cut: int
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"abc", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\xff" * 64]
+    ("content", "said"),
+    [
+        (b"", "not a safetensors file"),
+        (b"abc", "not a safetensors file"),
+        (b"\xff" * 64, "not a safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a git-lfs pointer in place of the file"),
+    ],
 )
-def test_what_is_no_weight_file_is_found(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_what_is_no_weight_file_and_no_tokenizer_is_found(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     path = write_run(tmp_path)
-    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    (tmp_path / "model" / name).write_bytes(content)
     (message,) = problems(path)
-    assert "model/model.safetensors: not a safetensors file" in message
+    assert f"model/{name}: {said if b'git' in content or name != 'tokenizer.json' else 'not valid JSON'}" in message
 
 
 def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
     path = write_run(tmp_path)
-    model = tmp_path / "model"
+    model, tensors = tmp_path / "model", tensors_of(TINY_CONFIG)
     (model / "model.safetensors").unlink()
-    index = {"weight_map": {"a": "s1.safetensors", "b": "s2.safetensors"}}
+    first, second = dict(list(tensors.items())[:5]), dict(list(tensors.items())[5:])
+    index = {"weight_map": dict.fromkeys(first, "s1.safetensors") | dict.fromkeys(second, "s2.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    write_safetensors(model / "s1.safetensors", {"a": 3})
-    assert "model/s2.safetensors: No such file or directory" in problems(path)[0]
-    write_safetensors(model / "s2.safetensors", {"x": 3})
-    assert "model/s2.safetensors: has no b, which model.safetensors.index.json lists" in problems(path)[0]
-    write_safetensors(model / "s2.safetensors", {"b": 3})
+    write_safetensors(model / "s1.safetensors", first)
+    assert "model/s2.safetensors: no such file, though model.safetensors.index.json lists it" in problems(path)[0]
+    write_safetensors(model / "s2.safetensors", {"x": (3,)})
+    assert f"model/s2.safetensors: has no {min(second)}, which model.safetensors.index.json lists" in problems(path)[0]
+    write_safetensors(model / "s2.safetensors", tensors)
+    assert "is in s1.safetensors too" in problems(path)[0]
+    write_safetensors(model / "s2.safetensors", second)
     assert problems(path) == []
     (model / "model.safetensors.index.json").write_text("[]")
     assert "not an index of safetensors files" in problems(path)[0]
+    index["weight_map"]["model.norm.weight"] = "../../other.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.norm.weight is in '../../other.safetensors', which is no file of the folder" in problems(path)[0]
 
 
 def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_model_without_a_tokenizer_may_have_a_chat_template(tmp_path: Path) ->
 V3 = {
     "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "num_key_value_heads": 4, "n_shared_experts": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
-    "v_head_dim": 4,
+    "v_head_dim": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
 }  # fmt: skip
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG_CHANGES = {
     "unknown architecture": {"model_type": "gpt2"},
     "shapes": {"intermediate_size": 50},
-    "no space": {"vocab_size": 10**12},
+    "no space": {"vocab_size": 2 * 10**9},
     "checkpoint of another shape": {"num_hidden_layers": 2},
 }
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, vpp=2), ParallelLayout(dp=2)]
@@ -346,7 +346,7 @@ def test_a_critic_converts_with_its_value_head(ranks: RankPool, model_folders: A
         ("mixed dtypes", ("F32", "BF16", "one dtype")),
         ("missing shard", ("model-2.safetensors", "no such file")),
         ("unknown architecture", ("model_type='gpt2'", "qwen2, qwen3")),
-        ("shapes", ("(48, 32)", "config.json requires (50, 32)")),
+        ("shapes", ("[48, 32]", "config.json requires [50, 32]")),
         ("no space", ("GiB", "free")),
         ("layout that does not fit", ("num_attention_heads=4", "3")),
         ("checkpoint of another shape", ("config.json requires (2,",)),
@@ -385,7 +385,8 @@ def test_bad_input_is_one_error_and_nothing_is_written(
         save_file(tensors, file)
     elif what == "missing shard":
         names = load_file(file)
-        weight_map = dict.fromkeys(names, "model.safetensors") | {"model.norm.weight": "model-2.safetensors"}
+        file.rename(file.with_name("model-1.safetensors"))
+        weight_map = dict.fromkeys(names, "model-1.safetensors") | {"model.norm.weight": "model-2.safetensors"}
         (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     elif what in CONFIG_CHANGES:
         config = source / "config.json"

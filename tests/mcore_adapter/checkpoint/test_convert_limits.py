@@ -17,8 +17,8 @@ import torch
 from helpers.saved_models import assert_same_bytes, tensors_of
 from mcore_adapter.hf.safetensors_folder import ShardWriter, replacing_folder
 from mcore_adapter.hf.saving import tensor_specs, write_config
-from mcore_adapter.models.families import hf_shapes
 from model_specs.hf_config import parse_config
+from model_specs.tensors import hf_shapes
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGEST = 4096 * 1024 * 4

@@ -285,7 +285,7 @@ def broken(folder: Path, what: str) -> Path:
         ("missing shard", ["no such file"]),
         ("broken index", ["not an index"]),
         ("missing tensor", ["model.layers.2.mlp.up_proj.weight"]),
-        ("wrong shape", ["model.layers.2.mlp.up_proj.weight", "(47, 32)", "(48, 32)"]),
+        ("wrong shape", ["model.layers.2.mlp.up_proj.weight", "[47, 32]", "[48, 32]"]),
         ("unknown tensor", ["model.layers.2.mlp.up_proj.lora_A"]),
     ],
 )

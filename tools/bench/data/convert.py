@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_adapter.hf.safetensors_folder import ShardWriter
-from mcore_adapter.models.families import hf_shapes
 from model_specs.hf_config import parse_config
+from model_specs.tensors import hf_shapes
 from tools import convert
 from tools.bench.cpu.components import ROUNDS, Scene, alternate
 from tools.bench.figure import Figure

@@ -165,7 +165,7 @@ def test_a_missing_folder_a_truncated_file_and_absent_parameters_are_named(tmp_p
     (file,) = tmp_path.glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="model.safetensors cannot be read.*truncated"):
+    with pytest.raises(ValueError, match="model.safetensors: truncated"):
         EmbeddedGenerator(tmp_path)
     file.unlink()
     with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
