@@ -1,6 +1,6 @@
 """Weights of a sharded model, read from a Hugging Face folder or drawn from a seed.
 
-Every operation follows the tables of families.py. Invariant: no rank ever holds more than its own shard plus one
+Every operation follows the tables of tables.py. Invariant: no rank ever holds more than its own shard plus one
 parameter.
 """
 

@@ -1,4 +1,4 @@
-"""How one Megatron parameter relates to Hugging Face tensors: what the tables of parts.py are made of.
+"""How one Megatron parameter relates to Hugging Face tensors: what the tables of tables.py are made of.
 
 One description serves both directions. A `Conversion` lists, for a tensor-parallel rank, the pieces of Hugging Face
 tensors that lie one after the other in its Megatron parameter; loading copies pieces in, exporting copies them out.
