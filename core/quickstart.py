@@ -43,7 +43,15 @@ from core.monitoring.logs import kept_records, log_to_terminal
 from core.monitoring.worker_warnings import DRIVER_LOG
 from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
 from core.runs.paths import RunningError, RunPaths, begins_anew, private_files, set_aside, sole_run
-from core.runs.record import command_line, how_to_continue, where_the_model_is, write_record
+from core.runs.record import (
+    changes_since,
+    command_line,
+    how_to_continue,
+    is_complete,
+    where_the_model_is,
+    write_complete,
+    write_record,
+)
 
 logger = logging.getLogger("quickstart")
 
@@ -108,6 +116,8 @@ def _main(argv: Sequence[str] | None) -> int:
         for record in about_data:
             logging.getLogger(record.name).handle(record)
         command = None if looks_only else list(map(masked_override, command_line(argv)))
+        if command and not loaded.where("trial_name"):
+            command.append(f"trial_name={loaded.config.trial_name}")
         return _start(arguments.experiment, loaded, paths, console, command, aside=aside, lacking=lacking)
 
 
@@ -183,13 +193,23 @@ def _start(
         logger.info(line)
     if note := not_joined_note(config):
         logger.info(note)
+    changes = changes_since(paths, recorded(config))
+    continues = not begins_anew(config, paths) and not config.recover_ignore_changes  # other data: other steps
+    complete = continues and is_complete(paths, _length(config))
+    if complete:
+        logger.info(_how_to_train_on(config, paths))
     if command is None:
         if lacking:
             logger.warning(host_section(lacking))
         logger.info("Dry run: every check%s passed; nothing was started.", " of the recipe" if lacking else "")
         return 0
+    if complete and changes:
+        logger.error("These changes have no effect on a trial that is complete: %s.", "; ".join(changes))
+        return BAD_INPUT
+    if complete:
+        return DONE
     try:
-        changes = write_record(config.NAME, recorded(config), paths, command)
+        write_record(config.NAME, recorded(config), paths, command)
     except OSError as error:
         logger.error("%s", could_not_write("the configuration", paths.logs, error))
         return FAILED
@@ -218,6 +238,7 @@ def _attempt(
     try:
         _run(config, paths, console, attempt)
         begin_shutdown()  # a signal changes nothing from here on
+        write_complete(paths, _length(config))
         logger.info("Training is complete. %s", where_the_model_is(paths))
         return DONE
     except KeyboardInterrupt:
@@ -234,6 +255,20 @@ def _attempt(
             logger.error("%s", raised, exc_info=error)
             return FAILED
         raise
+
+
+def _length(config: ExperimentConfig) -> dict[str, int | None]:
+    """Return the keys that set the length of a run."""
+    control = config.exp_ctrl
+    return {"total_train_epochs": control.total_train_epochs, "total_train_steps": control.total_train_steps}
+
+
+def _how_to_train_on(config: ExperimentConfig, paths: RunPaths) -> str:
+    given = [f"exp_ctrl.{key}={value}" for key, value in _length(config).items() if value is not None]
+    return (
+        f"Training is complete already: to train on, raise {' and '.join(given)}; to train anew, choose another "
+        f"trial_name or write recover_mode=disabled. {where_the_model_is(paths)}"
+    )
 
 
 def _interrupted(config: ExperimentConfig, paths: RunPaths, attempt: Attempt, command: Sequence[str]) -> int:

@@ -84,6 +84,7 @@ def train(config: ConfigSource, *, experiment: str = "ppo-math", **overrides: ob
     """
     checked = load_config(config, experiment=experiment, **overrides)
     with _arguments(config, overrides) as (file, words):
+        words.append(f"trial_name={checked.trial_name}")  # its default is the time of this call
         code = _run("core.quickstart", [experiment, "--config", str(file), *words], [*_folders(overrides)])
     if code:
         raise RunError(f"{experiment} ended with exit code {code}: {EXIT_CODES.get(code, 'killed by a signal')}", code)

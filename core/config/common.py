@@ -35,7 +35,11 @@ class CommonExperimentConfig(Section):
         description="Name of the experiment; part of every output path", pattern=_NAME, max_length=_LONGEST
     )
     trial_name: str = key(
-        description="Name of the trial; part of every output path", pattern=_NAME, max_length=_LONGEST
+        "",
+        "Name of the trial; part of every output path. Default: date and time of the start. The same name continues "
+        "the trial",
+        pattern=_NAME,
+        max_length=_LONGEST,
     )
     mode: Literal["ray", "local"] = key("ray", "How processes are started. local: Ray on this machine only")
     n_nodes: int = key(1, "Number of nodes", ge=1)

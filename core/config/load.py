@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
         problems += apply_override(tree, override, replaced)
     as_given = copied(tree)
     ignored, wrong = translate(tree, model)
+    tree.children.setdefault("trial_name", Scalar(time.strftime("%Y%m%d-%H%M%S"), ""))
     binder = _Binder(model, tree, as_given)
     values = binder.bind()
     problems += wrong + binder.problems

@@ -1,7 +1,9 @@
 """What a run was started with, in its log folder: the resolved configuration, the command line and the versions.
 
-    {logs}/config.yaml     every key with its value; `--config` reads it
-    {logs}/starts.jsonl    one row for each start of the trial: time, command line, folder, host, versions
+    {logs}/config.yaml      every key with its value; `--config` reads it. config.1.yaml, config.2.yaml: those of
+                            earlier starts that differed, the oldest first
+    {logs}/starts.jsonl     one row for each start of the trial: time, command line, folder, host, versions
+    {logs}/complete.json    after the end of training: the length of the run, and its models
 
 Callers pass configuration and command line with their secrets masked.
 """
@@ -19,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import yaml
 
 from core.runs.paths import RecoverKeys, RunPaths
 
-CONFIG, STARTS = "config.yaml", "starts.jsonl"
+CONFIG, STARTS, COMPLETE = "config.yaml", "starts.jsonl", "complete.json"
 _MAX_CHANGES = 10
 _MODEL = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
 
@@ -39,21 +42,46 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
     return [sys.executable, "-m", "core.quickstart", *argv]
 
 
-def write_record(experiment: str, now: Mapping[str, Any], paths: RunPaths, command: Sequence[str]) -> list[str]:
-    """Write the configuration `now` of an experiment, command line and versions; return what differs from the
-    configuration of the last start, as "key: before -> now". Raises OSError."""
+def write_record(experiment: str, config: Mapping[str, Any], paths: RunPaths, command: Sequence[str]) -> None:
+    """Write configuration, command line and versions of a start. A configuration that differed stays beside the new
+    one. Raises OSError."""
     file = paths.logs / CONFIG
-    before = _read(file)
-    with open(paths.logs / STARTS, "a", encoding="utf-8") as f:
-        f.write(json.dumps(_start(command)) + "\n")
-    text = yaml.safe_dump(dict(now), sort_keys=False, allow_unicode=True)
+    if changes_since(paths, config):
+        numbered = (file.with_suffix(f".{number}.yaml") for number in count(1))
+        file.rename(next(path for path in numbered if not path.exists()))
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     file.write_text(f"# {experiment}: every key of the newest start of this trial\n{text}", encoding="utf-8")
+    (paths.logs / COMPLETE).unlink(missing_ok=True)
+    with open(paths.logs / STARTS, "a+b") as starts:
+        starts.seek(0)
+        starts.truncate(starts.read().rfind(b"\n") + 1)  # a row that was cut off
+        starts.write(json.dumps(_start(command)).encode() + b"\n")
+
+
+def changes_since(paths: RunPaths, config: Mapping[str, Any]) -> list[str]:
+    """Return what differs from the configuration of the last start, as "key: before -> now"."""
+    before = _read(paths.logs / CONFIG)
     if before is None:
         return []
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(_leaves(before)), dict(_leaves(config))
     changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
     more = [f"and {len(changed) - _MAX_CHANGES} more"] if len(changed) > _MAX_CHANGES else []
     return changed[:_MAX_CHANGES] + more
+
+
+def write_complete(paths: RunPaths, end: Mapping[str, int | None]) -> None:
+    """Record that training has come to its `end`, the keys that set the length of a run. Raises OSError."""
+    newest = newest_model(paths)
+    models = [] if newest is None else [str(m) for m in paths.checkpoints.glob(f"*/{newest.name}")]
+    (paths.logs / COMPLETE).write_text(json.dumps({"end": end, "models": models}), encoding="utf-8")
+
+
+def is_complete(paths: RunPaths, end: Mapping[str, int | None]) -> bool:
+    """Return whether the trial has come to this `end` already, and has its models still."""
+    found = _read(paths.logs / COMPLETE)
+    if found is None or found.get("end") != end:
+        return False
+    return all(Path(model, "config.json").is_file() for model in found["models"])
 
 
 def how_to_continue(keys: RecoverKeys, paths: RunPaths, command: Sequence[str]) -> str:

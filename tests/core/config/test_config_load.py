@@ -89,7 +89,7 @@ gruop_size: 8
 
 def test_missing_keys_are_named_all(tmp_path: Path) -> None:
     found = errors(tmp_path, "mode: ray\n")
-    for key in ("experiment_name", "trial_name", "dataset.path", "actor.path"):
+    for key in ("experiment_name", "dataset.path", "actor.path"):
         assert any(f"{key}: required" in line for line in found), (key, found)
 
 

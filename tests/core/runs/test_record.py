@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,10 @@ from core.config.load import load_config
 from core.config.show import recorded
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
 from core.runs.paths import RunPaths
-from core.runs.record import command_line, how_to_continue, write_record
+from core.runs.record import changes_since, command_line, how_to_continue, write_record
 from helpers.config_inputs import write_run
+
+ROOT = Path(__file__).parents[3]
 
 
 def loaded(folder: Path, *overrides: str) -> tuple[ExperimentConfig, RunPaths]:
@@ -34,7 +39,8 @@ def saved(folder: Path, engine: str, name: str) -> None:
 def test_the_recorded_configuration_starts_the_same_run(tmp_path: Path) -> None:
     write_run(tmp_path)
     config, paths = loaded(tmp_path, "group_size=2", "actor.optimizer.lr=1e-5", "staleness.max_staleness=3")
-    assert write_record("ppo-math", recorded(config), paths, ["python"]) == []
+    write_record("ppo-math", recorded(config), paths, ["python"])
+    assert changes_since(paths, recorded(config)) == []
     again = load_config("ppo-math", paths.logs / "config.yaml", []).config
     assert again.model_dump() == config.model_dump()
 
@@ -66,14 +72,57 @@ def test_every_start_has_its_command_line_and_versions_and_no_secret(
     assert all("hunter2" not in file.read_text() for file in logs.iterdir())
 
 
-def test_what_changed_since_the_last_start_is_returned(tmp_path: Path) -> None:
+def test_what_changed_since_the_last_start_is_known_and_earlier_configurations_stay(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for lr in ("1e-5", "1e-5", "1e-4", "1e-3"):
+        config, paths = loaded(tmp_path, f"actor.optimizer.lr={lr}")
+        changes = changes_since(paths, recorded(config))
+        write_record("ppo-math", recorded(config), paths, ["python"])
+    assert changes == ["actor.optimizer.lr: 0.0001 -> 0.001"]
+    rates = [
+        load_config("ppo-math", paths.logs / name, []).config.actor.optimizer.lr  # type: ignore[union-attr]
+        for name in ("config.1.yaml", "config.2.yaml", "config.yaml")
+    ]
+    assert rates == [1e-5, 1e-4, 1e-3] and not (paths.logs / "config.3.yaml").exists()
+
+
+def test_a_row_of_a_start_that_was_cut_off_does_not_spoil_the_next_one(tmp_path: Path) -> None:
     write_run(tmp_path)
     config, paths = loaded(tmp_path)
-    write_record("ppo-math", recorded(config), paths, ["python"])
-    assert write_record("ppo-math", recorded(config), paths, ["python"]) == []
-    config, paths = loaded(tmp_path, "actor.optimizer.lr=1e-3")
-    before = loaded(tmp_path)[0].actor.optimizer.lr  # type: ignore[union-attr]
-    assert write_record("ppo-math", recorded(config), paths, ["python"]) == [f"actor.optimizer.lr: {before} -> 0.001"]
+    for command in (["first"], ["second"], ["third"]):
+        write_record("ppo-math", recorded(config), paths, command)
+        starts = paths.logs / "starts.jsonl"
+        if command == ["second"]:
+            starts.write_bytes(starts.read_bytes()[:-20])
+    assert [json.loads(line)["command"] for line in starts.read_text().splitlines()] == ["first", "third"]
+
+
+WITHOUT_A_NAME = """
+import logging, sys, time
+from core import quickstart
+
+def run(config, paths, console, attempt):
+    if attempt.number == 1:
+        time.sleep(1.1)  # another second, in which another name would be made
+        raise RuntimeError("lost")
+    logging.info("attempt 2 is %s", config.trial_name)
+    raise KeyboardInterrupt
+
+quickstart._run = run
+sys.exit(quickstart.main(sys.argv[1:]))
+"""
+
+
+def test_a_trial_without_a_name_has_the_same_one_in_every_attempt_and_where_it_continues(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    run.write_text(re.sub("trial_name: .*\n", "", run.read_text()))
+    command = [sys.executable, "-c", WITHOUT_A_NAME, "ppo-math", "--config", str(run)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == INTERRUPTED, done.stdout + done.stderr
+    (logs,) = (tmp_path / "out" / "logs").glob("*/small/*")
+    assert re.fullmatch(r"\d{8}-\d{6}", logs.name)
+    assert f"attempt 2 is {logs.name}" in done.stdout
+    assert re.search(f"Continue with: .*--config {run} trial_name={logs.name}$", done.stdout, re.MULTILINE)
 
 
 def attempt(
