@@ -29,7 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from core.monitoring.sample_file import read_samples
-from core.monitoring.samples import Sample, headline, printable, shortened
+from core.monitoring.samples import Sample, headline, shortened
+from rollout.data.source import printable
 from tools.arguments import BadRequest, integer, program, run_with, step_range
 
 Keep = Callable[[Sample], bool]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from rollout.data.source import printable
 from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -188,11 +189,6 @@ def _turns(tokens: np.ndarray, by_model: np.ndarray, decode: Decode) -> tuple[Tu
         Turn(by="model" if by_model[begin] else "environment", text=decode(tokens[begin:end]))
         for begin, end in zip(cuts, cuts[1:], strict=False)
     )
-
-
-def printable(text: str) -> str:
-    """Return the text without characters that control a terminal: they are written as escapes, line ends stay."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, chars: int = _SHOWN_CHARS) -> str:

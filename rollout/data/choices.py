@@ -66,7 +66,7 @@ def right_letter(answer: Any, texts: Sequence[str], labels: Sequence[str]) -> st
     if isinstance(answer, bool) or not isinstance(answer, int | float | str):
         raise ValueError(f"the answer to a multiple choice must be a letter or an index, found {str(answer)[:60]!r}")
     if not isinstance(answer, str):
-        if answer != int(answer) or not 0 <= answer < len(texts):
+        if answer not in range(len(texts)):
             raise ValueError(f"the answer {answer} is no index of {len(texts)} options, counted from 0")
         return LETTERS[int(answer)]
     given = answer.strip()

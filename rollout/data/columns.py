@@ -7,12 +7,13 @@ set of column names there is one answer, whatever the rows hold, so that all row
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from model_specs.untrusted import parse_json
 from rollout.data.source import DatasetError, Fields
 
 PROMPTS = ("prompt", "problem", "question", "instruction", "query", "input")
@@ -48,21 +49,23 @@ class Columns:
     """What a completion is compared with, or what fine-tuning trains on: the first one that a row fills in."""
     choices: tuple[str, ...] = ()
     """One column with all the options, or a column for each."""
+    system: str | None = None
+    """The system message of a conversation without one."""
     tools: str | None = None
     query_id: str | None = None
     task: str | None = None
 
-    @property
+    @cached_property
     def used(self) -> frozenset[str]:
         """Names of all columns that have a meaning; of the answers only the first."""
-        single = (self.messages, self.tools, self.query_id, self.task)
+        single = (self.messages, self.system, self.tools, self.query_id, self.task)
         names = (*self.prompt, *self.answers[:1], *self.choices, *single)
         return frozenset(name.partition(".")[0] for name in names if name is not None)
 
     def __str__(self) -> str:
         parts = {
             "prompt": "+".join(self.prompt), "messages": self.messages, "answer": self.answers[:1] and self.answers[0],
-            "choices": ", ".join(self.choices), "tools": self.tools, "id": self.query_id,
+            "choices": ", ".join(self.choices), "system": self.system, "tools": self.tools, "id": self.query_id,
         }  # fmt: skip
         return "; ".join(f"{role} from {name!r}" for role, name in parts.items() if name)
 
@@ -97,6 +100,7 @@ def find_columns(names: Sequence[str], fields: Fields, hints: Fields, *, in_full
         messages=messages,
         answers=answers,
         choices=lettered or tuple(name for name in choices if name is not None),
+        system=_first(plain, ("system",)) if messages is not None else None,
         tools=given.get("tools") or _first(plain, _TOOLS),
         query_id=_first(plain, _IDS),
         task=_first(plain, ("task",)),
@@ -118,8 +122,8 @@ def parsed(text: str) -> Any:
     """Return the list or dictionary that a text holds as json, as csv files have them; else the text itself."""
     if text[:1] in ("[", "{"):
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
+            return parse_json(text)
+        except ValueError:
             return text
     return text
 

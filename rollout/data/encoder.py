@@ -8,7 +8,6 @@ beginning of the sequence at most, and every completion ends with one of `end_to
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from model_specs.untrusted import read_json_object
 from rollout.data.chat_template import ChatTemplate, Tools
 from rollout.data.messages import Messages
 from rollout.data.rows import Row
@@ -190,12 +190,9 @@ def _read_json(folder: str | Path, name: str) -> Mapping[str, Any]:
     if not folder or not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: not readable: {error}") from error
-    if not isinstance(found, dict):
-        raise DatasetError(f"{path}: expected a json object, found {type(found).__name__}")
-    return found
 
 
 def _start_tokens(tokenizer: Any) -> list[int]:

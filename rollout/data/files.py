@@ -1,4 +1,4 @@
-"""One file of records in any format: jsonl, json, csv, tsv, parquet and arrow; the text formats also gzip-compressed.
+"""One file of records in any format: jsonl, json, csv, tsv, parquet and arrow; the text formats also compressed.
 
 The text formats need the standard library only. Invariant: a record that comes out of here is a dictionary with its
 place (file and line or row), and whatever cannot be read is a DatasetError that names the place.
@@ -6,20 +6,29 @@ place (file and line or row), and whatever cannot be read is a DatasetError that
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
-import stat
+import lzma
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, cast
 
+from model_specs.untrusted import UntrustedFileError, open_regular, parse_json
 from rollout.data.source import DatasetError
 
+_LONGEST_LINE = 2**29
+"""In bytes: of a small compressed file it could be as long as the memory."""
+_OPENERS: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_COMPRESSED = ("gz", "bz2", "xz", "zst")
 _LONGEST_CELL = min(sys.maxsize, 2**31 - 1)
 _LISTS = ("data", "rows", "examples", "instances", "questions")
 """Keys of a json object that hold the records of a data set."""
@@ -39,15 +48,17 @@ class Record:
 def read_file(path: Path) -> Iterator[Record]:
     """Yield every record of a file. Raises DatasetError for one that is missing, no file, or not readable."""
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device, which can be read only once"
-            raise DatasetError(f"{path}: {kind}; name a file of rows")
-        yield from _READERS[format_of(path)](path)
+        with open_regular(path) as file:
+            start = cast(io.BufferedReader, file).peek(6)[:6]
+            yield from _READERS[_format_of(path, start)](path, _decompressed(path, file, start))
     except OSError as error:
         raise DatasetError(
             f"{path}: cannot read the data set: {error.strerror or error}; name a file of rows ({known_formats()})"
         ) from error
+    except UntrustedFileError as error:
+        raise DatasetError(f"{error}; name a file of rows") from error
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DatasetError(f"{path}: the compressed file ends early or is damaged: {error}") from error
 
 
 def known_formats() -> str:
@@ -55,14 +66,12 @@ def known_formats() -> str:
     return "jsonl, json, csv, tsv, parquet or arrow"
 
 
-def format_of(path: Path) -> str:
+def _format_of(path: Path, start: bytes) -> str:
     """Return the format of a file by its suffix, or by its first bytes where the suffix is no known one, or one of json
     on a file of another format."""
     suffix = suffix_of(path)
     if suffix not in (None, "jsonl", "json"):
         return suffix
-    with path.open("rb") as file:
-        start = file.read(6)
     magic = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
     return next((name for bytes_, name in magic.items() if start.startswith(bytes_)), suffix or "jsonl")
 
@@ -70,30 +79,34 @@ def format_of(path: Path) -> str:
 def suffix_of(path: Path) -> str | None:
     """Return the format that the name of a file ends with; None: no known one."""
     suffixes = [s.lower().removeprefix(".") for s in path.suffixes]
-    if suffixes and suffixes[-1] == "gz":
+    if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     last = {"ndjson": "jsonl", "pq": "parquet"}.get(suffixes[-1], suffixes[-1]) if suffixes else None
     return last if last in _READERS else None
 
 
-def _open(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else path.open("rb")
+def _decompressed(path: Path, file: IO[bytes], start: bytes) -> IO[bytes]:
+    """Return a file to read the content from; compression is found by the first bytes, whatever the name."""
+    if start.startswith(_ZSTD):
+        raise DatasetError(f"{path}: compressed with zstd, which is not read: run `zstd -d` and name the result")
+    return next((cast(IO[bytes], opener(file)) for magic, opener in _OPENERS.items() if start.startswith(magic)), file)
 
 
-def _read_jsonl(path: Path) -> Iterator[Record]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                place = f"{path}:{number}"
-                try:
-                    yield Record(place, number, _json_object(line))
-                except (ValueError, RecursionError) as error:
-                    raise DatasetError(f"{place}: {error}") from error
+def _read_jsonl(path: Path, file: IO[bytes]) -> Iterator[Record]:
+    for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+        place = f"{path}:{number}"
+        if len(line) == _LONGEST_LINE:
+            raise DatasetError(f"{place}: a line of more than {_LONGEST_LINE >> 20} MiB; write one row a line")
+        if line.strip():
+            try:
+                yield Record(place, number, _json_object(line))
+            except ValueError as error:
+                raise DatasetError(f"{place}: {error}") from error
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig").rstrip())
+        record = parse_json(line.rstrip())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:
@@ -103,21 +116,18 @@ def _json_object(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _read_json(path: Path) -> Iterator[Record]:
+def _read_json(path: Path, file: IO[bytes]) -> Iterator[Record]:
     """Yield the objects of a list, of a list under a key such as "data", or of lines: some name jsonl files .json."""
-    with _open(path) as file:
-        content = file.read()
+    content = file.read()
     try:
-        tree = json.loads(content.decode("utf-8-sig"))
+        tree = parse_json(content)
     except UnicodeDecodeError as error:
         raise DatasetError(f"{path}: not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and content.lstrip()[:1] == b"{":
-            yield from _read_jsonl(path)
+            yield from _read_jsonl(path, io.BytesIO(content))
             return
         raise DatasetError(f"{path}:{error.lineno}: not json: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise DatasetError(f"{path}: {error}") from error
     if isinstance(tree, dict):
         lists = [tree[key] for key in _LISTS if isinstance(tree.get(key), list)]
         tree = lists[0] if lists else [tree]
@@ -130,9 +140,9 @@ def _read_json(path: Path) -> Iterator[Record]:
         yield Record(place, number, record)
 
 
-def _read_table(path: Path, delimiter: str) -> Iterator[Record]:
+def _read_table(path: Path, file: IO[bytes], delimiter: str) -> Iterator[Record]:
     csv.field_size_limit(_LONGEST_CELL)
-    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             header = next(rows, None)
@@ -154,15 +164,7 @@ def _read_table(path: Path, delimiter: str) -> Iterator[Record]:
             raise DatasetError(f"{path}:{rows.line_num}: {error}") from error
 
 
-def _read_csv(path: Path) -> Iterator[Record]:
-    return _read_table(path, ",")
-
-
-def _read_tsv(path: Path) -> Iterator[Record]:
-    return _read_table(path, "\t")
-
-
-def _read_parquet(path: Path) -> Iterator[Record]:
+def _read_parquet(path: Path, _: IO[bytes]) -> Iterator[Record]:
     arrow = _pyarrow(path)
     try:
         with arrow.parquet.ParquetFile(path) as file:
@@ -171,7 +173,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         raise DatasetError(f"{path}: not a readable parquet file: {error}") from error
 
 
-def _read_arrow(path: Path) -> Iterator[Record]:
+def _read_arrow(path: Path, _: IO[bytes]) -> Iterator[Record]:
     """Yield the records of an arrow stream, as Hugging Face data sets are saved, or of an arrow file."""
     arrow = _pyarrow(path)
     try:
@@ -205,11 +207,11 @@ def _records(path: Path, batches: Iterator[Any]) -> Iterator[Record]:
             yield Record(f"{path}: row {number}", number, values)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[Record]]] = {
     "jsonl": _read_jsonl,
     "json": _read_json,
-    "csv": _read_csv,
-    "tsv": _read_tsv,
+    "csv": partial(_read_table, delimiter=","),
+    "tsv": partial(_read_table, delimiter="\t"),
     "parquet": _read_parquet,
     "arrow": _read_arrow,
 }

@@ -5,6 +5,7 @@ Answers are texts, or conversations as Hugging Face preference sets have them, w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from rollout.data.messages import Messages, is_conversation, read_messages
 from rollout.data.readers import read_records
 from rollout.data.rows import Example
 from rollout.data.source import DatasetError, DataSource, as_source
+
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Pr
                 f"no {role} answer under {name!r}, only {sorted(record)}; set dataset.{role}_field to its column"
             )
     chosen, rejected = record[fields.chosen], record[fields.rejected]
+    if record.get(fields.prompt) is None:
+        chosen, rejected = _dialogue(chosen), _dialogue(rejected)
     if is_conversation(chosen) != is_conversation(rejected):
         raise ValueError(f"{fields.chosen!r} and {fields.rejected!r} must be both texts or both lists of messages")
     if is_conversation(chosen):
@@ -66,9 +71,19 @@ def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Pr
     return Preference(*(Example(place=place, prompt=text, answer=answer) for answer in answers))
 
 
+def _dialogue(text: Any) -> Any:
+    """Return the turns of a dialogue in one text, as hh-rlhf has them; anything else unchanged."""
+    first, *turns = _SPEAKER.split(text) if isinstance(text, str) else [""]
+    if first.strip() or not turns:
+        return text
+    return [{"role": role, "content": said.strip()} for role, said in zip(turns[::2], turns[1::2], strict=True)]
+
+
 def _text(record: Mapping[str, Any], name: str, role: str) -> str:
+    if name not in record:
+        raise ValueError(f"no {role} under {name!r}, only {sorted(record)}; set dataset.{role}_field to its column")
     try:
-        return text_of(record.get(name), name)
+        return text_of(record[name], name)
     except ValueError as error:
         raise ValueError(f"{error}; set dataset.{role}_field to its column") from error
 

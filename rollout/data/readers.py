@@ -6,7 +6,6 @@ same order on every machine.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+from model_specs.untrusted import read_json
 from rollout.data.files import Record, known_formats, read_file, suffix_of
 from rollout.data.hub import offline_without_network
 from rollout.data.source import SPLIT_NAMES, DatasetError, DataSource
@@ -108,7 +108,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: not readable: {error}") from error
 

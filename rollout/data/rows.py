@@ -22,13 +22,13 @@ from rollout.data.columns import PROMPTS, Columns, find_columns, value_of
 from rollout.data.files import Record
 from rollout.data.messages import Messages, is_conversation, read_messages, read_tools, split_answer
 from rollout.data.readers import read_records
-from rollout.data.source import DatasetError, DataSource, as_source
+from rollout.data.source import DatasetError, DataSource, as_source, printable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_BROKEN = (ValueError, TypeError, KeyError)
+_BROKEN = (ValueError, TypeError, KeyError, OverflowError)
 """What a row of unexpected types raises."""
 
 
@@ -124,13 +124,8 @@ def _read(source: DataSource, parse: Callable[[Record, Columns], T], *, in_full:
             raise DatasetError(f"{record.place}: {error}", setting=setting) from error
     unused = dict.fromkeys(name for names, columns in known.items() for name in names if name not in columns.used)
     found = dict.fromkeys(str(columns) for columns in known.values())
-    logger.info(
-        "%s: %d rows; %s; not used: %s",
-        source.path,
-        len(parsed),
-        " | ".join(found),
-        ", ".join(unused) or "none",
-    )
+    columns = f"{' | '.join(found)}; not used: {', '.join(unused) or 'none'}"
+    logger.info("%s: %d rows; %s", source.path, len(parsed), printable(columns))
     return parsed
 
 
@@ -173,10 +168,19 @@ def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[str, Messages 
     assert name is not None, "find_columns() requires one of them"
     if columns.prompt and not is_conversation(values.get(name)):
         return _question(values, columns), None, None
-    messages, last_turn = split_answer(read_messages(value_of(values, name), name))
+    messages, last_turn = split_answer(_conversation(values, name, columns))
     if not messages:
         raise ValueError(f'"{name}" has only turns of the assistant, and no prompt')
     return "\n".join(str(message["content"]) for message in messages), messages, last_turn
+
+
+def _conversation(values: Mapping[str, Any], name: str, columns: Columns) -> Messages:
+    """Return the messages in a column, behind the system message of a column of its own."""
+    messages = read_messages(value_of(values, name), name)
+    system = value_of(values, columns.system) if columns.system is not None else None
+    if not system or messages[0]["role"] == "system":
+        return messages
+    return ({"role": "system", "content": text_of(system, str(columns.system))}, *messages)
 
 
 def _question(values: Mapping[str, Any], columns: Columns) -> str:
@@ -210,12 +214,17 @@ def _example(record: Record, columns: Columns) -> Example:
     values = record.values
     tools = read_tools(value_of(values, columns.tools), columns.tools) if columns.tools else None
     if columns.messages is not None and values.get(columns.messages) is not None:
-        messages = read_messages(value_of(values, columns.messages), columns.messages)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f'"{columns.messages}" has no turn of the assistant to train on')
+        messages = _conversation(values, columns.messages, columns)
+        roles = {message["role"] for message in messages}
+        if "assistant" not in roles:
+            raise ValueError(f'"{columns.messages}" has no turn of the assistant to train on, only {sorted(roles)}')
         return Example(place=record.place, messages=messages, tools=tools)
     prompt, messages_before, last_turn = _prompt(values, columns)
     column = _answer_column(values, columns)
+    if column is not None and is_conversation(value_of(values, column)):
+        before = messages_before or ({"role": "user", "content": prompt},)
+        written = read_messages(value_of(values, column), column)
+        return Example(place=record.place, messages=(*before, *written), num_untrained=len(before), tools=tools)
     answer = last_turn if column is None else full_text(value_of(values, column), column)
     if answer is None:
         raise ValueError(f"no answer among the columns {sorted(values)}; name it with answer_field")

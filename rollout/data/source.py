@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal, without its control codes."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class DatasetError(ValueError):
     """A data set that cannot be used; the message names the file, the row where there is one, and the way out."""
 
     def __init__(self, message: str, *, setting: str = "") -> None:
         """`setting`: the setting of the data set that is wrong, such as prompt_field; empty: the data itself."""
-        super().__init__(message)
+        super().__init__(printable(message))
         self.setting = setting
 
 

@@ -139,7 +139,7 @@ def test_what_no_environment_can_hold_and_a_pipe_and_too_many_requests_are_named
         (message,) = problems(path, f"external_configs.envs={envs}")
         assert "external_configs.envs: " in message and "cannot be set" in message
     (message,) = problems(path, f"dataset.path={tmp_path / 'fifo'}")
-    assert "dataset.path: fifo: a pipe or device" in message
+    assert "dataset.path: fifo: a pipe or a device" in message
     (message,) = problems(path, "generator.max_running=1000000000")
     assert "generator.max_running: 1000000000 requests of 32 tokens need " in message and "write at most " in message
 

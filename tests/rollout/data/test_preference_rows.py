@@ -42,6 +42,15 @@ def test_the_common_beginning_of_two_conversations_is_the_prompt(tmp_path: Path)
     assert [{answer.num_untrained for answer in pair} for pair in pairs] == [{len(prompt)} for prompt in prompts]
 
 
+def test_dialogues_in_one_text_are_read(tmp_path: Path) -> None:
+    asked = "\n\nHuman: hi\nyou\n\nAssistant: yes?\n\nHuman: 1+1"
+    row = {"chosen": asked + "\n\nAssistant: 2", "rejected": asked + "\n\nAssistant: 3\n\nor 4 "}
+    (pair,) = read_preferences(write(tmp_path / "pairs.jsonl", row), PreferenceFields())
+    before = (says("user", "hi\nyou"), says("assistant", "yes?"), says("user", "1+1"))
+    assert pair.chosen.messages == (*before, says("assistant", "2"))
+    assert pair.rejected.messages == (*before, says("assistant", "3\n\nor 4"))
+
+
 ASKED = [says("user", "1+1="), says("assistant", "2")]
 
 
@@ -53,7 +62,7 @@ ASKED = [says("user", "1+1="), says("assistant", "2")]
         ({"prompt": "1", "chosen": "2", "rejected": " "}, r':2: "rejected" must be a non-empty string, found str'),
         (
             {"chosen": "2", "rejected": "3"},
-            ':2: "prompt" must be a non-empty string, found nothing; set dataset.prompt_field',
+            r":2: no prompt under 'prompt', only \['chosen', 'rejected'\]; set data",
         ),
         ({"prompt": "1", "chosen": [says("user", "2")], "rejected": "3"}, ":2: .* must be both texts or both lists"),
         ({"prompt": "1", "chosen": ["2"], "rejected": ["3"]}, ':2: "chosen" must be a non-empty string, found list'),

@@ -85,7 +85,7 @@ def test_rows_of_every_schema_are_read_as_they_are(
         ('{"problem": "x", "solution": "no box"}', "no \\boxed"),
         ('{"input": "x", "target": NaN}', '"target" must be a string or a number'),
         ('{"prompt": "\\ud83d", "solutions": ["1"]}', "surrogates"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested more than 100 deep"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:

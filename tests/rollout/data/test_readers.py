@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout.data import files
 from rollout.data.readers import data_files, read_records
 from rollout.data.rows import read_examples, scan_rows
 from rollout.data.source import DatasetError, DataSource, Fields
@@ -85,14 +89,20 @@ def test_a_binary_file_under_another_name_is_recognised(tmp_path: Path, name: st
         ("d.json", b"[1]", "d.json: row 1: expected a json object, found int"),
         ("d.json", b'"x"', "d.json: expected a list of json objects, found str"),
         ("d.json", b"[\xff]", "d.json: not UTF-8 at byte 1"),
-        ("d.json", b"[" * 100_000, "recursion"),
+        ("d.json", b"[" * 100_000, "nested more than 100 deep"),
         ("d.csv", b"question,answer\n1,2,3\n", "d.csv:2: 3 cells, and the first line names 2 columns"),
         ("d.csv", b"question,question\n1,2\n", "d.csv:1: column 'question' twice"),
         ("d.csv", b"question,answer\n\xff,2\n", "not UTF-8"),
         ("d.csv", b'question,answer\n"a,2\n', "d.csv:2: unexpected end of data"),
         ("d.csv", b"", "d.csv: no rows"),
         ("d.csv", b"question,answer\n", "d.csv: no rows"),
-        ("d.jsonl.gz", b"no gzip", "cannot read the data set"),
+        ("d.jsonl.gz", b"no gzip", "d.jsonl.gz:1: not a json object"),
+        ("d.jsonl.gz", gzip.compress(b"{}" * 9)[:-9], "the compressed file ends early or is damaged"),
+        ("d.csv.gz", gzip.compress(b"a,b\n" * 99)[:20] + b"\xff" * 9, "the compressed file ends early or is damaged"),
+        ("d.json.xz", lzma.compress(b"{}" * 9)[:40], "the compressed file ends early or is damaged"),
+        ("d.jsonl.bz2", bz2.compress(b"{}" * 9)[:30], "the compressed file ends early or is damaged"),
+        ("d.jsonl.zst", b"\x28\xb5\x2f\xfd0", "compressed with zstd, which is not read"),
+        ("d.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "a git-lfs pointer"),
         ("d.json", b"[]", "d.json: no rows"),
     ],
 )
@@ -111,9 +121,60 @@ def test_a_damaged_binary_file_is_named(tmp_path: Path, name: str) -> None:
         scan_rows(path)
 
 
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d", "d.json", "d.jsonl.xz"])
+def test_compression_is_found_whatever_the_name(tmp_path: Path, name: str, compress: Callable[[bytes], bytes]) -> None:
+    (tmp_path / name).write_bytes(compress(b'{"question": "1+1", "answer": 2}\n{"question": "1+2", "answer": 3}\n'))
+    assert [row.prompt for row in scan_rows(tmp_path / name)] == ["1+1", "1+2"]
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LONGEST_LINE", 2**20)
+    (tmp_path / "d.jsonl").write_bytes(gzip.compress(b'{"question": "' + b"1" * 2**21))
+    with pytest.raises(DatasetError, match="d.jsonl:1: a line of more than 1 MiB; write one row a line"):
+        scan_rows(tmp_path / "d.jsonl")
+
+
+def test_names_of_columns_are_logged_without_control_codes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    row = {"question": "1+1", "answer": 2, "\x1b[31m": 1, "\ud800": 2}
+    scan_rows(write(tmp_path / "d.jsonl", [row]))
+    assert "not used: \\x1b[31m, \\ud800" in caplog.text and "\x1b" not in caplog.text
+    with pytest.raises(DatasetError, match=r':1: "\\x1b\[31m" must be a non-empty string'):
+        scan_rows(DataSource(path=str(tmp_path / "d.jsonl"), fields=Fields(prompt="\x1b[31m")))
+
+
+def test_an_answer_that_is_no_number_is_no_option(tmp_path: Path) -> None:
+    for answer in ("Infinity", "1e400", "NaN", "0.5"):
+        (tmp_path / "d.jsonl").write_text(f'{{"question": "q", "choices": ["a", "b"], "answer": {answer}}}\n')
+        with pytest.raises(DatasetError, match="d.jsonl:1: the answer .* is no index of 2 options"):
+            scan_rows(tmp_path / "d.jsonl")
+
+
+def test_conversations_of_other_forms_are_read(tmp_path: Path) -> None:
+    turns = [{"from": "Human", "value": "hi"}, {"from": "GPT", "value": "yo"}]
+    ask, answer = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"})
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"conversations": turns, "system": "Be brief."},
+        {"conversations": turns, "system": ""},
+        {"conversations": [{"from": "System", "value": "Be brief."}, *turns], "system": "not this"},
+        {"prompt": [ask], "completion": [answer]},
+        {"prompt": "hi", "completion": [answer]},
+        {"prompt": [ask, answer, ask], "completion": json.dumps([answer])},
+    ]
+    read = [read_examples(write(tmp_path / "d.jsonl", [row]))[0] for row in rows]
+    assert [(example.messages, example.num_untrained) for example in read] == [
+        ((system, ask, answer), 0), ((ask, answer), 0), ((system, ask, answer), 0), ((ask, answer), 1),
+        ((ask, answer), 1), ((ask, answer, ask, answer), 3),
+    ]  # fmt: skip
+    with pytest.raises(DatasetError, match=r"no turn of the assistant to train on, only \['Oracle', 'user'\]"):
+        read_examples(write(tmp_path / "d.jsonl", [{"messages": [ask, {"role": "Oracle", "content": "42"}]}]))
+
+
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "d.jsonl")
-    with pytest.raises(DatasetError, match="a pipe or device, which can be read only once"):
+    with pytest.raises(DatasetError, match="a pipe or a device; expected a file"):
         scan_rows(tmp_path / "d.jsonl")
 
 
