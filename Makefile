@@ -54,13 +54,13 @@ setup: $(STAMP)
 
 # A Python without ensurepip still makes an environment: the outer pip then installs pip into it.
 # torch goes in first, alone: the only look-up at the index of CPU builds (pip skips that index where it is unreachable).
-$(STAMP): setup.py pyproject.toml
+$(STAMP): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { python=$$($(FIND_PYTHON)) || exit 1; \
 	echo "Setting up $(VENV) with $$python (once; takes a few minutes)"; \
 	"$$python" -m venv $(VENV) >/dev/null 2>&1 || { \
 		"$$python" -m venv --clear --without-pip $(VENV) && \
 		"$$python" -m pip --python $(BIN)/python install -qq pip; }; }
-	@$(PIP) --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) "$$(sed -n 's/^    "\(torch[^"]*\)".*/\1/p' setup.py)"
+	@$(PIP) --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) "$$(sed -n '/^dependencies/,/^]/s/^    "\(torch[^"]*\)".*/\1/p' pyproject.toml)"
 	@$(PIP) -e '.[dev]'
 	@touch $@
 

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -92,22 +94,15 @@ def test_nobody_prints_outside_of_tools() -> None:
     assert not wrong, wrong
 
 
-def declared(requirements: ast.expr) -> set[str]:
-    return {re.split(r"[\[<>=~! ]", ast.literal_eval(item))[0] for item in requirements.elts}  # type: ignore[attr-defined]
+def declared(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=~! ]", item)[0] for item in requirements}
 
 
-def setup_requirements() -> tuple[set[str], dict[str, set[str]]]:
-    """(names that every installation gets, names of each extra), read from setup.py."""
-    values = {
-        node.targets[0].id: node.value
-        for node in tree(ROOT / "setup.py").body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    extras = values["EXTRAS"]
-    assert isinstance(extras, ast.Dict)
-    return declared(values["DEPENDENCIES"]), {
-        ast.literal_eval(key): declared(value) for key, value in zip(extras.keys, extras.values, strict=True) if key
-    }
+def requirements() -> tuple[set[str], dict[str, set[str]]]:
+    """(names that every installation gets, names of each extra), read from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].items()
+    return declared(project["dependencies"]), {name: declared(items) for name, items in extras}
 
 
 def third_party_imports(files: list[Path]) -> dict[str, str]:
@@ -123,15 +118,24 @@ def third_party_imports(files: list[Path]) -> dict[str, str]:
 
 
 def test_every_import_of_the_packages_is_a_declared_dependency() -> None:
-    always, extras = setup_requirements()
+    always, extras = requirements()
     optional = set().union(*(names for extra, names in extras.items() if extra != "dev"))
     used = third_party_imports([path for package in PACKAGES for path in source_files(package)])
     missing = {name: where for name, where in used.items() if name not in always | optional}
-    assert not missing, f"imported but not in setup.py: {missing}"
+    assert not missing, f"imported but not in pyproject.toml: {missing}"
+
+
+def test_every_file_that_a_package_holds_is_installed_with_it() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [Path(line) for line in listed.splitlines() if not line.endswith(".py")]
+    installed = {path for folder, names in patterns.items() for name in names
+                 for path in (ROOT / folder.replace(".", "/")).glob(name)}  # fmt: skip
+    assert len(files) > 3 and [str(file) for file in files if ROOT / file not in installed] == []
 
 
 def test_every_dependency_has_its_reason_in_the_docs() -> None:
-    always, extras = setup_requirements()
+    always, extras = requirements()
     page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"^\| ([A-Za-z][\w-]+) \|", page, flags=re.MULTILINE)) - {"package"}
     assert explained == always.union(*extras.values())

@@ -101,7 +101,7 @@ def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
 
 
 def ppo_changes(model: Path, *, seed: int, gpus: int, steps: int | None) -> list[str]:
-    """Return the changes of this demo to examples/configs/demo-ppo.yaml."""
+    """Return the changes of this demo to demo-ppo.yaml."""
     length = [] if steps is None else [f"exp_ctrl.total_train_steps={steps}"]
     return [f"seed={seed}", f"actor.path={model}", *length, *PLACES[gpus][1]]
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
+from rollout.plugins import python_path
 from rollout.rewards.math import math_reward
 from rollout.types import GenerateRequest, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 _STEP = re.compile(r"\(global step (\d+)\) finishes.*execution time: \*([\d.]+)\*s")
 _PROGRESS_EVERY_STEPS = 25
 _LAST_LINES = 25
@@ -34,15 +34,15 @@ class DemoError(RuntimeError):
 def run_quickstart(experiment: str, *overrides: str, log: Path, environment: Mapping[str, str]) -> None:
     """Run `python -m core.quickstart <experiment>` with the demo's configuration; its output goes to `log`, one line in
     25 steps to the terminal. Raises DemoError if it fails."""
-    config = ROOT / "examples" / "configs" / f"demo-{experiment.removesuffix('-math')}.yaml"
-    command = [sys.executable, "-m", "core.quickstart", experiment, "--config", str(config), *overrides]
-    print(f"$ python -m core.quickstart {experiment} --config {config.relative_to(ROOT)} {' '.join(overrides)}")
+    config = Path(__file__).with_name(f"demo-{experiment.removesuffix('-math')}.yaml")
+    command = [sys.executable, "-P", "-m", "core.quickstart", experiment, "--config", str(config), *overrides]
+    print(f"$ python -m core.quickstart {experiment} --config {config} {' '.join(overrides)}")
     lines: list[str] = []
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w", encoding="utf-8") as file,
         subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **environment}, text=True,
+            command, env={**os.environ, "PYTHONPATH": python_path(), **environment}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         ) as process,
     ):  # fmt: skip
