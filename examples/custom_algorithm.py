@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import slipstream
-from tools.demo.data import make_ingredients
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
@@ -61,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/custom_algorithm"), help="folder to write to")
     output = parser.parse_args().output.absolute()
-    files = make_ingredients(output, seed=1)
+    files = slipstream.make_demo_data(output, seed=1)
     config = {
         "experiment_name": "custom-algorithm",
         "trial_name": "reinforce",

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import slipstream
 from slipstream import Prompt
-from tools.demo.data import make_ingredients
 
 
 def share_of_sevens(prompt: Prompt, text: str) -> float:
@@ -26,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/custom_reward"), help="folder to write to")
     output = parser.parse_args().output.absolute()
-    files = make_ingredients(output, seed=1)
+    files = slipstream.make_demo_data(output, seed=1)
     config = {
         "experiment_name": "custom-reward",
         "trial_name": "sevens",

@@ -14,7 +14,6 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import slipstream
-from tools.demo.data import make_ingredients
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -29,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/train_from_python"), help="folder to write to")
     output = parser.parse_args().output.absolute()
-    make_ingredients(output, seed=1)
+    slipstream.make_demo_data(output, seed=1)
     os.environ["SLIPSTREAM_DEMO"] = str(output)  # read by the configuration files
 
     steps = {"exp_ctrl.total_train_steps": 60, "exp_ctrl.save_freq_steps": 60}

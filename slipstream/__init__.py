@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from slipstream.api import evaluate as evaluate
     from slipstream.api import load_config as load_config
     from slipstream.api import train as train
+    from tools.demo.data import make_demo_data as make_demo_data
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ _HOME = {
     **dict.fromkeys(("AlgorithmSettings", "read_options"), "core.algorithms.settings"),
     "ModelOutput": "mcore_adapter.forward",
     "RolloutBatch": "core.data.rollout_batch",
+    "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.sequences",
     "sample_seed": "rollout.workflows",
     "sequence_mean": "mcore_adapter.data.weights",

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "tools": {"allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core"},
     "slipstream": {"allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core", "tools"},
     "evaluation": {"tools"},
+    "examples": {"slipstream", "core", "rollout", "mcore_adapter"},
 }
 ORDER = {
     "model_specs": (
@@ -98,7 +99,7 @@ ORDER = {
     "slipstream": ("api", "cli"),
     "tools": (
         "arguments",
-        "scratch_model demo_plot setup_cluster check_image loss_case",
+        "scratch_model setup_cluster check_image loss_case",
         "demo loss_pairs",
         "curves eval loss_result samples timeline",
         "convert chaos_run mutants conformance loss",
@@ -177,7 +178,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "an optional extra": {"core.monitoring.tracked_runs": "mlflow wandb"},
     "matplotlib loads for a second: only where a picture is drawn": {
-        "tools.demo_plot": "matplotlib",
+        "tools.demo.plot": "matplotlib",
         "tools.timeline": "matplotlib",
         "tools.eval.report": "matplotlib",
     },

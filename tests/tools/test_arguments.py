@@ -76,7 +76,7 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.curves", "record /no/file", "/no/file: no such folder"),
         ("tools.demo.__main__", "--steps 0", "argument --steps: 0 must be at least 1"),
         ("tools.demo.data", "--output /proc/x", "argument --output: /proc/x: cannot write in /proc"),
-        ("tools.demo_plot", "/no/file --output x.png", "argument metrics: /no/file: no such file"),
+        ("tools.demo.plot", "/no/file --output x.png", "argument metrics: /no/file: no such file"),
         ("tools.eval.__main__", "--model_path /no/model --output_path o", "--model_path /no/model: no such folder"),
         ("tools.eval.__main__", "compare /no/a /no/b", "/no/a: no such folder; give the --output_path"),
         ("tools.loss", "/no/file", "No such file or directory: '/no/file'"),

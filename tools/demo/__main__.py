@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from tools import arguments as cli
-from tools.demo.data import Ingredients, answer_of, make_ingredients
+from tools.demo.data import DemoFiles, answer_of, make_demo_data
+from tools.demo.plot import draw_run
 from tools.demo.run import DemoError, accuracy, answers, first_at_least, run_quickstart, saved_models
-from tools.demo_plot import draw_run
 
 WARM_UP_TARGET = 0.4
 """The warm-up ends at the first saved model that answers this share of the held-out problems."""
@@ -70,7 +70,7 @@ def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
     hide_progress_bars()
     empty(output)
     announce(f"1. Data and model -> {output}")
-    files = make_ingredients(output, seed=seed)
+    files = make_demo_data(output, seed=seed)
     run = partial(run_quickstart, environment={"SLIPSTREAM_DEMO": str(output)})
 
     announce("2. Supervised warm-up, until it is right sometimes")
@@ -133,7 +133,7 @@ def hide_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def show_answers(model: Path, files: Ingredients) -> None:
+def show_answers(model: Path, files: DemoFiles) -> None:
     """Print a few held-out problems with the model's answers."""
     rows = [json.loads(line) for line in files.held_out.read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS]]
     for row, text in zip(rows, answers(model, [row["prompt"] for row in rows]), strict=True):

@@ -25,7 +25,7 @@ NUM_HELD_OUT = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ingredients:
+class DemoFiles:
     """Where the demo's files are."""
 
     sft: Path
@@ -38,9 +38,11 @@ class Ingredients:
     """Hugging Face folder: config.json, random weights, tokenizer."""
 
 
-def make_ingredients(folder: Path, *, seed: int) -> Ingredients:
-    """Write data sets and model under `folder`; the split is the same for every seed, the weights are not."""
-    files = Ingredients(
+def make_demo_data(folder: Path, *, seed: int) -> DemoFiles:
+    """Write additions as data sets, and a small model with random weights, under `folder`; return where they are.
+
+    The split is the same for every seed, the weights are not."""
+    files = DemoFiles(
         sft=folder / "data" / "sft.jsonl",
         train=folder / "data" / "train.jsonl",
         held_out=folder / "data" / "held_out.jsonl",
@@ -130,7 +132,7 @@ def main() -> None:
     parser.add_argument("--output", type=cli.new_folder, required=True, help="folder to write to")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the model's weights")
     arguments = parser.parse_args()
-    files = make_ingredients(arguments.output, seed=arguments.seed)
+    files = make_demo_data(arguments.output, seed=arguments.seed)
     print(f"actor.path={files.model} dataset.path={files.train} evaluation.path={files.held_out}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout.answer_file import Answer, Mode
-from tools.demo_plot import draw_horizontal_lines
+from tools.demo.plot import draw_horizontal_lines
 
 PASS_AT = (8, 16)
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1") + tuple(

@@ -2,7 +2,7 @@
 
 Of any other run:
 
-    python -m tools.demo_plot FILEROOT/logs/USER/EXPERIMENT/TRIAL/metrics.jsonl --output curve.png --title "What it is"
+    python -m tools.demo.plot FILEROOT/logs/USER/EXPERIMENT/TRIAL/metrics.jsonl --output curve.png --title "What it is"
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def moving_mean(values: Sequence[float]) -> list[float]:
 def main() -> int:
     """Draw the curve; 2 for a file that is none of a run."""
     parser = argparse.ArgumentParser(
-        prog=cli.program("tools.demo_plot"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=cli.program("tools.demo.plot"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("metrics", type=cli.data_file, help="metrics.jsonl of a PPO run that evaluates")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")

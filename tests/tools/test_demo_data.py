@@ -14,28 +14,30 @@ from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.rewards.math import RIGHT, WRONG, math_reward
 from tools.demo.__main__ import MARKER, empty, make_parser, ppo_changes
-from tools.demo.data import NUM_HELD_OUT, Ingredients, answer_of, make_ingredients, save_model
-from tools.demo.run import ROOT, DemoError, answers, first_at_least
-from tools.demo_plot import moving_mean
+from tools.demo.data import NUM_HELD_OUT, DemoFiles, answer_of, make_demo_data, save_model
+from tools.demo.plot import moving_mean
+from tools.demo.run import DemoError, answers, first_at_least
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Ingredients:
-    return make_ingredients(tmp_path_factory.mktemp("demo"), seed=1)
+def files(tmp_path_factory: pytest.TempPathFactory) -> DemoFiles:
+    return make_demo_data(tmp_path_factory.mktemp("demo"), seed=1)
 
 
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_no_held_out_problem_is_trained_on(files: Ingredients) -> None:
+def test_no_held_out_problem_is_trained_on(files: DemoFiles) -> None:
     held_out = {row["prompt"] for row in rows_of(files.held_out)}
     assert len(held_out) == NUM_HELD_OUT
     assert not held_out & {row["prompt"] for row in rows_of(files.train)}
     assert not held_out & {row["prompt"] for row in rows_of(files.sft)}
 
 
-def test_every_answer_is_the_sum_and_the_reward_says_so(files: Ingredients) -> None:
+def test_every_answer_is_the_sum_and_the_reward_says_so(files: DemoFiles) -> None:
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     rows = rows_of(files.held_out)
     prompts = PromptDataset.load(files.held_out, Encoder(tokenizer), max_prompt_len=8, seed=0, shuffle=False).prompts
@@ -47,7 +49,7 @@ def test_every_answer_is_the_sum_and_the_reward_says_so(files: Ingredients) -> N
         assert math_reward(prompt, str(int(a) + int(b) + 1)) == WRONG
 
 
-def test_the_tokenizer_has_one_token_per_character_and_survives_the_disk(files: Ingredients) -> None:
+def test_the_tokenizer_has_one_token_per_character_and_survives_the_disk(files: DemoFiles) -> None:
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     ids = tokenizer("47+58=")["input_ids"]
     assert len(ids) == 6
@@ -56,7 +58,7 @@ def test_the_tokenizer_has_one_token_per_character_and_survives_the_disk(files: 
     assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, *ids}) == 2 + len(set("47+58="))
 
 
-def test_the_model_is_small_and_a_function_of_the_seed(files: Ingredients, tmp_path: Path) -> None:
+def test_the_model_is_small_and_a_function_of_the_seed(files: DemoFiles, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(files.model)
     assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.2e6
     for seed, same in ((1, True), (2, False)):
@@ -65,7 +67,7 @@ def test_the_model_is_small_and_a_function_of_the_seed(files: Ingredients, tmp_p
         assert torch.equal(model.model.embed_tokens.weight, again.model.embed_tokens.weight) == same
 
 
-def test_transformers_answers_from_the_folder(files: Ingredients) -> None:
+def test_transformers_answers_from_the_folder(files: DemoFiles) -> None:
     assert len(answers(files.model, ["47+58=", "10+10="])) == 2
 
 
@@ -93,7 +95,7 @@ def test_the_demo_empties_only_a_folder_that_it_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("experiment", "name"), [("sft", "demo-sft"), ("ppo-math", "demo-ppo")])
-def test_the_demos_configurations_pass_every_check(files: Ingredients, experiment: str, name: str) -> None:
+def test_the_demos_configurations_pass_every_check(files: DemoFiles, experiment: str, name: str) -> None:
     config = ROOT / "examples" / "configs" / f"{name}.yaml"
     result = subprocess.run(
         [sys.executable, "-m", "core.quickstart", experiment, "--config", str(config), "--dry-run"],
@@ -119,7 +121,7 @@ def test_a_warm_up_that_never_reaches_the_target_ends_at_its_last_checkpoint() -
 def plot_command(tmp_path: Path, *rows: dict[str, float]) -> subprocess.CompletedProcess[str]:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "tools.demo_plot", str(metrics), "--output", str(tmp_path / "curve.png")]
+    command = [sys.executable, "-m", "tools.demo.plot", str(metrics), "--output", str(tmp_path / "curve.png")]
     return subprocess.run(command, capture_output=True, text=True)
 
 
