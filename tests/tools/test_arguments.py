@@ -68,7 +68,7 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.bench.__main__", "gpu --shape 2B", "argument --shape: invalid choice: '2B'"),
         ("tools.bench.__main__", "gpu", "gpu: nvidia-smi shows none on this host; write cpu, or add --trial"),
         ("tools.bench.__main__", "gpu --trial --sglang-python /no/python", "/no/python: no such interpreter"),
-        ("tools.chaos", "--kills 0", "argument --kills: 0 must be at least 1"),
+        ("tools.chaos.__main__", "--kills 0", "argument --kills: 0 must be at least 1"),
         ("tools.check_image", "/no/file", "argument dockerfile: /no/file: no such file"),
         ("tools.convert", "--checkpoint_path /no/folder --output_path /tmp/x", "--checkpoint_path=/no/folder: no such"),
         ("tools.curves", "compare /no/file", "/no/file: no recording"),
@@ -79,8 +79,8 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.demo.plot", "/no/file --output x.png", "argument metrics: /no/file: no such file"),
         ("tools.eval.__main__", "--model_path /no/model --output_path o", "--model_path /no/model: no such folder"),
         ("tools.eval.__main__", "compare /no/a /no/b", "/no/a: no such folder; give the --output_path"),
-        ("tools.loss", "/no/file", "No such file or directory: '/no/file'"),
-        ("tools.loss", "--from-run /tmp/none --step 3", "0 files of step 3 below this folder, expected 1"),
+        ("tools.loss.__main__", "/no/file", "No such file or directory: '/no/file'"),
+        ("tools.loss.__main__", "--from-run /tmp/none --step 3", "0 files of step 3 below this folder, expected 1"),
         ("tools.mutants.__main__", "--ids no-such-mutant", "no entry matches --ids and --area"),
         ("tools.nightly", "--parts none", "argument --parts: invalid choice: 'none'"),
         ("tools.samples", "/no/run --limit -1", "argument --limit: -1 must be at least 0"),
@@ -177,8 +177,8 @@ def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(
 @pytest.mark.parametrize(
     ("module", "words", "said"),
     [
-        ("tools.chaos", ["--kills", "-1"], "argument --kills: -1 must be at least 1"),
-        ("tools.chaos", ["--folder", __file__], "is a file; name a folder"),
+        ("tools.chaos.__main__", ["--kills", "-1"], "argument --kills: -1 must be at least 1"),
+        ("tools.chaos.__main__", ["--folder", __file__], "is a file; name a folder"),
         ("tools.demo.__main__", ["--output", "/proc/x"], "argument --output: /proc/x: cannot write in /proc"),
         ("tools.eval.__main__", ["--model_path", "m", "--output_path", "/etc/passwd"], "is a file; name a folder"),
         (

@@ -19,9 +19,9 @@ from core.algorithms import PRESETS
 from core.config.algorithm import check_algorithm
 from core.config.load import load_config
 from helpers.forks import programs
-from tools.chaos import STEPS_BEFORE, Report, RunFailed, main, plan, run_killed
-from tools.chaos_compare import Verdict, compare
-from tools.chaos_run import TARGETS, Leftovers, Trial, _config
+from tools.chaos.__main__ import STEPS_BEFORE, Report, RunFailed, main, plan, run_killed
+from tools.chaos.compare import Verdict, compare
+from tools.chaos.run import TARGETS, Leftovers, Trial, _config
 from tools.demo.data import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def test_a_run_that_never_continued_from_a_checkpoint_is_a_failure(
 ) -> None:
     trial = Trial(folder=tmp_path, name="killed0", steps=1)
     monkeypatch.setattr(Trial, "start", lambda self: subprocess.Popen(["true"]))
-    monkeypatch.setattr("tools.chaos._kill", lambda trial, process, kill, stop: process)
+    monkeypatch.setattr("tools.chaos.__main__._kill", lambda trial, process, kill, stop: process)
     kills = plan(1, random.Random(1))
     trial.log.write_text("training starts from the beginning")
     with pytest.raises(RunFailed, match="killed0: no attempt continued from a checkpoint"):

@@ -15,7 +15,7 @@ from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
 from mcore_adapter.forward import ModelOutput
 from tools.conformance.batches import LONGEST, Batch, to_case
-from tools.loss_result import compute
+from tools.loss.result import compute
 
 Quantity = Literal["advantages", "loss", "weights", "preferences"]
 Result = dict[str, Tensor]

@@ -18,7 +18,7 @@ import torch
 
 from tools.conformance.batches import SEEDS, make_batch
 from tools.conformance.cases import CASES, Case, Result, ours
-from tools.loss_result import compute
+from tools.loss.result import compute
 
 PEERS = json.loads(Path(__file__).with_name("peers.json").read_text())
 P_OLD = 0.3

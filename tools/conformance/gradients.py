@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.conformance.batches import make_batch, to_case
-from tools.loss_result import compute
+from tools.loss.result import compute
 
 STEP = 1e-6
 TOLERANCE = 1e-7

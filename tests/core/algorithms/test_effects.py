@@ -13,8 +13,8 @@ from core.algorithms.effects import keys_read
 from core.algorithms.presets import PRESETS
 from core.algorithms.settings import AlgorithmSettings
 from core.config.algorithm import algorithm_settings
-from tools.loss_case import Tokens
-from tools.loss_result import case_config, compute
+from tools.loss.case import Tokens
+from tools.loss.result import case_config, compute
 
 OTHERS: Mapping[str, tuple[object, ...]] = {
     "kl_ctl": (0.3,),

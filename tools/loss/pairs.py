@@ -14,7 +14,7 @@ from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
 from mcore_adapter.forward import ModelOutput
-from tools.loss_case import Tokens
+from tools.loss.case import Tokens
 
 
 def compute_pairs(case: Mapping[str, Any], tokens: Tokens) -> dict[str, Any]:

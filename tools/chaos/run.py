@@ -1,4 +1,4 @@
-"""The run that tools/chaos.py kills: a tiny PPO run whose batches and losses are the same every time.
+"""The run that tools/chaos/ kills: a tiny PPO run whose batches and losses are the same every time.
 
 What makes it repeatable: prompts are trained in order, tokens are made up by the mock generator from the seed, and the
 rewards are a function of the text. Real are the driver, Ray, the Megatron rank, the rollout side and every file.
@@ -23,7 +23,7 @@ from core.monitoring.journal import read_rows
 from core.processes.watchdog import shared_inodes, unused_shared_memory
 from tools.demo.data import make_tokenizer, write_jsonl
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
     "trainer rank": "ray::TrainerRank",
     "generator": "ray::GeneratorActor",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.chaos_run import Trial
+from tools.chaos.run import Trial
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,12 +23,12 @@ from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
 from mcore_adapter.forward import ModelOutput
-from tools.loss_case import Tokens
-from tools.loss_pairs import compute_pairs
+from tools.loss.case import Tokens
+from tools.loss.pairs import compute_pairs
 
 
 def compute(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of a CASE, see tools/loss.py. Raises ValueError that names the key, the rule and the value."""
+    """Return the result of a CASE, see tools/loss/. Raises ValueError that names the key, the rule and the value."""
     with _in_float64():
         return _compute(case)
 

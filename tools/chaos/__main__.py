@@ -34,8 +34,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from core.algorithms import PRESETS
 from tools import arguments
-from tools.chaos_compare import Verdict, compare
-from tools.chaos_run import (
+from tools.chaos.compare import Verdict, compare
+from tools.chaos.run import (
     TARGETS,
     Leftovers,
     Trial,

@@ -1,0 +1,1 @@
+"""Kill a run again and again, and compare it with one that was left alone."""

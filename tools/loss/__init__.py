@@ -1,0 +1,1 @@
+"""Print advantages, loss and gradients of an algorithm for given log-probabilities."""
