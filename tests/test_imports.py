@@ -171,8 +171,8 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.inference.sglang.start.command_line": "sglang",
     },
     "math_verify loads sympy: only in the reward workers": {
-        "rollout.rewards.math": "math_verify",
-        "rollout.rewards.worker": "math_verify",
+        "rollout.rewards.math": "rollout.rewards.math_equality",
+        "rollout.rewards.worker": "rollout.rewards.math_equality",
     },
     "an optional extra": {"core.monitoring.tracked_runs": "mlflow wandb"},
     "matplotlib loads for a second: only where a picture is drawn": {

@@ -68,7 +68,7 @@ def _solution(answer: Any, column: str, *, is_math: bool) -> str:
     text = str(value)
     _, marker, final = text.rpartition("####")
     if marker and final.strip():
-        return boxed(_THOUSANDS.sub("", final))
+        return boxed(_THOUSANDS.sub("", final.strip().splitlines()[0]))  # MetaMathQA goes on with "The answer is: 5"
     if marker:
         raise ValueError(f"\"{column}\" must end in '#### <number>', as GSM8K writes it")
     if match := _WITH_UNIT.fullmatch(text):

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
 def _prepare(spec: str) -> Reward:
     """Return the reward function, with the libraries that its first call would import already there."""
     if spec in REWARDS:
-        importlib.import_module("math_verify")
+        importlib.import_module("rollout.rewards.math_equality")
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         return REWARDS[spec]
     return load_plugin(spec, kind="reward function", arguments=("prompt", "text"))

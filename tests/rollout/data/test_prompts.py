@@ -51,6 +51,8 @@ def drawn(prompt: Prompt) -> tuple[int, int]:
         (tutorial_row(7), "one two", ("\\boxed{7}",)),
         ({"prompt": "p", "solutions": ["3", "\\boxed{x}"]}, "p", ("\\boxed{3}", "\\boxed{x}")),
         ({"question": "q", "answer": "1080 = 2 * 540\n#### 1,080"}, "q", ("\\boxed{1080}",)),
+        ({"query": "q", "response": "3 + 4 = 7.\n#### 7\nThe answer is: 7"}, "q", ("\\boxed{7}",)),
+        ({"question": "q", "answer": "so\n####\n1,500 \n\n(in all)"}, "q", ("\\boxed{1500}",)),
         ({"problem": "p", "answer": "(0,100)", "level": 5}, "p", ("\\boxed{(0,100)}",)),
         ({"problem": "p", "question": "p", "answer": 27.0}, "p", ("\\boxed{27}",)),
         ({"problem": "p", "solution": "so \\boxed{\\frac{1}{2}}"}, "p", ("so \\boxed{\\frac{1}{2}}",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,14 @@ def test_wrong_answers_are_wrong(solution: str, text: str) -> None:
     assert math_reward(prompt(solution), text) == -1.0
 
 
-PAIRS = Path(__file__).with_name("math_pairs.tsv")
+def table(name: str) -> list[list[str]]:
+    """Return (gold, answer, verdict, kind) of each row."""
+    header, *lines = Path(__file__).with_name(name).read_text().splitlines()
+    assert header.split("\t") == ["gold", "answer", "verdict", "kind"]
+    return [line.split("\t") for line in lines]
+
+
+PAIRS = table("math_pairs.tsv")
 """Written by hand: a solution, a completion ("⏎" is a line break), the verdict of a careful grader of MATH, its kind.
 
 A grader accepts any form of the same value (unreduced, rearranged, another bracket of a matrix), an answer without the
@@ -80,23 +88,36 @@ DISAGREEMENTS = {
     ("17", "The answer is seventeen."),
     ("\\$0.75", "\\boxed{75 \\text{ cents}}"),
     ("\\text{isosceles}", "\\boxed{\\text{isosceles triangle}}"),
-    ("a+bi", "\\boxed{a + b i}"),
     ("12", "It could be 12 but I have no answer."),
 }
-"""Numbers in words, units to convert, synonyms and hedging are beyond math-verify; so is i apart from its variable."""
+"""Numbers in words, units to convert, synonyms and hedging are beyond it."""
+
+KINDS = table("math_kinds.tsv")
+"""Of the kinds that a judge gets wrong who reads a part of an answer, or one spelling of it: the columns of PAIRS."""
 
 
 def test_verdicts_agree_with_a_careful_grader_on_99_of_100_answers() -> None:
-    header, *lines = PAIRS.read_text().splitlines()
-    assert header.split("\t") == ["gold", "answer", "verdict", "kind"]
-    pairs = [line.split("\t") for line in lines]
-    verdicts = [verdict for _, _, verdict, _ in pairs]
-    assert len(pairs) >= 800
+    verdicts = [verdict for _, _, verdict, _ in PAIRS]
+    assert len(PAIRS) >= 800
     assert set(verdicts) == {"equal", "different"}
-    assert verdicts.count("different") > 0.4 * len(pairs)
-    differing = {(gold, text) for gold, text, verdict, _ in pairs if is_right(gold, text) != (verdict == "equal")}
+    assert verdicts.count("different") > 0.4 * len(PAIRS)
+    differing = {(gold, text) for gold, text, verdict, _ in PAIRS if is_right(gold, text) != (verdict == "equal")}
     assert differing == DISAGREEMENTS
-    assert len(differing) <= 0.01 * len(pairs)
+    assert len(differing) <= 0.01 * len(PAIRS)
+
+
+@pytest.mark.parametrize("kind", sorted({kind for _, _, _, kind in KINDS}))
+def test_what_is_not_understood_as_a_whole_is_not_right_and_every_spelling_is(kind: str) -> None:
+    rows = [(gold, text, verdict) for gold, text, verdict, of in KINDS if of == kind]
+    assert [row for row in rows if is_right(row[0], row[1]) != (row[2] == "equal")] == []
+
+
+def test_a_completion_goes_on_with_the_thought_that_its_prompt_has_opened() -> None:
+    opened = replace(prompt("3"), text="<|assistant|><think>\n")
+    assert math_reward(opened, "so \\boxed{2}</think>It is \\boxed{3}.") == RIGHT
+    with pytest.raises(UnparsableAnswerError):
+        math_reward(opened, "so it is \\boxed{3}")
+    assert quick_math_reward(opened, "so it is \\boxed{3}") is None
 
 
 def is_right(gold: str, text: str) -> bool:

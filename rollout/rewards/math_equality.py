@@ -1,0 +1,311 @@
+r"""Whether two answers that were read are the same answer.
+
+Invariant: structures of different kinds are equal only by a rule written here. An answer may leave out what the
+question settles: a unit, a base, the half of the day, the name of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import sympy
+from math_verify import verify
+
+from rollout.rewards.math_formulas import is_same_formula, is_same_value, value_of, values_at_points
+from rollout.rewards.math_reading import Answer
+from rollout.rewards.math_units import Unit
+
+_PERCENT = ("%", 1)
+_ORDERED = ({"()"}, {"<>"}, {"[]"}, {"[)"}, {"(]"}, {"()", "<>"}, {"()", ""}, {"<>", ""})
+_CONDITIONS = {
+    "<": "StrictLessThan",
+    ">": "StrictGreaterThan",
+    r"\le": "LessThan",
+    r"\ge": "GreaterThan",
+    "=": "Eq",
+    r"\ne": "Ne",
+}
+
+
+def is_same(gold: Answer, answer: Answer) -> bool:
+    """Return whether `answer` gives the solution `gold`."""
+    if gold == answer:
+        return True
+    match gold.kind, answer.kind:
+        case ("unread", _) | (_, "unread"):
+            return "".join(gold.parts[0].split()) == "".join(str(answer.parts[0]).split())
+        case ("choice", _):
+            return _is_option(gold, answer)
+        case (_, "choice"):
+            return _is_option(answer, gold)
+        case ("named", "named"):
+            return _is_same_named(gold, answer)
+        case ("named", "relation") | ("relation", "named") | ("relation", "relation"):
+            return _is_same_relation(_as_relation(gold), _as_relation(answer))
+        case ("named", _):
+            return _is_unnamed(gold, answer)
+        case (_, "named"):
+            return _is_unnamed(answer, gold)
+        case (_, "relation") if _is_equation(answer):
+            return not _is_curve(answer) and _gives(answer, gold)
+        case ("relation", _) if _is_equation(gold):
+            return _is_constant(gold.parts[0][0]) and _gives(gold, answer)
+        case ("relation" | "sets", _) | (_, "relation" | "sets"):
+            return _is_same_set(_as_set(gold), _as_set(answer))
+        case ("quantity", "quantity"):
+            return _is_same_quantity(gold, answer)
+        case ("group", "group"):
+            return _is_same_group(gold, answer)
+        case ("date", "date") | ("clock", "clock") | ("based", "based") | ("congruence", "congruence"):
+            return all(None in pair or pair[0] == pair[1] for pair in zip(gold.parts, answer.parts, strict=True))
+        case ("ratio" | "clock", "ratio" | "clock" | "quantity") | ("quantity", "ratio"):
+            return _is_same_ratio(gold, answer)
+        case ("series", "series"):
+            return all(map(_are_same, _simplified(gold), _simplified(answer)))
+        case ("based" | "congruence", "quantity") | ("quantity", "congruence"):
+            return bool(gold.parts[0] == answer.parts[0])
+        case ("words", "quantity"):
+            return bool(gold.parts[0] == answer.parts[0].lower())
+        case ("quantity", "words"):
+            return is_same(answer, gold)
+    return False
+
+
+def _are_same(gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+    return len(gold) == len(answer) and all(map(is_same, gold, answer))
+
+
+def _are_same_in_any_order(gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+    left = list(answer)
+    for item in gold:
+        same = next((other for other in left if is_same(item, other)), None)
+        if same is None:
+            return False
+        left.remove(same)
+    return not left
+
+
+def _is_same_quantity(gold: Answer, answer: Answer) -> bool:
+    (formula, unit, beside), (other, other_unit, other_beside) = gold.parts, answer.parts
+    is_percent, is_other_percent = _PERCENT in unit.known, _PERCENT in other_unit.known
+    unit, other_unit = (Unit(each.known - {_PERCENT}, each.others) for each in (unit, other_unit))
+    if beside != other_beside or not unit.agrees(other_unit):
+        return False
+    if is_percent != is_other_percent and Unit() not in (unit, other_unit)[is_percent : 1 + is_percent]:
+        return False
+    if is_same_formula(formula, other):
+        return True
+    if is_percent == is_other_percent:
+        return False
+    # 50 % answers "what percent" as 50 does and "what part" as 1/2 does
+    formula, other = (
+        rf"\frac{{{text}}}{{100}}" if is_part else text
+        for text, is_part in ((formula, is_percent), (other, is_other_percent))
+    )
+    return is_same_formula(formula, other)
+
+
+def _is_option(choice: Answer, other: Answer) -> bool:
+    letters, value = choice.parts
+    if other.kind == "choice":
+        both = value is not None and other.parts[1] is not None
+        return bool(letters == other.parts[0]) and (not both or is_same(value, other.parts[1]))
+    if value is not None and is_same(value, other):
+        return True
+    return other.kind == "quantity" and "".join(sorted(other.parts[0].upper())) == letters and other.parts[1] == Unit()
+
+
+def _is_same_named(gold: Answer, answer: Answer) -> bool:
+    values, other = dict(zip(*gold.parts, strict=True)), dict(zip(*answer.parts, strict=True))
+    if values.keys() == other.keys() and all(is_same(values[name], other[name]) for name in values):
+        return True
+    return len(values) == len(other) == 1 and _is_same_relation(_as_relation(gold), _as_relation(answer))
+
+
+def _is_unnamed(named: Answer, other: Answer) -> bool:
+    """Return whether values with names are those of a bare answer; x, y, z and a, b, c stand for their order."""
+    names, values = named.parts
+    if len(values) == 1:
+        return is_same(values[0], other)
+    run = "".join(sorted(names))
+    if run in "abcdefghijklmnopqrstuvwxyz" or run in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+        values = tuple(value for _, value in sorted(zip(names, values, strict=True), key=lambda pair: pair[0]))
+    if other.kind != "group" or other.parts[0] == "{}":
+        return False
+    return _is_same_group(other, Answer("group", ("()", values)))
+
+
+def _is_same_group(gold: Answer, answer: Answer) -> bool:
+    (brackets, items), (other_brackets, other) = gold.parts, answer.parts
+    if brackets == other_brackets == "M":
+        return _are_same(items, other)
+    if "M" in (brackets, other_brackets):
+        items, other = _vector(gold), _vector(answer)
+        return {brackets, other_brackets} & {"()", "<>"} != set() and _are_same(items, other)
+    if {brackets, other_brackets} <= {"", "{}"}:
+        return _are_same_in_any_order(items, other)
+    if {brackets, other_brackets} in _ORDERED or ({brackets, other_brackets} == {"()", "[]"} and len(items) > 2):
+        return _are_same(items, other)
+    return False
+
+
+def _vector(answer: Answer) -> Sequence[Answer]:
+    """Return the entries of a tuple, or of a matrix of one row or column."""
+    brackets, items = answer.parts
+    if brackets != "M":
+        return tuple(items)
+    rows = [row.parts[1] for row in items]
+    return rows[0] if len(rows) == 1 else [cell for row in rows for cell in row] if {*map(len, rows)} == {1} else []
+
+
+def _is_same_ratio(gold: Answer, answer: Answer) -> bool:
+    left, right = _formulas_of_ratio(gold), _formulas_of_ratio(answer)
+    return len(left) == len(right) > 1 and all(
+        is_same_formula(rf"({a}) \cdot ({right[0]})", rf"({b}) \cdot ({left[0]})")
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _formulas_of_ratio(answer: Answer) -> list[str]:
+    """Return the terms of a ratio; of 3:30 too, and of a number that is one."""
+    if answer.kind == "clock":
+        return [] if answer.parts[2] else [str(term) for term in answer.parts[:2]]
+    if answer.kind == "quantity":
+        return [answer.parts[0], "1"]
+    return [term.parts[0] for term in answer.parts]
+
+
+def _simplified(series: Answer) -> tuple[Sequence[Answer], Sequence[Answer]]:
+    """Return a series with two terms of an arithmetic progression before the dots, and one behind them."""
+    before, behind = series.parts
+    values: list[Any] = [value_of(term.parts[0]) if term.kind == "quantity" else None for term in before]
+    steps = {later - earlier for earlier, later in pairwise(values)} if None not in values else set()
+    return (before[:2], behind[-1:]) if len(steps) == 1 else (before, behind)
+
+
+def _as_relation(answer: Answer) -> Answer:
+    """Return x = 5, which names a value, as the equation that it is too."""
+    if answer.kind == "relation" or len(answer.parts[0]) > 1 or answer.parts[1][0].kind != "quantity":
+        return answer
+    (name,), (value,) = answer.parts
+    return Answer("relation", ((name, value.parts[0]), ("=",), value))
+
+
+def _is_equation(answer: Answer) -> bool:
+    return answer.kind == "relation" and {*answer.parts[1]} == {"="}
+
+
+def _is_constant(formula: str) -> bool:
+    value = value_of(formula)
+    return value is not None and not value.free_symbols
+
+
+def _gives(equation: Answer, other: Answer) -> bool:
+    """Return whether the right side is `other`, and what is computed on the way to it is right."""
+    sides, _, value = equation.parts
+    return is_same(other, value) and all(
+        is_same_formula(value.parts[0], side) for side in sides[:-1] if _is_constant(side)
+    )
+
+
+def _is_curve(equation: Answer) -> bool:
+    """Return whether an equation is one of a curve, as x^2/2 - y^2/2 = 1, and not another way to write its right side.
+
+    x + y = 5 and x^2 + 1/x^2 = 7 are: they name the value that was asked for.
+    """
+    sides = [value for value in map(value_of, equation.parts[0]) if value is not None]
+    names = {str(name) for side in sides for name in side.free_symbols}
+    terms = [term for side in sides if side.is_Add for term in side.args]
+    factors = [factor for term in terms for factor in (term.args if term.is_Mul else (term,)) if factor.is_Pow]
+    return {"x", "y"} <= names and any(factor.exp.is_Integer and factor.exp > 1 for factor in factors)
+
+
+def _is_same_relation(gold: Answer, answer: Answer) -> bool:
+    if gold.kind != answer.kind or _is_equation(gold) != _is_equation(answer):
+        return False
+    (sides, signs, _), (other_sides, other_signs, _) = gold.parts, answer.parts
+    names, other_names = (_names(each.parts[0]) for each in (gold, answer))
+    if not _is_equation(gold) and len(names) < 2 and len(other_names) < 2:
+        return (names == other_names or not names or not other_names) and _is_same_set(_as_set(gold), _as_set(answer))
+    if not len(sides) == len(other_sides) == 2:
+        return False
+    differences: list[Any] = [value_of(f"({left})-({right})") for left, right in (sides, other_sides)]
+    rows = [] if None in differences else values_at_points(*differences)
+    ratios = [left / right for left, right in rows if right != 0]
+    if not ratios or any(abs(ratio - ratios[0]) > abs(ratios[0]) / 10**9 for ratio in ratios) or ratios[0] == 0:
+        return _is_equation(gold) and _has_same_solutions(sides, other_sides)
+    flipped = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+    expected = signs[0] if ratios[0].is_positive else flipped.get(signs[0], signs[0])
+    return bool(other_signs[0] == expected)
+
+
+def _names(formulas: Sequence[str]) -> set[str]:
+    values = [value_of(formula) for formula in formulas if formula]
+    return {str(name) for value in values if value is not None for name in value.free_symbols}
+
+
+def _has_same_solutions(gold: Sequence[str], answer: Sequence[str]) -> bool:
+    gold_equation, equation = (sympy.Eq(*map(value_of, sides), evaluate=False) for sides in (gold, answer))
+    return bool(verify(gold_equation, equation, timeout_seconds=None))
+
+
+def _as_set(answer: Answer) -> Any | None:
+    """Return an answer as a set of sympy, None where it is none."""
+    try:
+        match answer.kind, answer.parts:
+            case "sets", ((str() as name,), ()):
+                return {r"\mathbb{R}": sympy.Reals, r"\emptyset": sympy.EmptySet}.get(name)
+            case "sets", (parts, signs):
+                sets = [_as_set(part) for part in parts]
+                return None if None in sets else _joined(sets, signs)
+            case "relation", (sides, signs, _):
+                return _as_conditions(sides, signs).as_set() if len(_names(sides)) < 2 else None
+            case "named", (_, (value,)):
+                return sympy.FiniteSet(value_of(value.parts[0]))
+            case "quantity", (formula, _, _):
+                return sympy.FiniteSet(value_of(formula))
+            case "group", ("{}", items):
+                return sympy.FiniteSet(*(value_of(item.parts[0]) for item in items))
+            case "group", ("", items):
+                return _joined([_as_set(item) for item in items], ["or"] * (len(items) - 1))
+            case "group", (brackets, (left, right)):
+                ends = value_of(left.parts[0]), value_of(right.parts[0])
+                return sympy.Interval(*ends, left_open=brackets[0] == "(", right_open=brackets[1] == ")")
+    except (TypeError, ValueError, NotImplementedError, AttributeError):  # not real, not solved, not of numbers
+        return None
+    return None
+
+
+def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
+    joined = sets[0]
+    for operand, sign in zip(sets[1:], signs, strict=True):
+        if sign in {"or", r"\cup"}:
+            joined = joined | operand
+        elif sign == r"\setminus":
+            joined = joined - operand
+        else:
+            joined = joined & operand
+    return joined
+
+
+def _as_conditions(sides: Sequence[str], signs: Sequence[str]) -> Any:
+    values = [value_of(side) if side else sympy.Symbol("x", real=True) for side in sides]
+    relations = [getattr(sympy, _CONDITIONS[sign]) for sign in signs]
+    return sympy.And(*(relation(*pair) for relation, *pair in zip(relations, values, values[1:], strict=False)))
+
+
+def _is_same_set(gold: Any | None, answer: Any | None) -> bool:
+    if gold is None or answer is None or gold == answer:
+        return gold is not None and gold == answer
+    kinds = type(gold), type(answer)
+    if kinds == (sympy.Interval, sympy.Interval):
+        is_open = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
+        return is_open and all(
+            is_same_value(*ends, has_decimals=False) for ends in zip(gold.args[:2], answer.args[:2], strict=True)
+        )
+    if kinds in {(sympy.Union, sympy.Union), (sympy.FiniteSet, sympy.FiniteSet)} and len(gold.args) == len(answer.args):
+        same = _is_same_set if kinds[0] is sympy.Union else lambda *pair: is_same_value(*pair, has_decimals=False)
+        return all(any(same(item, other) for other in answer.args) for item in gold.args)
+    return bool((gold ^ answer).is_empty)

@@ -1,0 +1,360 @@
+r"""Reads an answer into a structure: a quantity with its unit, a relation, a tuple, a choice, a ratio and so on.
+
+Invariant: an answer is read as a whole or is "unread", and then equals nothing but the same text. What a formula means
+is left to math_formulas.py; here its commands must be known ones, so that none is passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rollout.rewards.math_spelling import spelled
+from rollout.rewards.math_units import FILLING, unit_of
+
+
+@dataclass(frozen=True)
+class Answer:
+    r"""`parts` by `kind`; None for what an answer leaves out:
+
+    unread, words: text. quantity: formula, Unit, words before it. choice: letters, Answer or None.
+    relation: formulas (the first is "" in "> 7"), signs between them, Answer of the last or None. ratio: Answers.
+    group: brackets such as "(]" ("" for none, "M" for a matrix of rows), Answers. named: names, Answers.
+    series: Answers before the dots, Answers behind. sets: Answers, signs between them (\cup, "or", "and").
+    clock: hour, minute, half of the day. date: year, month, day. congruence: residue, modulus, name. based: digits,
+    base.
+    """
+
+    kind: str
+    parts: tuple[Any, ...]
+
+
+_MAX_CHARS = 2_000
+_OPENING = r"\\\{|\\langle(?![a-z])|\\begin(?![a-z])|[(\[{]"
+_CLOSING = r"\\\}|\\rangle(?![a-z])|\\end(?![a-z])|[)\]}]"
+_LIST_SIGN = r"\\text\{\s*(?:and|or)\s*\}|[,;](?!\d{3}(?!\d))|[,;](?=\s)"
+_ITEM_SIGN = r"\\text\{\s*(?:and|or)\s*\}|[,;]"
+_SET_SIGN = r"\\(?:cup|cap|setminus)(?![a-z])"
+_RELATION_SIGN = r"[=<>]|\\(?:le|ge|ne|approx|in)(?![a-z])"
+_RATIO_SIGN = r":|\\text\{\s*to\s*\}"
+_NAME = re.compile(
+    r"(?:[a-zA-Z]|\\(?:theta|alpha|beta|gamma|lambda|phi|mu|sigma|omega|angle|triangle|Delta)(?:\s*[A-Z]+)?)(?:_\{\w+\})?'?"
+    r"(?:\s*\([^()]*\))?|\\frac\s*\{d\w*\}\{d\w+\}|\\(?:vec|overline|hat|bar|overrightarrow)\s*\{[^{}]*\}|(?:\\text\{[^{}]*\}\s*)+|[A-Z]{2,3}"
+)
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_REVERSED = re.compile(r"([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])")
+_POINT = re.compile(r"[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
+_BUILDER = re.compile(r"\\?\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.+?)\\?\}")
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+_BASED = re.compile(rf"\(?(\d[\dA-F]*)\)?_\s*\{{?\s*(\d{{1,2}}|{'|'.join(_BASES)})\s*\}}?")
+_MATRIX = re.compile(
+    r"[(\[]?\s*\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}\s*[)\]]?(?:\^\{?(T|\\top)\}?)?"
+)
+_CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?([A-J])(?:\)?[.:]?|(?:\)[.:]?\s*|[.:]\s+)([^\s,;:.)].*))")
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_DATES = (
+    (re.compile(r"(\d{4})-(\d\d)-(\d\d)|(\d{4})/(\d\d?)/(\d\d?)|(\d{4}) ?年 ?(\d\d?) ?月 ?(\d\d?) ?日"), "ymd"),
+    (re.compile(r"(\d\d?)/(\d\d?)/(\d{4})|([A-Z][a-z]{2,8})\.? (\d\d?) ?(?:st|nd|rd|th)?(?:,? (\d{4}))?"), "mdy"),
+    (re.compile(r"(\d\d?) ?(?:st|nd|rd|th)?(?: of)? ([A-Z][a-z]{2,8})\.?(?:,? (\d{4}))?"), "dmy"),
+)
+_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?|([Nn]oon|[Mm]idnight)")
+_LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
+_UNIT = (
+    r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?%"
+    r"|\\mu\s*(?:[a-zA-Z](?![a-zA-Z])|\\text\{[^{}]*\}))(?:\s*\^\s*\{?-?\d\}?)?"
+)
+_TAIL = re.compile(
+    rf"(?P<formula>.*?[^\s/*])\s*(?P<unit>\(?{_UNIT}(?:\s*(?:/|\\cdot|\\times|\*)?\s*{_UNIT})*\s*\)?)"
+    r"|(?P<per>.*[\d})])\s*(?P<ratio>\\frac\s*\{\s*\\text[^\d]*\})"
+)
+_NEUTRAL = re.compile(
+    rf"(?i){FILLING}|\b(?:final|correct|answer|option|value|result|solution|so|thus|hence|therefore|we|get|it|is|are)\b|[:\s]"
+)
+_KNOWN = re.compile(
+    r"(?:\\(?:frac|sqrt|pi|infty|times|cdot|div|binom|sum|prod|int|lim|to|gcd|lcm|max|min|circ|lfloor|rfloor|lceil|rceil"
+    r"|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|lg|exp|alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|pm"
+    r"|xi|rho|sigma|tau|phi|varphi|chi|psi|omega|Delta|Omega|vec|hat|mathbb\{[A-Z]\}|[|]|mp|ell|zeta|eta|kappa)(?![a-zA-Z])"
+    r"|[0-9A-Za-z+\-*/^_{}()|!\[\], ]|\.(?=\d)|(?<=\d)\.|=(?=[^{}]*\}))+"
+)
+_ADJACENT = re.compile(r"\d\s+\d|[|)]\s*\d|\d\s*_")
+
+
+@lru_cache(maxsize=1024)
+def read(content: str) -> Answer:
+    """Return the structure of the content of a box, in any spelling."""
+    return _read(spelled(content)) if len(content) <= _MAX_CHARS else Answer("unread", (content,))
+
+
+def _read(text: str) -> Answer:
+    text = _POINT.sub("", _REVERSED.sub(_turned, text.strip()))
+    for reader in _READERS:
+        answer = reader(text)
+        if answer is not None:
+            return answer
+    return Answer("unread", (text,))
+
+
+def split(text: str, sign: str) -> tuple[list[str], list[str]]:
+    """Return the parts of `text` between the signs outside of all brackets, and these signs."""
+    parts: list[str] = []
+    signs: list[str] = []
+    start = depth = 0
+    for match in re.finditer(f"(?P<sign>{sign})|(?P<opening>{_OPENING})|(?P<closing>{_CLOSING})|\\\\.", text):
+        if match["sign"] and depth == 0:
+            parts.append(text[start : match.start()].strip())
+            signs.append(match["sign"])
+            start = match.end()
+        depth += (match["opening"] is not None) - (match["closing"] is not None)
+    return [*parts, text[start:].strip()], signs
+
+
+def _turned(match: re.Match[str]) -> str:
+    """Return ]0, 1[ as (0, 1)."""
+    opening, content, closing = match.groups()
+    return f"{'(' if opening == ']' else '['}{content}{')' if closing == '[' else ']'}"
+
+
+def _after_lead(text: str) -> Answer | None:
+    """Read what follows "the answer is" or "Answer:"."""
+    lead = re.match(r"((?:\\text\{[^{}]*\}\s*)+)[:=]?\s*(?=\S)", text)
+    if lead is None:
+        return None
+    return None if _NEUTRAL.sub("", _flat(lead[1])) else _read(text[lead.end() :])
+
+
+def _choice(text: str) -> Answer | None:
+    match = _CHOICE.fullmatch(_flat(text))
+    if match is None:
+        return None
+    return Answer("choice", (match[1], read(match[2]) if match[2] else None))
+
+
+def _clock(text: str) -> Answer | None:
+    match = _CLOCK.fullmatch(_flat(text))
+    if match is None or not any(match.groups()[1:]):
+        return None
+    hour, minute, half, word = match.groups()
+    if word:
+        return Answer("clock", (12, 0, "p" if word.lower() == "noon" else "a"))
+    half = "p" if int(hour) > 12 else half and half.lower()
+    return Answer("clock", (int(hour) % 12 or 12 if half else int(hour), int(minute or 0), half))
+
+
+def _date(text: str) -> Answer | None:
+    for pattern, order in _DATES:
+        if match := pattern.fullmatch(_flat(text)):
+            found = dict(zip(order, (group for group in match.groups() if group), strict=False))
+            name = found["m"].lower()[:3]
+            month = _MONTHS.index(name) + 1 if name in _MONTHS else int(name) if name.isdigit() else 0
+            month, day = (int(found["d"]), month) if month > 12 else (month, int(found["d"]))
+            return Answer("date", (found.get("y"), month, day)) if 1 <= month <= 12 and 1 <= day <= 31 else None
+    return None
+
+
+def _congruence(text: str) -> Answer | None:
+    match = re.fullmatch(r"(?:([^=<>]*?)\s*(?:\\equiv|=))?(.*?),?\s*\\pmod\{([^{}]+)\}", text)
+    if match is None:
+        return None
+    name, residue, modulus = match[1], match[2].strip(), match[3].strip()
+    if re.fullmatch(r"-?\d{1,15}", residue) and re.fullmatch(r"[1-9]\d{0,14}", modulus):
+        residue = str(int(residue) % int(modulus))
+    return Answer("congruence", (residue, modulus, name or None))
+
+
+def _matrix(text: str) -> Answer | None:
+    match = _MATRIX.fullmatch(text)
+    if match is None:
+        return None
+    rows = [[_read(cell) for cell in row.split("&")] for row in re.split(r"\\\\", match[2]) if row.strip()]
+    if match[3]:
+        rows = [list(column) for column in zip(*rows, strict=True)] if len({*map(len, rows)}) == 1 else []
+    return Answer("group", ("M", tuple(Answer("group", ("", tuple(row))) for row in rows)))
+
+
+def _builder(text: str) -> Answer | None:
+    r"""Read the condition of \{x \mid x > 3\}."""
+    match = _BUILDER.fullmatch(text)
+    condition = _read(match[2]) if match else None
+    return condition if condition and condition.kind in {"relation", "sets", "named", "group"} else None
+
+
+def _listed(text: str) -> Answer | None:
+    parts, signs = split(text, _LIST_SIGN)
+    return _combined("", parts, "or" if any("or" in sign for sign in signs) else "and") if signs else None
+
+
+def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
+    """Return the structure of several parts in or without brackets."""
+    texts = [part for part in parts if part]
+    if r"\ldots" in texts:
+        dots = texts.index(r"\ldots")
+        return Answer("series", tuple(tuple(map(_read, some)) for some in (texts[:dots], texts[dots + 1 :])))
+    items = [_read(part) for part in texts]
+    kinds = {item.kind for item in items}
+    if "unread" in kinds:
+        return Answer("unread", (brackets, *texts))
+    if len(items) == 1 and brackets in {"", "()", "[]"}:
+        return items[0]
+    if kinds == {"choice"} and not any(item.parts[1] for item in items):
+        return Answer("choice", ("".join(sorted(item.parts[0] for item in items)), None))
+    if kinds == {"named"}:
+        names = tuple(name for item in items for name in item.parts[0])
+        values = tuple(value for item in items for value in item.parts[1])
+        if len({*names}) == len(names):
+            return Answer("named", (names, values))
+        items = list(values)
+    elif items[0].kind == "named" and len(items[0].parts[0]) == 1 and kinds == {"named", "quantity"}:
+        items[0] = items[0].parts[1][0]  # x = 1, 2
+    elif "relation" in kinds and not brackets:
+        return Answer("sets", (tuple(items), (sign,) * (len(items) - 1)))
+    if brackets in {"", "{}"}:  # of 2 \pm 1, both
+        items = [part for item in items for part in (item.parts[1] if _is_list(item) else (item,))]
+    return Answer("group", (brackets, tuple(items)))
+
+
+def _is_list(answer: Answer) -> bool:
+    return answer.kind == "group" and answer.parts[0] == ""
+
+
+def _relation(text: str) -> Answer | None:
+    sides, signs = split(text, _RELATION_SIGN)
+    if not signs:
+        return None
+    if r"\approx" in signs:
+        exact, rounded = text.split(r"\approx", maxsplit=1)
+        return _read(rounded if not exact.strip() or _NAME.fullmatch(exact.strip()) else exact)
+    if signs == [r"\in"]:
+        return _read(sides[1])
+    if {*signs} != {"="}:
+        is_known = all(map(_is_formula, sides[not sides[0] :]))
+        return Answer("relation", (tuple(sides), tuple(signs), None)) if is_known else None
+    if re.fullmatch(r"[a-zA-Z\d\\ ]+(?::[a-zA-Z\d\\ ]+)+", sides[0]):  # of a ratio
+        return _read(sides[-1]) if len(sides) == 2 else None
+    if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
+        sides.reverse()
+    value = _read(sides[-1])
+    names = split(sides[0].strip("()"), ",")[0] if re.fullmatch(r"\(.*\)", sides[0]) else [sides[0]]
+    if all(_NAME.fullmatch(name) for name in names):
+        if len(sides) > 2 and all(map(_is_formula, sides[1:])):
+            value = Answer("relation", (tuple(sides[1:]), tuple(signs[1:]), value))
+        if len(names) == 1:
+            name = re.sub(r"^[a-z]\s*\(x\)$", "y", names[0])
+            return Answer("named", ((name,), (value,)))
+        if value.kind == "group" and value.parts[0] == "()" and len(value.parts[1]) == len(names):
+            return Answer("named", (tuple(names), value.parts[1]))
+        return value
+    left = _read(sides[0])
+    if not all(map(_is_formula, sides[:-1])) or value.kind == "unread" or left.kind == "unread":
+        return None
+    return Answer("relation", (tuple(sides), tuple(signs), value))
+
+
+def _bracketed(text: str) -> Answer | None:
+    opening, closing = re.match(_OPENING, text), re.search(rf"(?:{_CLOSING})$", text)
+    if not opening or not closing or opening[0].startswith(r"\begin") or closing.start() < opening.end():
+        return None
+    content = text[opening.end() : closing.start()]
+    depth = 0
+    for match in re.finditer(rf"(?P<opening>{_OPENING})|(?P<closing>{_CLOSING})|\\.", content):
+        depth += (match["opening"] is not None) - (match["closing"] is not None)
+        if depth < 0:
+            return None
+    brackets = (opening[0] + closing[0]).replace(r"\langle", "<").replace(r"\rangle", ">").replace("\\", "")
+    parts, _ = split(content, _ITEM_SIGN)
+    if brackets == "{}" and (len(parts) == 1 and "\\" not in opening[0]):
+        return _read(content)
+    return _combined(brackets, parts, "and") if content.strip() else Answer("sets", ((r"\emptyset",), ()))
+
+
+def _sets(text: str) -> Answer | None:
+    if re.fullmatch(r"\\mathbb\{[RZNQC]\}|\\emptyset", text):
+        return Answer("sets", ((text,), ()))
+    parts, signs = split(text, _SET_SIGN)
+    return Answer("sets", (tuple(map(_read, parts)), tuple(signs))) if signs else None
+
+
+def _ratio(text: str) -> Answer | None:
+    texts, signs = split(text, _RATIO_SIGN)
+    parts = [_read(part) for part in texts] if signs and all(texts) else []
+    return Answer("ratio", tuple(parts)) if {part.kind for part in parts} == {"quantity"} else None
+
+
+def _based(text: str) -> Answer | None:
+    """Read a number in a base, 1011_2 or 4310_{\\text{five}}."""
+    match = _BASED.fullmatch(_flat(text))
+    return match and Answer("based", (match[1], _BASES.get(match[2], match[2])))
+
+
+def _words(text: str) -> Answer | None:
+    flat = _flat(text)
+    if _TEXT.sub("", text).strip(" .-'") or not re.fullmatch(r"[^\W\d_][^\d\\={}^_+*/]*", flat):
+        return None
+    words = [word for word in re.sub(r"[^\w' -]", " ", flat.lower()).split() if word not in {"a", "an", "the"}]
+    return Answer("words", (" ".join(words).removesuffix("s"),))
+
+
+def _quantity(text: str) -> Answer | None:
+    beside = unit = ""
+    if lead := _LEAD.fullmatch(text):
+        minus, currency, words, text = lead.groups()
+        text = minus + text
+        said = _flat(words or currency).replace("\\", "")
+        found = unit_of(re.sub(r"(?:\bis|\bare|:)$", "", said))
+        if found is None:
+            return None
+        if found.known and not found.others:
+            unit = rf"\text{{{said}}}"
+        elif not re.search(r"(?:\bis|\bare|:)$", said):  # else it names the quantity
+            beside = _NEUTRAL.sub("", said.lower())
+    if tail := _TAIL.fullmatch(text):
+        text, unit = tail["formula"] or tail["per"], unit + (tail["unit"] or tail["ratio"])
+    found, formula = unit_of(unit), _formula(text)
+    if found is None or formula is None:
+        return None
+    if r"\pm" not in formula:
+        return Answer("quantity", (formula, found, beside))
+    both = tuple(Answer("quantity", (formula.replace(r"\pm", sign), found, beside)) for sign in "+-")
+    return Answer("group", ("", both)) if formula.count(r"\pm") == 1 else None
+
+
+def _formula(text: str) -> str | None:
+    """Return a formula in which a number has one spelling; None where not all of it is known."""
+    if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
+        text = text.replace(" ", "")
+    elif mixed := re.fullmatch(r"(-?\d+) (\d+)/(\d+)", text):
+        text = rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    elif power := re.fullmatch(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)", text):
+        text = rf"{power[1]} \times 10^{{{power[2]}}}"
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"([\d)])\s*\((?=\s*-?\d+\s*\))", r"\1\\cdot (", text)
+    return text if _KNOWN.fullmatch(text) and not _ADJACENT.search(text) else None
+
+
+def _is_formula(text: str) -> bool:
+    return _read(text).kind == "quantity"
+
+
+def _flat(text: str) -> str:
+    return re.sub(r"(?<=\() | (?=[):.])", "", " ".join(_TEXT.sub(r" \1 ", text).split()))
+
+
+_READERS: tuple[Callable[[str], Answer | None], ...] = (
+    _after_lead,
+    _choice,
+    _clock,
+    _date,
+    _congruence,
+    _matrix,
+    _builder,
+    _listed,
+    _relation,
+    _bracketed,
+    _sets,
+    _ratio,
+    _based,
+    _words,
+    _quantity,
+)

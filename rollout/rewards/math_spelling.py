@@ -1,0 +1,188 @@
+r"""One spelling for an answer: Unicode, plain text and the many commands of LaTeX for one thing become the same LaTeX.
+
+Invariant: a rewriting changes how an answer is written, never its meaning. Words end in \text{...}, and none is lost.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+from rollout.rewards.math_units import UNITS
+
+_HIGH, _LOW = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
+_SCRIPTS = str.maketrans(_HIGH + _LOW, "0123456789+-n" + "0123456789")
+_CHARACTERS = r"""
+− - – - — - π \pi ∞ \infty ° ^\circ × \times · \cdot ⋅ \cdot ∙ \cdot ÷ \div ≤ \le ≥ \ge ≦ \le ≧ \ge ⩽ \le ⩾ \ge ≠ \ne
+≈ \approx ≡ \equiv ± \pm ∪ \cup ∩ \cap ∖ \setminus ∈ \in ∅ \emptyset ∣ | ∶ : ⁄ / ∕ / ⟨ \langle ⟩ \rangle 〈 \langle
+〉 \rangle ∑ \sum ∏ \prod ∫ \int 、 , 。 . θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda φ \phi σ \sigma
+ω \omega μ \mu Ω \Omega Σ \sum Π \prod → \to ∨ \lor ∧ \land ’ ' ′ ' √ \sqrt ∛ \sqrt[3] 〜 ~ ˚ ^\circ º ^\circ
+"""
+_Rewriting = tuple[str, str | Callable[[re.Match[str]], str]]
+_CHARACTER_TABLE = str.maketrans(
+    {
+        character: plain + " " * ("\\" in plain)
+        for character, plain in zip(_CHARACTERS.split()[::2], _CHARACTERS.split()[1::2], strict=True)
+    }
+)
+_ALIASES = r"""
+\varnothing \emptyset \lbrace \{ \rbrace \} \leqslant \le \geqslant \ge \leq \le \geq \ge \leqq \le \geqq \ge \neq \ne
+\lt < \gt > \dfrac \frac \tfrac \frac \cfrac \frac \dbinom \binom \tbinom \binom \colon : \dots \ldots \cdots \ldots
+\dotsc \ldots \dotsb \ldots \vert | \lvert | \rvert | \mid | \land \text{and} \wedge \text{and} \lor \text{or}
+\vee \text{or} \R \mathbb{R} \backslash \setminus \bmod \mod \degree ^\circ \percent \% \ast \cdot \simeq \approx
+\euro € \pounds £ \textdegree ^\circ \approxeq \approx \rightarrow \to \ohm \Omega
+"""
+_ALIAS = dict(zip(_ALIASES.split()[::2], _ALIASES.split()[1::2], strict=True))
+_FUNCTIONS = """
+arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc ln log lg exp sqrt gcd lcm max min lim
+pi theta alpha beta lambda infty sum prod int
+"""
+_NAMED = {name: f"\\{name} " for name in _FUNCTIONS.split()} | dict.fromkeys(("infinity", "inf", "oo"), r"\infty ")
+_GLUED = re.compile(r"(sin|cos|tan|ln|log|sqrt)([a-z])")
+_SHORT_WORDS = re.compile(r"(?i)and|or|to|is|are|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs")
+_FONTS = "text mbox hbox mathrm textrm textbf textit textnormal textup textsf mathsf operatorname emph unit si"
+_BOLD = "mathbf mathit bm boldsymbol pmb mathnormal"
+_FONT = re.compile(rf"\\({'|'.join((_FONTS + ' ' + _BOLD).split())})\*?\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
+_RUN = re.compile(
+    r"\\(?:text|begin|end|mathbb|mathcal)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]+(?:'[a-z]+)?|[\u4e00-\u9fff]+"
+)
+_TEXTS = re.compile(r"(?:\\text\s*\{[^{}]*\}\.?\s*)+")
+_CONJUNCTION = re.compile(r"\b(and|or|to)\b(?! more| less| fewer| greater| higher| above| below)")
+_INNER = r"((?:[^(){}]|\([^()]*\))*)"
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+_MARKUP: list[_Rewriting] = [
+    (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\!\s*", ""),
+    (r"\\(?:displaystyle|textstyle|limits|nolimits|strut)(?![a-zA-Z])", ""),
+    (r"(?:US|U\.S\.)\s*\\?\$", r"\\$"),
+    (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
+    (r"(?<!\\)\$|\*\*|`|\\[()]|(?<!\\)\\[\[\]]", ""),
+    (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\[ ,;:>]|~|\\\\(?![\s\S]*\\end)", " "),
+    (r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{([^{}]*)\}", lambda m: rf"{m[1]} \unit{{{m[2].replace(chr(92), ' ')}}}"),
+    (r"\\num\s*\{([^{}]*)\}", r"\1"),
+    (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\{:\}", ":"),
+    (r"\\not\s*=", r"\\ne "),
+    (r"\\[a-zA-Z]+", lambda m: _ALIAS.get(m[0], m[0])),
+]
+_NUMBERS: list[_Rewriting] = [
+    (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"),
+    (r"(\d)\{,\}(?=\d)", r"\1."),
+    (r"(\d)\s*[xX]\s*(?=10\s*\^)", r"\1 \\times "),
+    (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
+    (rf"\^\s*\({_INNER}\)", r"^{\1}"),
+    (r"(?:\d\u0305)+", lambda m: rf"\overline{{{m[0].replace(chr(0x305), '')}}}"),
+    (r"(\d)\u0307", r"\\dot{\1}"),
+    (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
+    (r"\\(?:dot|bar)\s*\{?(\d+)\}?", r"\\overline{\1}"),
+    (r"(\.\d*)\((\d+)\)", r"\1\\overline{\2}"),
+    (r"\.\.\.", r"\\ldots "),
+    (r"(\.\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)\s*\\ldots", lambda m: rf"{m[1]}\overline{{{m[2] or m[3]}}}"),
+    (r"(\.\d+)\s*\\ldots", r"\1"),
+    (r"(?<!\d)(\d{0,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", lambda m: _repeating_fraction(*m.groups())),
+]
+_FORMULAS: list[_Rewriting] = [
+    (rf"\\sqrt\s*(\[[^\]]*\])?\s*(?:\({_INNER}\)|(\d+(?:\.\d+)?))", lambda m: rf"\sqrt{m[1] or ''}{{{m[2] or m[3]}}}"),
+    (
+        rf"(\d)\s*\\text\{{\s*({'|'.join(_SCALES)})\b\s*([^{{}}]*)\}}",
+        lambda m: rf"{m[1]} \times 10^{{{_SCALES[m[2]]}}}\text{{{m[3]}}}",
+    ),
+    (r"\\text\{\s*\}", ""),
+    (r"_\s*([a-zA-Z0-9])", r"_{\1}"),
+    (
+        r"\(\s*\\text\{mod\}\s*([^()]*)\)|\\pmod\s*(\d+|\{[^{}]*\})",
+        lambda m: rf"\pmod{{{(m[1] or m[2]).strip(' {}')}}}",
+    ),
+]
+_PHRASES = {
+    "at least|no less than|no fewer than|not less than": r"\ge ",
+    "at most|no more than|not more than": r"\le ",
+    "more than|greater than|larger than|over|above": "> ",
+    "less than|fewer than|smaller than|under|below": "< ",
+    "not|not equal to|anything but|does not equal": r"\ne ",
+    r"about|approximately|approx\.?|around|roughly|nearly": r"\approx ",
+    "|equal to|equals": "=",
+}
+_FORMULAS += [
+    (rf"(?<!\()\\text\{{\s*(?:(?:is|are|be)\b\s*)?(?:{words})\s*\}}", sign.replace("\\", r"\\"))
+    for words, sign in _PHRASES.items()
+]
+_WHOLE: list[_Rewriting] = [
+    (r"(?i)^\\text\{(?:all|any|the)? ?real(?:s| numbers?)\}$|^\\text\{全体实数\}$", r"\\mathbb{R}"),
+    (
+        r"(?i)^\\text\{no (?:real )?solutions?\}$|^\\text\{(?:the )?empty set\}$|^\\text\{(?:无解|空集)\}$",
+        r"\\emptyset",
+    ),
+    (r"(?i)^\\text\{infinity\}$", r"\\infty"),
+]
+
+
+def spelled(content: str) -> str:
+    """Return `content` of a box in the one spelling."""
+    content = re.sub(f"[{_HIGH}]+", lambda match: f"^{{{match[0].translate(_SCRIPTS)}}}", content)
+    content = re.sub(f"[{_LOW}]+", lambda match: f"_{{{match[0].translate(_SCRIPTS)}}}", content)
+    content = re.sub("[¼-¾⅐-⅞]", _latex_fraction, content)
+    content = re.sub("[ℝℤℕℚℂ]", lambda match: rf"\mathbb{{{unicodedata.normalize('NFKC', match[0])}}}", content)
+    content = unicodedata.normalize("NFKC", content).translate(_CHARACTER_TABLE)
+    content = _rewritten(content, _MARKUP)
+    for _ in range(2):  # one inside another
+        content = _FONT.sub(_as_text, content)
+    content = _RUN.sub(_as_word, _rewritten(content, _NUMBERS))
+    content = _rewritten(_TEXTS.sub(_joined, content), _FORMULAS)
+    return _rewritten(" ".join(content.split()).rstrip(". "), _WHOLE)
+
+
+def _rewritten(content: str, rewritings: list[_Rewriting]) -> str:
+    for pattern, replacement in rewritings:
+        content = re.sub(pattern, replacement, content)
+    return content
+
+
+def _as_text(match: re.Match[str]) -> str:
+    """Return the content of a font command: as it is without words, else as text, of which numbers are no part."""
+    font, content = match.groups()
+    if not re.search("[A-Za-z\u4e00-\u9fff]", content) or (font in _BOLD and len(content.strip()) == 1):
+        return content
+    if content in {"i", "e", "d"}:
+        return content
+    if content in _NAMED:
+        return _NAMED[content]
+    content = re.sub(r"\\(?:cdot|times)(?![a-z])", " ", content)
+    if "\\" in content:
+        return content
+    content = content.replace("{", "").replace("}", "")
+    if re.search(r"[\d:]", content):
+        return re.sub(r"[A-Za-z]+(?:[.'][A-Za-z]+)*", r"\\text{\g<0>}", content)
+    return rf"\text{{{content}}}"
+
+
+def _as_word(match: re.Match[str]) -> str:
+    """Return a run of letters as a function, as text, or as it is where it is a product of variables."""
+    run = match.group()
+    if run.startswith("\\"):
+        return run
+    if run in _NAMED:
+        return _NAMED[run]
+    if glued := _GLUED.fullmatch(run):
+        return rf"\{glued[1]} {glued[2]}"
+    before = match.string[: match.start()].rstrip(" (")[-1:]
+    is_unit = len(run) > 1 and (run in UNITS or run.lower() in UNITS) and before in set("0123456789}).")
+    is_word = len(run) > 3 or not run.isascii() or _SHORT_WORDS.fullmatch(run)
+    return rf"\text{{{run}}}" if is_unit or is_word else run
+
+
+def _joined(match: re.Match[str]) -> str:
+    words = " ".join(re.findall(r"\{([^{}]*)\}", match.group()))
+    parts = [" ".join(part.split()) for part in _CONJUNCTION.split(words)]
+    return "".join(rf"\text{{{part}}} " for part in parts if part)
+
+
+def _latex_fraction(match: re.Match[str]) -> str:
+    numerator, _, denominator = unicodedata.normalize("NFKC", match.group()).partition("\u2044")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
+
+
+def _repeating_fraction(whole: str, once: str, again: str) -> str:
+    difference = int(whole + once + again) - int(whole + once or "0")
+    return rf"\frac{{{difference}}}{{{'9' * len(again)}{'0' * len(once)}}}"
