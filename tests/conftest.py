@@ -18,7 +18,7 @@ LONGEST = (
     "test_recover_run",
     "test_model",
     "test_checkpoint",
-    "test_mutants",
+    "test_lint",
     "test_eval",
     "test_sft_end_to_end",
     "test_examples",

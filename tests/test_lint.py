@@ -1,4 +1,4 @@
-"""What `make lint` checks in no time is checked with every test run; mypy, which takes longer, by `make lint` alone."""
+"""Every test run checks what `make lint` does: ruff and mypy find nothing."""
 
 import subprocess
 import sys
@@ -15,3 +15,10 @@ def test_ruff_finds_nothing(arguments: tuple[str, ...]) -> None:
         [sys.executable, "-m", "ruff", *arguments, "."], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_mypy_finds_nothing() -> None:
+    found = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
