@@ -99,7 +99,7 @@ ORDER = {
     "slipstream": ("api", "cli"),
     "tools": (
         "arguments",
-        "scratch_model setup_cluster check_image loss demo",
+        "scratch_model setup_cluster loss demo",
         "curves eval samples timeline",
         "convert mutants conformance",
         "chaos bench nightly",

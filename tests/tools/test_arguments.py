@@ -69,7 +69,6 @@ def without_slow_libraries() -> Iterator[None]:
         ("tools.bench.__main__", "gpu", "gpu: nvidia-smi shows none on this host; write cpu, or add --trial"),
         ("tools.bench.__main__", "gpu --trial --sglang-python /no/python", "/no/python: no such interpreter"),
         ("tools.chaos.__main__", "--kills 0", "argument --kills: 0 must be at least 1"),
-        ("tools.check_image", "/no/file", "argument dockerfile: /no/file: no such file"),
         ("tools.convert", "--checkpoint_path /no/folder --output_path /tmp/x", "--checkpoint_path=/no/folder: no such"),
         ("tools.curves", "compare /no/file", "/no/file: no recording"),
         ("tools.curves", "compare /dev/null", "/dev/null: no recording"),
