@@ -75,7 +75,7 @@ MEASUREMENTS = {
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
-SHAPES = ("1.5B", "7B", "7B_12_layers", "sums", "tiny")
+SHAPES = ("1.5B", "7B", "tiny")
 """Of tools/bench/gpu/trainer.py, which is slow to import."""
 SCENES = {"cpu": "cpu.components:Scene", "gpu": "gpu.trainer:Scene"}
 NUM_GPUS = {"async": 2}
@@ -107,7 +107,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--only {' '.join(sorted(unknown))}: not measured on {given.device}")
     for name in given.only or ():
-        if given.device == "gpu" and (why := lacking(name)):
+        if given.device == "gpu" and (why := missing_gpus(name)):
             parser.error(f"--only {name}: {why}")
     if given.keep is not None and given.keep.exists() and any(given.keep.iterdir()):
         parser.error(f"--keep {given.keep}: measurements start with an empty folder; name another one")
@@ -143,7 +143,7 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
     with kept_or_temporary(given.keep) as folder:
         scene = find(SCENES[given.device])(folder=folder, **options)
         for name in given.only or MEASUREMENTS[given.device]:
-            if given.device == "gpu" and (why := lacking(name)):
+            if given.device == "gpu" and (why := missing_gpus(name)):
                 print(f"{name} is left out: {why}", flush=True)
                 continue
             command = _command(given, name)
@@ -181,7 +181,7 @@ def find(place: str) -> Callable[..., Any]:
     return found
 
 
-def lacking(name: str) -> str | None:
+def missing_gpus(name: str) -> str | None:
     """Return what this host lacks for a measurement of GPU, or None. Without any GPU they run small, as a trial."""
     found, needed = len(query_gpus()), NUM_GPUS.get(name, 1)
     if 0 < found < needed:

@@ -59,21 +59,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         vocab_size=152064, tie_word_embeddings=False,
     ),
-    "7B_12_layers": dict(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=12, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, tie_word_embeddings=False,
-    ),
-    "sums": dict(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=16, tie_word_embeddings=True, initializer_range=0.05, rope_theta=100.0,
-    ),
     "tiny": dict(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=512, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-"""Qwen2.5's shapes, a part of 7B that trains on one GPU, one that learns additions, and one for trying the measurements
-out."""
+"""Qwen2.5's shapes, and one for trying the measurements out."""
 
 
 def config_of(shape: str) -> dict[str, Any]:
@@ -201,10 +192,6 @@ def seconds_of(device: Any, step: Callable[[], object]) -> float:
     step()
     device.synchronize()
     return time.perf_counter() - start
-
-
-def median_seconds(device: Any, step: Callable[[], object]) -> float:
-    return statistics.median(measured_seconds(device, step))
 
 
 def measured_seconds(device: Any, step: Callable[[], object]) -> list[float]:
