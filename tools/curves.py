@@ -43,26 +43,40 @@ PAIRS = {"train_path": "${oc.env:CURVES}/pairs.jsonl", "train_bs_n_seqs": 8, "ma
 MICROBATCHES = {"mb_spec": {"max_tokens_per_mb": 48}}
 GENERATION = {"max_new_tokens": 8}
 POLICY: dict[str, Any] = {
-    "actor": MODEL, "actor_train": MICROBATCHES,
+    "actor": MODEL,
+    "actor_train": MICROBATCHES,
     "dataset": {"path": "${oc.env:CURVES}/prompts.jsonl", "train_bs_n_seqs": 8, "max_prompt_len": 8},
     "staleness": {"max_staleness": 0, "in_order": True},
     # Answers that are sampled together round differently from those that are not.
     "generator": {"max_running": 1},
     "reward": {"num_workers": 1, "timeout_seconds": 600},
-}  # fmt: skip
+}
 EXPERIMENTS: dict[str, dict[str, Any]] = {
-    "ppo": POLICY | {
-        "group_size": 2, "critic": {**MODEL, "init_critic_from_actor": True}, "critic_train": MICROBATCHES,
-        "ppo": {"gen": GENERATION, "ppo_n_minibatches": 4, "kl_ctl": 0.1, "discount": 0.99, "gae_lambda": 0.95,
-                "value_norm": True, "reward_output_scaling": 2.0, "mask_no_eos_with_zero": True},
+    "ppo": POLICY
+    | {
+        "group_size": 2,
+        "critic": {**MODEL, "init_critic_from_actor": True},
+        "critic_train": MICROBATCHES,
+        "ppo": {
+            "gen": GENERATION,
+            "ppo_n_minibatches": 4,
+            "kl_ctl": 0.1,
+            "discount": 0.99,
+            "gae_lambda": 0.95,
+            "value_norm": True,
+            "reward_output_scaling": 2.0,
+            "mask_no_eos_with_zero": True,
+        },
     },
-    "grpo": POLICY | {
-        "group_size": 4, "group_adv_norm": True,
+    "grpo": POLICY
+    | {
+        "group_size": 4,
+        "group_adv_norm": True,
         "algorithm": {"kl_in": "loss", "decoupled": True, "entropy_coeff": 0.01},
         "ppo": {"gen": GENERATION | {"temperature": 0.8}, "ppo_n_minibatches": 2, "kl_ctl": 0.1, "disable_value": True},
     },
     "sft": {"model": MODEL, "allocation": MICROBATCHES, "dataset": PAIRS},
-}  # fmt: skip
+}
 CASES = [f"{experiment}-{layout}" for experiment in EXPERIMENTS for layout in LAYOUTS]
 METRICS: dict[str, tuple[str, ...]] = {"sft": ("loss", "grad_norm")}
 METRICS["grpo"] = (*METRICS["sft"], "actor_loss", "ppo_approx_kl", "task_reward", "advantage")
@@ -165,11 +179,12 @@ def make_inputs(folder: Path) -> dict[str, str]:
     files = sorted([*folder.glob("*.jsonl"), *folder.glob("model/*.safetensors")])
     cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
     return {
-        "torch": torch.__version__, "megatron-core": version("megatron-core"),
+        "torch": torch.__version__,
+        "megatron-core": version("megatron-core"),
         "cpu": f"{cpu}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": "launch.threads_per_process=1, OMP_NUM_THREADS=1",
         "inputs": sha256(b"".join(path.read_bytes() for path in files)).hexdigest(),
-    }  # fmt: skip
+    }
 
 
 def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[int], object]) -> Curve:
@@ -177,12 +192,16 @@ def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[in
     experiment, layout = case.split("-")
     generator = "" if experiment == "sft" else "embedded.d1m1p1+"
     config = EXPERIMENTS[experiment] | {
-        "experiment_name": "curves", "trial_name": case, "seed": 1, "monitor": {"tensorboard": False},
-        "allocation_mode": generator + LAYOUTS[layout], "n_gpus_per_node": (layout != "1") + 1 + bool(generator),
+        "experiment_name": "curves",
+        "trial_name": case,
+        "seed": 1,
+        "monitor": {"tensorboard": False},
+        "allocation_mode": generator + LAYOUTS[layout],
+        "n_gpus_per_node": (layout != "1") + 1 + bool(generator),
         "launch": {"threads_per_process": 1, "startup_timeout_seconds": 1800},
         "exp_ctrl": {"total_train_epochs": steps, "total_train_steps": steps},
         "external_configs": {"cluster_config": {"fileroot": str(folder / case)}},
-    }  # fmt: skip
+    }
     path, log = folder / f"{case}.yaml", folder / f"{case}.log"
     path.write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "core.quickstart", "ppo-math" if generator else "sft", "--config", str(path)]

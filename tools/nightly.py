@@ -28,8 +28,10 @@ PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- last nightly: written by tools/nightly.py -->\n", "<!-- end of last nightly -->\n"
 SGLANG_ENV = "SLIPSTREAM_SGLANG_ENV"
 LIVE_SUITES = (
-    "tests/rollout/inference/sglang", "tests/core/experiments/test_ppo_sglang.py", "tests/tools/test_eval_sglang.py",
-)  # fmt: skip
+    "tests/rollout/inference/sglang",
+    "tests/core/experiments/test_ppo_sglang.py",
+    "tests/tools/test_eval_sglang.py",
+)
 
 WHOLE_RUNS = ("tests/core/experiments", "tests/core/processes/test_attempts.py", "tests/core/recovery")
 FRESH = "SLIPSTREAM_TEST_FRESH"

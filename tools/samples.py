@@ -36,9 +36,14 @@ from tools.arguments import BadRequest, integer, program, run_with, step_range
 Keep = Callable[[Sample], bool]
 
 _OPERATORS = {
-    "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
-    "<": operator.lt, ">": operator.gt, "=": operator.eq,
-}  # fmt: skip
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
 _SHORT, _FULL = 800, sys.maxsize
 
 
@@ -126,8 +131,10 @@ def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) ->
         raise BadRequest(f"{folder}: there are no samples{where}")
     kept = [s for s in samples if all(k(s) for k in keep)]
     order: dict[str, Callable[[Sample], float]] = {
-        "step": lambda s: s.step, "reward": lambda s: -s.reward, "length": lambda s: -s.answer_tokens
-    }  # fmt: skip
+        "step": lambda s: s.step,
+        "reward": lambda s: -s.reward,
+        "length": lambda s: -s.answer_tokens,
+    }
     return sorted(kept, key=order[arguments.sort])
 
 
@@ -180,9 +187,11 @@ def _panel(sample: Sample, arguments: argparse.Namespace) -> Panel:
         parts.append(_marked(shortened(sample.answer, chars), arguments))
     parts.append(Text(headline(sample), style="bold"))  # in the panel: a narrow terminal would cut a subtitle off
     return Panel(
-        Group(*parts), title=Text(f"step {sample.step}{_of(sample)}{notable}"), title_align="left",
+        Group(*parts),
+        title=Text(f"step {sample.step}{_of(sample)}{notable}"),
+        title_align="left",
         border_style="green" if sample.reward > 0 else "red",
-    )  # fmt: skip
+    )
 
 
 def _of(sample: Sample) -> str:
@@ -220,9 +229,7 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
     )
 
 
-def _pairs(
-    left: Sequence[Sample], right: Sequence[Sample]
-) -> tuple[list[tuple[Sample | None, Sample | None]], int]:  # fmt: skip
+def _pairs(left: Sequence[Sample], right: Sequence[Sample]) -> tuple[list[tuple[Sample | None, Sample | None]], int]:
     """Return rows of two columns, those with the same prompt first, and the number of these."""
     waiting: dict[tuple[str, str, int], list[Sample]] = {}
     for sample in right:
@@ -238,9 +245,7 @@ def _pairs(
     taken = {id(b) for _, b in both}
     others = [sample for sample in right if id(sample) not in taken]
     longer = max(len(alone), len(others))
-    rest = [
-        (alone[i] if i < len(alone) else None, others[i] if i < len(others) else None) for i in range(longer)
-    ]  # fmt: skip
+    rest = [(alone[i] if i < len(alone) else None, others[i] if i < len(others) else None) for i in range(longer)]
     return both + rest, len(both)
 
 

@@ -56,9 +56,16 @@ def train_tokenizer(texts: list[str], vocab_size: int, *, chat: bool = False) ->
 
 
 def make_model(
-    data: DataSource, output: Path, *, hidden_size: int, num_layers: int, vocab_size: int, seed: int,
-    head_dim: int = 32, chat: bool = False,
-) -> int:  # fmt: skip
+    data: DataSource,
+    output: Path,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    vocab_size: int,
+    seed: int,
+    head_dim: int = 32,
+    chat: bool = False,
+) -> int:
     """Write a Hugging Face folder; returns the number of parameters. Raises DatasetError for an unusable data set."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

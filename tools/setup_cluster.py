@@ -160,8 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ClusterError, subprocess.TimeoutExpired, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    print(f"Ray runs on {len(given.hosts)} hosts. On {given.hosts[0]}: RAY_ADDRESS={address} "
-          "python -m core.quickstart ppo-math --config X.yaml")  # fmt: skip
+    print(
+        f"Ray runs on {len(given.hosts)} hosts. On {given.hosts[0]}: RAY_ADDRESS={address} "
+        "python -m core.quickstart ppo-math --config X.yaml"
+    )
     return 0
 
 

@@ -129,10 +129,16 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
             tid = threads.setdefault((span.lane, row), len(threads) + 1)
             events.append(
                 {
-                    "ph": "X", "name": span.name, "cat": span.lane or "calls", "pid": pid, "tid": tid,
-                    "ts": span.begin, "dur": span.end - span.begin, "args": span.details,
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.lane or "calls",
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": span.begin,
+                    "dur": span.end - span.begin,
+                    "args": span.details,
                 }
-            )  # fmt: skip
+            )
         events += [
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane or "calls"}}
             for (lane, _), tid in threads.items()

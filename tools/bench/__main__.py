@@ -97,9 +97,11 @@ def main() -> None:
     )
     parser.add_argument("--output", type=cli.new_folder, default=Path("benchmarks"))
     parser.add_argument(
-        "--keep", type=cli.new_folder, metavar="FOLDER",
+        "--keep",
+        type=cli.new_folder,
+        metavar="FOLDER",
         help="keep there what measurements write, with logs and spans of runs; default: remove it",
-    )  # fmt: skip
+    )
     given = parser.parse_args()
     if given.device == "gpu" and not given.trial and not query_gpus():
         parser.error("gpu: nvidia-smi shows none on this host; write cpu, or add --trial")

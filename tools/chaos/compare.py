@@ -15,10 +15,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COMPARED = (
-    "step", "loss", "actor_loss", "grad_norm", "lr", "task_reward", "ppo_approx_kl", "n_tokens", "n_valid_tokens",
-    "critic_loss", "critic_grad_norm", "critic_lr", "critic_values", "margin", "demonstration_nll",
+    "step",
+    "loss",
+    "actor_loss",
+    "grad_norm",
+    "lr",
+    "task_reward",
+    "ppo_approx_kl",
+    "n_tokens",
+    "n_valid_tokens",
+    "critic_loss",
+    "critic_grad_norm",
+    "critic_lr",
+    "critic_values",
+    "margin",
+    "demonstration_nll",
     "demonstration_weight",
-)  # fmt: skip
+)
 
 
 @dataclass(kw_only=True)

@@ -82,9 +82,14 @@ class Trial:
         """Start the command of a user, also again after it has ended."""
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [sys.executable, *self.words()], cwd=ROOT, env=self.environment(), stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *self.words()],
+                cwd=ROOT,
+                env=self.environment(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def words(self) -> list[str]:
         """Write the configuration; return what follows `python` on the command line."""
@@ -134,9 +139,17 @@ def make_assets(folder: Path) -> None:
     disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     sums = [(a, b) for a in range(8) for b in range(5)]
@@ -184,9 +197,11 @@ def _common(trial: Trial) -> dict:
         "recover_mode": "auto",
         "recover_retries": 1000,
         "exp_ctrl": {
-            "total_train_epochs": -(-trial.steps // 10), "total_train_steps": trial.steps, "ckpt_freq_steps": 1
+            "total_train_epochs": -(-trial.steps // 10),
+            "total_train_steps": trial.steps,
+            "ckpt_freq_steps": 1,
         },
-    }  # fmt: skip
+    }
 
 
 def _sampling(trial: Trial) -> dict:
@@ -198,12 +213,15 @@ def _sampling(trial: Trial) -> dict:
         "group_size": 2,
         "group_adv_norm": True,
         "ppo": {
-            "gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": not trial.with_critic
+            "gen": {"max_new_tokens": 24},
+            "ppo_n_minibatches": 2,
+            "kl_ctl": 0.0,
+            "disable_value": not trial.with_critic,
         },
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
         "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
-    }  # fmt: skip
+    }
 
 
 def find_target(command: subprocess.Popen[bytes], target: str) -> psutil.Process | None:

@@ -151,9 +151,11 @@ def compare_pairs(objective: DPO, batch: Batch) -> Result:
 
     numbers = torch.tensor([(i // 2 + 1) * (-1 if i % 2 else 1) for i in range(len(lens))])
     packed = PackedBatch(
-        token_ids=torch.zeros(len(mask), dtype=torch.long), cu_seqlens=torch.cat((lens.new_zeros(1), lens.cumsum(0))),
-        loss_mask=mask, fields={PAIR: numbers.repeat_interleave(lens), "ref_logprobs": flat("ref_logprobs")},
-    )  # fmt: skip
+        token_ids=torch.zeros(len(mask), dtype=torch.long),
+        cu_seqlens=torch.cat((lens.new_zeros(1), lens.cumsum(0))),
+        loss_mask=mask,
+        fields={PAIR: numbers.repeat_interleave(lens), "ref_logprobs": flat("ref_logprobs")},
+    )
     weighed, divisors = weigh_tokens(packed, objective.token_weights)
     logprobs = flat("logprobs").requires_grad_()
     sequences = Sequences(of_token=sequence_of_token(lens), count=len(lens))

@@ -81,9 +81,12 @@ def tokens() -> Iterator[Golden]:
     """Compute loss and gradient of single tokens."""
     for advantage, ratio, clip, clip_grad, cispo, sapo, sapo_grad, tv, topr in TOKENS:
         rows: Sequence[tuple[str, dict[str, Any], float | None, float, float]] = (
-            ("dapo", CLIP, clip, clip_grad, 1e-9), ("cispo", CISPO, None, cispo, 1e-6),
-            ("sapo", {}, sapo, sapo_grad, 5e-5), ("ppo", TV, None, tv, 1e-9), ("topr", {}, None, topr, 1e-6),
-        )  # fmt: skip
+            ("dapo", CLIP, clip, clip_grad, 1e-9),
+            ("cispo", CISPO, None, cispo, 1e-6),
+            ("sapo", {}, sapo, sapo_grad, 5e-5),
+            ("ppo", TV, None, tv, 1e-9),
+            ("topr", {}, None, topr, 1e-6),
+        )
         for name, settings, loss, grad, tolerance in rows:
             found_loss, found_grad = one_token(name, advantage, ratio, settings)
             label = f"{name}{' tv' if settings is TV else ''} at A = {advantage}, r = {ratio}"
@@ -149,6 +152,9 @@ def deviations() -> Iterator[Golden]:
 
 
 GOLDEN: Mapping[str, Callable[[], Iterator[Golden]]] = {
-    "tokens": tokens, "advantages": advantages, "divergence": divergence, "peers": peers,
+    "tokens": tokens,
+    "advantages": advantages,
+    "divergence": divergence,
+    "peers": peers,
     "deviations": deviations,
-}  # fmt: skip
+}

@@ -20,17 +20,31 @@ TOLERANCE = 1e-7
 FIELDS = frozenset({"old_logprobs", "rollout_logprobs", "ref_logprobs", "values"})
 
 CASES: Mapping[str, Mapping[str, Any]] = {
-    "ppo": {"dual_clip": 1.5}, "grpo": {}, "dr_grpo": {}, "dapo": {}, "gspo": {"clip_low": 0.2, "clip_high": 0.28},
-    "cispo": {"clip_low": 1.0, "clip_high": 1.0}, "sapo": {}, "topr": {}, "rloo": {"loss": "tv", "ratio_cap": 2.0},
+    "ppo": {"dual_clip": 1.5},
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "gspo": {"clip_low": 0.2, "clip_high": 0.28},
+    "cispo": {"clip_low": 1.0, "clip_high": 1.0},
+    "sapo": {},
+    "topr": {},
+    "rloo": {"loss": "tv", "ratio_cap": 2.0},
     "reinforce_pp": {"ppo.kl_ctl": 0.1, "kl_in": "both", "kl_gradient": "ratio", "kl_loss_coeff": 0.5},
-    "reinforce_pp_baseline": {"correction": "mis", "correction_level": "geometric", "correction_min": 0.8,
-                              "correction_max": 1.2},
-    "opmd": {}, "opmd_kimi": {"opmd_tau": 2.0},
+    "reinforce_pp_baseline": {
+        "correction": "mis",
+        "correction_level": "geometric",
+        "correction_min": 0.8,
+        "correction_max": 1.2,
+    },
+    "opmd": {},
+    "opmd_kimi": {"opmd_tau": 2.0},
     "opmd_logavgexp": {"ppo.kl_ctl": 0.1, "kl_in": "loss", "kl_estimator": "low_var"},
     "maxrl": {"correction": "tis", "correction_level": "sequence"},
-    "mix": {"demonstration_weight": 0.4}, "chord": {"demonstration_weight": 0.4},
-    "dpo": {"beta": 0.5, "label_smoothing": 0.1}, "ipo": {"beta": 0.5, "loss": "ipo"},
-}  # fmt: skip
+    "mix": {"demonstration_weight": 0.4},
+    "chord": {"demonstration_weight": 0.4},
+    "dpo": {"beta": 0.5, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.5, "loss": "ipo"},
+}
 """Preset -> settings; corrections are off unless the preset or the settings choose one. dpo and ipo: those of pairs."""
 PAIRS = ("dpo", "ipo")
 

@@ -75,9 +75,14 @@ def draw_reward_curve(
     label(axes, last, middle - apart, "training reward\n(sampled)", REWARD)
     for step, value, side in ((eval_steps[0], accuracies[0], "left"), (eval_steps[-1], accuracies[-1], "right")):
         axes.annotate(
-            f"{value:.0%}", (step, value), xytext=(0, 9), textcoords="offset points", ha=side, color=ACCURACY,
+            f"{value:.0%}",
+            (step, value),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha=side,
+            color=ACCURACY,
             fontweight="bold",
-        )  # fmt: skip
+        )
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.08)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])

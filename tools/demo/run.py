@@ -42,10 +42,13 @@ def run_quickstart(experiment: str, *overrides: str, log: Path, environment: Map
     with (
         log.open("w", encoding="utf-8") as file,
         subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": python_path(), **environment}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command,
+            env={**os.environ, "PYTHONPATH": python_path(), **environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         ) as process,
-    ):  # fmt: skip
+    ):
         assert process.stdout is not None, "stdout is a pipe"
         for line in process.stdout:
             file.write(line)

@@ -78,15 +78,18 @@ def case_config(case: Mapping[str, Any], tokens: Tokens) -> PPOMATHConfig:
     if not isinstance(given, dict):
         raise ValueError(f"settings: must be an object of keys and values, got {given!r}")
     tree: dict[str, Any] = {
-        "experiment_name": "loss", "trial_name": "loss", "dataset": {"path": "none"},
+        "experiment_name": "loss",
+        "trial_name": "loss",
+        "dataset": {"path": "none"},
         "demonstrations": {"path": "none"},
         "algorithm": {"name": case.get("algorithm")},
         "ppo": {
-            "kl_ctl": 0.0, "disable_value": not tokens.has("values"),
+            "kl_ctl": 0.0,
+            "disable_value": not tokens.has("values"),
             "ppo_n_minibatches": 2 if tokens.has("old_logprobs") else 1,
         },
         "group_size": min(Counter(tokens.groups).values()),
-    }  # fmt: skip
+    }
     preset = PRESETS.get(str(case.get("algorithm")))
     if preset is None or "ppo.adv_norm" not in preset.values:
         tree["ppo"]["adv_norm"] = False

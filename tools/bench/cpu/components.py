@@ -49,10 +49,17 @@ class Scene:
         if not path.exists():
             torch.manual_seed(0)
             config = Qwen2Config(
-                vocab_size=16, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
-                num_attention_heads=hidden_size // 32, num_key_value_heads=hidden_size // 64,
-                max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
-            )  # fmt: skip
+                vocab_size=16,
+                hidden_size=hidden_size,
+                intermediate_size=3 * hidden_size,
+                num_hidden_layers=num_layers,
+                num_attention_heads=hidden_size // 32,
+                num_key_value_heads=hidden_size // 64,
+                max_position_embeddings=1024,
+                tie_word_embeddings=True,
+                eos_token_id=1,
+                pad_token_id=0,
+            )
             Qwen2ForCausalLM(config).save_pretrained(path)
             make_tokenizer().save_pretrained(path)
         return path
@@ -107,9 +114,11 @@ def train_step(scene: Scene) -> Iterator[Figure]:
                 token_ids=tokens.flatten(), cu_seqlens=torch.arange(count + 1) * length, loss_mask=mask.flatten()
             )
             engine = MegatronEngine(
-                parallel=parallel, device=device, settings=EngineSettings(hf_path=str(path)),
+                parallel=parallel,
+                device=device,
+                settings=EngineSettings(hf_path=str(path)),
                 optimizer=OptimizerSettings(lr=1e-4, total_steps=1000),
-            )  # fmt: skip
+            )
             plain = plain_step(path, tokens)
 
             def ours(engine: MegatronEngine = engine, batch: PackedBatch = batch) -> float:
@@ -150,10 +159,11 @@ def shared_prompts(scene: Scene) -> Iterator[Figure]:
             ParallelLayout(), rank=0, world_size=1, init_method=rendezvous, device=device, seed=1
         )
         engine = MegatronEngine(
-            parallel=parallel, device=device,
+            parallel=parallel,
+            device=device,
             settings=EngineSettings(hf_path=str(scene.model("0.8M", hidden_size=128, num_layers=4))),
             optimizer=OptimizerSettings(lr=1e-4, total_steps=1000),
-        )  # fmt: skip
+        )
 
         def rate(unit: Unit) -> float:
             start = time.perf_counter()
@@ -214,20 +224,26 @@ async def compare_generators(path: Path) -> tuple[float, float]:
     for round_ in range(ROUNDS + 1):
         requests = [
             GenerateRequest(
-                request_id=f"{round_}-{i}", prompt_ids=prompt, seed=64 * round_ + i,
+                request_id=f"{round_}-{i}",
+                prompt_ids=prompt,
+                seed=64 * round_ + i,
                 sampling=SamplingParams(max_new_tokens=int(n), min_new_tokens=int(n), stop_token_ids=(1,)),
             )
             for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
-        ]  # fmt: skip
+        ]
         start = time.perf_counter()
         await engine.generate_many(requests)
         torch.set_num_threads(threads)  # of this thread; the engine chooses its own
         middle = time.perf_counter()
         with torch.inference_mode():
             model.generate(
-                padded, attention_mask=(padded != 0).long(), do_sample=True, top_k=0, min_new_tokens=longest,
+                padded,
+                attention_mask=(padded != 0).long(),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=longest,
                 max_new_tokens=longest,
-            )  # fmt: skip
+            )
         rates.append((lengths.sum() / (middle - start), lengths.sum() / (time.perf_counter() - middle)))
     await engine.close()
     ours, theirs = np.median(rates[1:], axis=0)

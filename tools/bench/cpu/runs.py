@@ -66,8 +66,9 @@ def run_ppo(
     with open(scene.folder / f"{trial}.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(base), *words, *flags],
-            stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         while process.poll() is None:
             if sample_memory:
                 memory.append(family_mib(process.pid))
@@ -139,22 +140,37 @@ def loop(scene: Scene) -> Iterator[Figure]:
         rates, baselines = ({p: float(np.mean(v)) for p, v in side.items() if v} for side in (ours, theirs))
         for precision in PRECISIONS:
             yield Figure(
-                name=f"loop.samples_per_second_{new_tokens}_{precision}", value=rates[precision], unit="samples/s",
-                baseline=baselines.get(precision), target="",
-            )  # fmt: skip
+                name=f"loop.samples_per_second_{new_tokens}_{precision}",
+                value=rates[precision],
+                unit="samples/s",
+                baseline=baselines.get(precision),
+                target="",
+            )
         yield Figure(
-            name=f"loop.samples_per_second_{new_tokens}", value=max(rates.values()), unit="samples/s",
-            baseline=max(baselines.values(), default=None), target=target,
-        )  # fmt: skip
+            name=f"loop.samples_per_second_{new_tokens}",
+            value=max(rates.values()),
+            unit="samples/s",
+            baseline=max(baselines.values(), default=None),
+            target=target,
+        )
 
 
 def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
     """Run TRL's loop, in its own environment."""
     command = [
-        str(scene.trl_python), str(SCRIPT), "--model", str(model),
-        "--prompts", str(scene.prompts()),
-        "--new-tokens", str(new_tokens), "--steps", str(steps), "--precision", precision,
-    ]  # fmt: skip
+        str(scene.trl_python),
+        str(SCRIPT),
+        "--model",
+        str(model),
+        "--prompts",
+        str(scene.prompts()),
+        "--new-tokens",
+        str(new_tokens),
+        "--steps",
+        str(steps),
+        "--precision",
+        precision,
+    ]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(output.splitlines()[-1])["samples_per_second"]
 

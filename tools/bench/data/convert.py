@@ -24,9 +24,15 @@ from tools.bench.cpu.components import ROUNDS, Scene, alternate
 from tools.bench.figure import Figure
 
 _SHAPE = dict(
-    model_type="llama", vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
-    num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=1024,
-)  # fmt: skip
+    model_type="llama",
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=1024,
+)
 
 
 def both_ways(scene: Scene) -> Iterator[Figure]:

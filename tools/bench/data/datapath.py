@@ -102,10 +102,14 @@ class MockService:
         total = int(self._rng.integers(full // 2, full + 1)) if self._size.passes else full
         mask = np.arange(total) >= PROMPT_TOKENS
         return Trajectory(
-            query_id="", token_ids=self._rng.integers(0, 32_000, total, np.int32), loss_mask=mask,
-            rollout_logprobs=-self._rng.random(total, np.float32), versions=np.where(mask, version, PROMPT_VERSION),
-            reward=float(self._rng.integers(2)), finish_reason="stop",
-        )  # fmt: skip
+            query_id="",
+            token_ids=self._rng.integers(0, 32_000, total, np.int32),
+            loss_mask=mask,
+            rollout_logprobs=-self._rng.random(total, np.float32),
+            versions=np.where(mask, version, PROMPT_VERSION),
+            reward=float(self._rng.integers(2)),
+            finish_reason="stop",
+        )
 
 
 class MockRollout(RolloutActor):
@@ -225,17 +229,31 @@ def run(size: Size, folder: Path) -> Usage:
         rollout.wait_started(600.0)
         group.build("actor", EngineSettings(hf_path=""), None)
         engine = EngineRef(
-            group=group, name="actor", train_role="actor_train", inference_role="actor_inf",
-            train_tokens_per_mb=2 * size.tokens, inference_tokens_per_mb=2 * size.tokens,
-        )  # fmt: skip
+            group=group,
+            name="actor",
+            train_role="actor_train",
+            inference_role="actor_inf",
+            train_tokens_per_mb=2 * size.tokens,
+            inference_tokens_per_mb=2 * size.tokens,
+        )
         schedule = Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1)
         console = Console(file=io.StringIO())
         with Monitor(console=console, sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0) as monitor:
             trainer = PPOTrainer(
-                actor=engine, critic=None, reference=None, rollout=rollout, weights=NullPush(), memory=MemoryLimits(),
-                algorithm=PolicyGradient(settings(decoupled=size.passes)), num_minibatches=MINIBATCHES, temperature=1.0,
-                schedule=schedule, monitor=monitor, timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
-            )  # fmt: skip
+                actor=engine,
+                critic=None,
+                reference=None,
+                rollout=rollout,
+                weights=NullPush(),
+                memory=MemoryLimits(),
+                algorithm=PolicyGradient(settings(decoupled=size.passes)),
+                num_minibatches=MINIBATCHES,
+                temperature=1.0,
+                schedule=schedule,
+                monitor=monitor,
+                timer=StepTimer(lambda phase: None),
+                mean_batch_tokens=0.0,
+            )
             clock.marks = [(time.thread_time(), time.perf_counter())]
             start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
             trainer.run(start, clock)  # type: ignore[arg-type]
@@ -255,9 +273,13 @@ def run(size: Size, folder: Path) -> Usage:
 
 def settings(*, decoupled: bool) -> AlgorithmSettings:
     return AlgorithmSettings(
-        ppo_n_minibatches=MINIBATCHES, kl_in="loss", advantage="group", adv_norm=True, disable_value=True,
+        ppo_n_minibatches=MINIBATCHES,
+        kl_in="loss",
+        advantage="group",
+        adv_norm=True,
+        disable_value=True,
         correction="decoupled" if decoupled else "bypass",
-    )  # fmt: skip
+    )
 
 
 def measure(size: Size) -> Usage:

@@ -33,19 +33,48 @@ logger = logging.getLogger(__name__)
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
 SLICE: dict[str, Any] = dict(
-    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_act="silu", initializer_range=0.02,
-    max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16",
-    eos_token_id=None, bos_token_id=None, use_sliding_window=False, attention_dropout=0.0, attention_bias=False,
-    hidden_size=2048, intermediate_size=6144, num_hidden_layers=6, num_attention_heads=32, num_key_value_heads=4,
-    head_dim=128, vocab_size=151936, tie_word_embeddings=False, num_experts=128, num_experts_per_tok=8,
-    moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
-)  # fmt: skip
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    hidden_act="silu",
+    initializer_range=0.02,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    torch_dtype="bfloat16",
+    eos_token_id=None,
+    bos_token_id=None,
+    use_sliding_window=False,
+    attention_dropout=0.0,
+    attention_bias=False,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=6,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    tie_word_embeddings=False,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
 """Qwen3-30B-A3B with 6 of its 48 layers."""
 TRIED = {
-    **SLICE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2,
+    **SLICE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-}  # fmt: skip
+}
 """Its shape where there is no GPU."""
 FUSED: tuple[Fused, ...] = ("permutation", "routing", "weight_gradients")
 """What TransformerEngine computes in Megatron's own loop. With its cross entropy, the gradients are infinite."""
@@ -63,9 +92,13 @@ def experts(scene: Scene) -> Iterator[Figure]:
         name: str, size: int, value: Mapping[int, Measured], baseline: Mapping[int, Measured], target: str
     ) -> Iterator[Figure]:
         yield from mfu_rows(
-            f"update.{name}", value[size], baseline[size], flops_per_token=flops, peak_flops=PEAK_FLOPS,
+            f"update.{name}",
+            value[size],
+            baseline[size],
+            flops_per_token=flops,
+            peak_flops=PEAK_FLOPS,
             target=">= 38, aim 45" if size == max(sizes) else ">= 30",
-        )  # fmt: skip
+        )
         yield from rows(name, value[size], baseline[size], target=target)
 
     for size in sizes:

@@ -17,17 +17,39 @@ from tools.bench.gpu.widths import Measured, WidthsScene, measure, mfu_rows, row
 
 LENGTHS = (65536, 131072)
 WIDTHS: dict[str, Any] = dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", initializer_range=0.02,
-    max_position_embeddings=131072, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16",
-    eos_token_id=None, bos_token_id=None, use_sliding_window=False, attention_dropout=0.0, attention_bias=False,
-    hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_act="silu",
+    initializer_range=0.02,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    torch_dtype="bfloat16",
+    eos_token_id=None,
+    bos_token_id=None,
+    use_sliding_window=False,
+    attention_dropout=0.0,
+    attention_bias=False,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
 """Qwen3-4B."""
 TRIED = {
-    **WIDTHS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
-}  # fmt: skip
+    **WIDTHS,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
 """Its shape where there is no GPU."""
 NAME = "4B"
 logger = logging.getLogger(__name__)

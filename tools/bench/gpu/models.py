@@ -60,9 +60,12 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
     yield Figure(name=f"{name}_first_stall", value=stalls[0], unit="s", baseline=None, target="")
     yield Figure(name=f"{name}_stall", value=max(stalls[1:]), unit="s", baseline=None, target="<= 1.5")
     yield Figure(
-        name=f"{name}_update_while_writing", value=float(np.median(beside)), unit="s", baseline=float(np.median(quiet)),
+        name=f"{name}_update_while_writing",
+        value=float(np.median(beside)),
+        unit="s",
+        baseline=float(np.median(quiet)),
         target="<= 1.05x",
-    )  # fmt: skip
+    )
     yield Figure(name=f"{name}_size", value=gigabytes, unit="GB", baseline=None, target="")
     yield Figure(name=f"{name}_until_written", value=float(np.median(writing)), unit="s", baseline=None, target="")
 

@@ -243,9 +243,10 @@ async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
 
     async def one(session: aiohttp.ClientSession, prompt: np.ndarray) -> None:
         body = {
-            "input_ids": prompt, "stream": True,
+            "input_ids": prompt,
+            "stream": True,
             "sampling_params": {"max_new_tokens": 20 * many.new_tokens, "temperature": 1.0, "ignore_eos": True},
-        }  # fmt: skip
+        }
         times: list[float] = []
         arrivals.append(times)
         async with session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as response:

@@ -47,9 +47,12 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     if query_gpus():
         yield Figure(name="async.generator_gpus", value=_num_generators(), unit="GPUs", baseline=None, target="")
     yield Figure(
-        name=f"async.{scene.shape}_trained_tokens_per_second", value=rates[4], unit="tokens/s", baseline=rates[0],
+        name=f"async.{scene.shape}_trained_tokens_per_second",
+        value=rates[4],
+        unit="tokens/s",
+        baseline=rates[0],
         target=">= 1.8x",
-    )  # fmt: skip
+    )
 
 
 def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, float, str]]:
@@ -62,11 +65,14 @@ def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, 
         median = float(np.median([row[name] for row in rows]))
         yield f"push.run_staleness_{staleness}_{label}", 1e3 * median, "ms"
     for label, name, unit in (
-        ("step", "time/step", "s"), ("wait_for_rollout", "time/wait_for_rollout", "s"), ("update", "time/update", "s"),
-        ("push", "time/push", "s"), ("tokens", "n_valid_tokens", "tokens"),
+        ("step", "time/step", "s"),
+        ("wait_for_rollout", "time/wait_for_rollout", "s"),
+        ("update", "time/update", "s"),
+        ("push", "time/push", "s"),
+        ("tokens", "n_valid_tokens", "tokens"),
         ("wait_for_oldest", "rollout/wait_for_oldest_seconds", "s"),
         ("prompts_in_flight", "rollout/num_in_flight", "prompts"),
-    ):  # fmt: skip
+    ):
         yield f"async.staleness_{staleness}_{label}_mean", float(np.mean([row[name] for row in rows])), unit
     for label, row in (("first", rows[0]), ("last", rows[-1])):
         yield f"async.staleness_{staleness}_prompts_ready_{label}", row["rollout/num_ready"], "prompts"

@@ -240,15 +240,20 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(scene.model)
     async with RewardPool("tools.bench.reward:coin_reward", num_workers=2) as rewards:
         workflow = make_workflow(
-            "math", tokenizer=tokenizer, reward_pool=rewards, group_size=1, seed=seed,
+            "math",
+            tokenizer=tokenizer,
+            reward_pool=rewards,
+            group_size=1,
+            seed=seed,
             sampling=SamplingParams(max_new_tokens=many.new_tokens, min_new_tokens=0, stop_token_ids=()),
-        )  # fmt: skip
+        )
         producer = RolloutProducer(
-            PromptDataset(given, seed=0), workflow, Router([served]), max_in_flight=many.in_flight,
-            experience=make_experience(
-                num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1
-            ),
-        )  # fmt: skip
+            PromptDataset(given, seed=0),
+            workflow,
+            Router([served]),
+            max_in_flight=many.in_flight,
+            experience=make_experience(num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1),
+        )
         start = time.perf_counter()
         async with producer:
             batch = pack_trajectories(await producer.take(0), producer.taken)

@@ -46,24 +46,48 @@ WARM_UP, ROUNDS = 2, 5
 logger = logging.getLogger(__name__)
 
 _QWEN2 = dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", initializer_range=0.02,
-    max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16",
-    eos_token_id=None, bos_token_id=None, use_sliding_window=False, attention_dropout=0.0,
-)  # fmt: skip
+    architectures=["Qwen2ForCausalLM"],
+    model_type="qwen2",
+    hidden_act="silu",
+    initializer_range=0.02,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    torch_dtype="bfloat16",
+    eos_token_id=None,
+    bos_token_id=None,
+    use_sliding_window=False,
+    attention_dropout=0.0,
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": dict(
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
     ),
     "7B": dict(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, tie_word_embeddings=False,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        tie_word_embeddings=False,
     ),
     "tiny": dict(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=512, tie_word_embeddings=True,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        tie_word_embeddings=True,
     ),
-}  # fmt: skip
+}
 """Qwen2.5's shapes, and one for trying the measurements out."""
 
 
@@ -153,9 +177,14 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
 
 
 def make_engine(
-    scene: Scene, parallel: Any, device: Any, *, trains: bool = True, optimizer: Mapping[str, Any] | None = None,
+    scene: Scene,
+    parallel: Any,
+    device: Any,
+    *,
+    trains: bool = True,
+    optimizer: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return an engine with random weights. `optimizer`: settings that differ; without `trains` there is none."""
     from mcore_adapter.engine import MegatronEngine
 
@@ -180,9 +209,11 @@ def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
         cu_seqlens=cu_seqlens,
         loss_mask=mask,
         fields={
-            "advantages": torch.randn(total, generator=generator), "old_logprobs": old, "rollout_logprobs": old,
+            "advantages": torch.randn(total, generator=generator),
+            "old_logprobs": old,
+            "rollout_logprobs": old,
         },
-    )  # fmt: skip
+    )
 
 
 def seconds_of(device: Any, step: Callable[[], object]) -> float:
@@ -226,9 +257,15 @@ def update(scene: Scene) -> Iterator[Figure]:
 
 
 def fastest_bare_rate(
-    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, *, choices: Sequence[tuple[Fused, ...]],
+    scene: Scene,
+    parallel: Any,
+    device: Any,
+    batch: Any,
+    tokens_per_mb: int,
+    *,
+    choices: Sequence[tuple[Fused, ...]],
     **settings: Any,
-) -> tuple[float, float] | None:  # fmt: skip
+) -> tuple[float, float] | None:
     """Return (tokens/s, peak GB) of Megatron's own training step with the choice of fused kernels that is fastest; None
     if all ran out of memory."""
     found: list[tuple[float, float]] = []
@@ -244,9 +281,15 @@ def fastest_bare_rate(
 
 
 def bare_rate(
-    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, *,
-    of: Callable[[list[float]], float] = statistics.median, **settings: Any,
-) -> tuple[float, float]:  # fmt: skip
+    scene: Scene,
+    parallel: Any,
+    device: Any,
+    batch: Any,
+    tokens_per_mb: int,
+    *,
+    of: Callable[[list[float]], float] = statistics.median,
+    **settings: Any,
+) -> tuple[float, float]:
     """Return (tokens/s, peak GB) of Megatron's own training step with these settings of BareLoop; `of` makes one
     duration of those that were measured."""
     from mcore_adapter.bare_loop import BareLoop

@@ -81,9 +81,12 @@ def figure(
 ) -> Figure:
     """Make a row of samples/s."""
     return Figure(
-        name=f"trl.{scene.shape}_{size.new_tokens}_{name}_per_second", value=value, unit="samples/s",
-        baseline=baseline, target=target,
-    )  # fmt: skip
+        name=f"trl.{scene.shape}_{size.new_tokens}_{name}_per_second",
+        value=value,
+        unit="samples/s",
+        baseline=baseline,
+        target=target,
+    )
 
 
 def configuration(scene: Scene, size: Load) -> dict[str, Any]:
@@ -111,11 +114,28 @@ def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[
     """
     model = model_with_weights(scene)
     command = [
-        str(scene.trl_python), str(SCRIPT), "--model", str(model), "--prompts", str(prompts),
-        "--num-prompts", str(size.prompts), "--group-size", str(size.answers), "--new-tokens", str(size.new_tokens),
-        "--warm-up-steps", "1", "--steps", str(size.peer_steps), "--micro-batch", str(size.micro_batch),
-        "--warm-up-tokens", str(min(WARM_UP_TOKENS, size.new_tokens)), *flags,
-    ]  # fmt: skip
+        str(scene.trl_python),
+        str(SCRIPT),
+        "--model",
+        str(model),
+        "--prompts",
+        str(prompts),
+        "--num-prompts",
+        str(size.prompts),
+        "--group-size",
+        str(size.answers),
+        "--new-tokens",
+        str(size.new_tokens),
+        "--warm-up-steps",
+        "1",
+        "--steps",
+        str(size.peer_steps),
+        "--micro-batch",
+        str(size.micro_batch),
+        "--warm-up-tokens",
+        str(min(WARM_UP_TOKENS, size.new_tokens)),
+        *flags,
+    ]
     if query_gpus():
         command.append("--gpu")
     found = json.loads(output_of(command, limit).splitlines()[-1])

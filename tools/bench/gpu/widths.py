@@ -82,14 +82,22 @@ def measure(engine: Any, device: Any, batch: Any, tokens_per_mb: int, *, updates
         seconds = timed()
         stats = device.memory_stats()
         one = Measured(
-            tokens_per_second=batch.num_tokens / seconds, peak=stats["peak_gib"] * 2**30, held=held,
-            parts=engine.held_bytes(), activations=engine.recompute_peak,
-        )  # fmt: skip
+            tokens_per_second=batch.num_tokens / seconds,
+            peak=stats["peak_gib"] * 2**30,
+            held=held,
+            parts=engine.held_bytes(),
+            activations=engine.recompute_peak,
+        )
         logger.info(
             "%s, update %d: %.2f s, peak %.1f GB, %.1f before, %d times out of cache; %s",
-            label, number, seconds, one.peak / GB, held / GB, stats["allocator_retries"],
+            label,
+            number,
+            seconds,
+            one.peak / GB,
+            held / GB,
+            stats["allocator_retries"],
             one.activations and one.activations.choice,
-        )  # fmt: skip
+        )
         found.append(one)
     return max(found[updates // 2 :], key=lambda one: one.tokens_per_second)
 

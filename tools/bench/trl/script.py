@@ -47,11 +47,13 @@ def main() -> None:
     samples = arguments.num_prompts * arguments.group_size
     json.dump(
         {
-            "samples_per_second": samples / statistics.median(seconds), "step_seconds": seconds, "versions": versions(),
+            "samples_per_second": samples / statistics.median(seconds),
+            "step_seconds": seconds,
+            "versions": versions(),
             "peak_gb": torch.accelerator.max_memory_allocated() / 1e9 if arguments.gpu else None,
         },
         sys.stdout,
-    )  # fmt: skip
+    )
     print()
 
 
