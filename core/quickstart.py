@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    if argv is None:  # the locale may be C and the words UTF-8
+        argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in sys.argv[1:]]
     arguments = _parser().parse_intermixed_args(argv)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if arguments.help:

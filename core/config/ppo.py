@@ -78,7 +78,7 @@ class PromptConfig(Section):
         "unless the prompt mentions \\boxed; else nothing",
         needs="chat template",
     )
-    chat_template: str | None = key(None, "Jinja file of a chat template. null: that of the tokenizer")
+    chat_template: str | None = key(None, "Jinja file of a chat template, or its text. null: that of the tokenizer")
     chat_options: dict[str, FlagValue] = key(
         {}, "Variables of the chat template, such as enable_thinking: false", needs="chat template"
     )

@@ -45,7 +45,7 @@ class PromptFormat:
     instruction: str = ""
     """What the user's turn of a prompt of one text ends with, unless the prompt mentions a box already."""
     chat_template: str | None = None
-    """A jinja file. None: the tokenizer's template."""
+    """A jinja file, or text. None: the tokenizer's template."""
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
 
@@ -61,13 +61,14 @@ class Encoder:
         self._format = prompt_format or PromptFormat()
         template = self._format.template
         if template is not None and "{prompt}" not in template:
-            raise DatasetError(f"prompt template {template!r} has no {{prompt}}; write it where the prompt belongs")
-        path = self._format.chat_template
-        self.chat_template = None if path is None else _read_text(Path(path).expanduser())
+            message = f"prompt template {template!r} has no {{prompt}}; write it where the prompt belongs"
+            raise DatasetError(message, setting="prompt.template")
+        given = self._format.chat_template
+        self.chat_template = None if given is None else _chat_template(given)
         """Content of prompt.chat_template; None: the tokenizer's own is used, if it has one."""
         self.end_token_ids = end_token_ids(tokenizer, read_generation_config(folder))
         self._start = _start_tokens(tokenizer)
-        has_chat_template = bool(path is not None or tokenizer.chat_template)
+        has_chat_template = bool(given is not None or tokenizer.chat_template)
         self.chat = (
             ChatTemplate(tokenizer, self.chat_template, self._format.chat_options, end_token_ids=self.end_token_ids)
             if has_chat_template
@@ -204,8 +205,13 @@ def _start_tokens(tokenizer: Any) -> list[int]:
     return []
 
 
-def _read_text(path: Path) -> str:
+def _chat_template(given: str) -> str:
+    """Return a jinja template that was given as a file or as text."""
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given).expanduser()
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: cannot read the chat template: {error}") from error
+        message = f"{path}: cannot read the chat template: {error}; name a jinja file, or write the text of one"
+        raise DatasetError(message, setting="prompt.chat_template") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LIKE_AN_ANSWER = re.compile("answer|solution|result|truth|target|label|gold|expected|reference", re.IGNORECASE)
 _BROKEN = (ValueError, TypeError, KeyError, OverflowError)
 """What a row of unexpected types raises."""
 
@@ -86,6 +88,11 @@ def scan_rows(source: str | Path | DataSource, *, solved: bool = True) -> list[R
     # A row of GSM8K that lost its last line must not become a question whose answer is a chain of thought.
     for place in (unmarked[columns] for columns in unmarked.keys() & marked if solved):
         raise DatasetError(f"{place} must end in '#### <number>', as other rows do")
+    likely = [name for name in rows[0].meta if _LIKE_AN_ANSWER.search(name)]
+    if likely and not any(row.solutions for row in rows):
+        names = printable(" or ".join(likely))
+        message = "%s: no row has an answer, so prompt.answers is empty; if it is in %s, set answer_field"
+        logger.warning(message, source.path, names)
     return _with_unique_ids(rows, source.path)
 
 

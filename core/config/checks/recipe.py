@@ -283,7 +283,8 @@ def _data_sets(config: ExperimentConfig, scan: Callable[[DataSource], object]) -
 
 def _of_data(key: str, error: DatasetError) -> Problem:
     """Return the problem of a data set whose path is `key`, with the key of the setting that is wrong."""
-    return Problem(key=f"{key.rpartition('.')[0]}.{error.setting}" if error.setting else key, message=str(error))
+    setting = error.setting if "." in error.setting else f"{key.rpartition('.')[0]}.{error.setting}"
+    return Problem(key=setting if error.setting else key, message=str(error))
 
 
 def _reward(config: PPOMATHConfig) -> Iterator[Problem]:

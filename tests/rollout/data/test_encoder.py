@@ -108,10 +108,11 @@ def test_conversations_and_tools_go_through_the_chat_template() -> None:
         encoded(Encoder(tokenizer(strict)), messages=turns)
 
 
-def test_a_chat_template_may_come_from_a_file(tmp_path: Path) -> None:
+def test_a_chat_template_may_come_from_a_file_or_be_text(tmp_path: Path) -> None:
     path = tmp_path / "own.jinja"
     path.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
     assert encoded(Encoder(tokenizer(None), PromptFormat(chat_template=str(path)))) == "[user] 1+1?\n"
+    assert encoded(Encoder(tokenizer(None), PromptFormat(chat_template=path.read_text()))) == "[user] 1+1?\n"
     with pytest.raises(DatasetError, match="cannot read the chat template"):
         Encoder(tokenizer(None), PromptFormat(chat_template=str(tmp_path / "none.jinja")))
 

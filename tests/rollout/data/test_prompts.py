@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.prompts import PromptDataset
 from rollout.data.rows import read_examples, scan_rows
-from rollout.data.source import DatasetError
+from rollout.data.source import DatasetError, DataSource, Fields
 from rollout.types import Prompt
 from tests.rollout.data.test_encoder import CHATML
 from tests.rollout.data.test_encoder import tokenizer as chat_tokenizer
@@ -235,6 +235,18 @@ def test_a_cursor_of_other_data_is_refused(tmp_path: Path, encoder: Encoder) -> 
         other = PromptDataset.load(write(tmp_path / "b.jsonl", *rows), encoder, max_prompt_len=9, seed=seed)
         with pytest.raises(DatasetError, match=said):
             other.load_state_dict(state)
+
+
+def test_a_column_that_may_be_the_answer_is_named_where_no_row_has_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "d.jsonl", {"prompt": "1+1=", "gold_value": 2, "level": 1})
+    scan_rows(path, solved=False)
+    assert "prompt.answers is empty; if it is in gold_value, set answer_field" in caplog.text
+    caplog.clear()
+    scan_rows(DataSource(path=str(path), fields=Fields(answer="gold_value")), solved=False)
+    scan_rows(write(path, {"prompt": "1+1=", "level": 1}), solved=False)
+    assert not caplog.text
 
 
 def test_the_same_rows_at_another_path_continue_a_run(tmp_path: Path, encoder: Encoder) -> None:
