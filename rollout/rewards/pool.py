@@ -184,11 +184,13 @@ class RewardPool:
     async def _next_batch(self) -> list[_Answer]:
         """Wait for an answer, then take this worker's share of those that wait."""
         batch = [await self._waiting.get()]
-        waiting, undivided = self._waiting.qsize() + 1, int(_UNDIVIDED_SECONDS / self._answer_seconds)
-        share = waiting if waiting <= undivided else math.ceil(waiting / self._num_workers)
-        hangs = self._outcomes[Outcome.TIMEOUT] or self._outcomes[Outcome.CRASH]
-        most = _MAX_BATCH if hangs else max(_MAX_BATCH, min(undivided, _MAX_QUICK_BATCH))
-        while len(batch) < min(most, share):
+        size = batch_size(
+            self._waiting.qsize() + 1,
+            num_workers=self._num_workers,
+            answer_seconds=self._answer_seconds,
+            has_hung=bool(self._outcomes[Outcome.TIMEOUT] or self._outcomes[Outcome.CRASH]),
+        )
+        while len(batch) < size:
             batch.append(self._waiting.get_nowait())
         return [answer for answer in batch if not answer.score.done()]  # the others were cancelled by their callers
 
@@ -243,6 +245,14 @@ class RewardPool:
     def _end(self, worker: _Worker) -> str:
         self._workers.discard(worker)
         return worker.kill()
+
+
+def batch_size(num_waiting: int, *, num_workers: int, answer_seconds: float, has_hung: bool) -> int:
+    """Return how many of the waiting answers a free worker takes: its share, or all that are judged in
+    _UNDIVIDED_SECONDS."""
+    undivided = int(_UNDIVIDED_SECONDS / answer_seconds)
+    share = num_waiting if num_waiting <= undivided else math.ceil(num_waiting / num_workers)
+    return min(share, _MAX_BATCH if has_hung else max(_MAX_BATCH, min(undivided, _MAX_QUICK_BATCH)))
 
 
 def _give_up(answers: list[_Answer], error: BaseException) -> None:

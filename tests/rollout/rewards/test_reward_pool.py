@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from rollout.plugins import PluginError
-from rollout.rewards.pool import RewardPool, RewardWorkerError
+from rollout.rewards.pool import RewardPool, RewardWorkerError, batch_size
 from rollout.types import Prompt
 
 REPOSITORY = Path(__file__).parents[3]
@@ -73,6 +74,10 @@ def wrong_signature(text): return 1.0
 """
 
 
+_LIMIT = 4.0
+"""Seconds per answer where one must reach the limit: the others take microseconds, on a busy host a little longer."""
+
+
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "evil_rewards.py").write_text(EVIL)
@@ -119,7 +124,7 @@ def test_whatever_an_answer_does_it_scores_as_wrong_is_counted_and_the_next_is_s
         assert stats[f"reward/num_{outcome}"] == 1
         assert stats["reward/num_scored"] == 2
 
-    with_pool(body, evil, num_workers=1, timeout_seconds=0.5 if outcome == "timeout" else 10)
+    with_pool(body, evil, num_workers=1, timeout_seconds=_LIMIT if outcome == "timeout" else 600)
 
 
 def test_a_long_error_arrives_whole_and_the_next_answers_are_scored(evil: str) -> None:
@@ -129,7 +134,7 @@ def test_a_long_error_arrives_whole_and_the_next_answers_are_scored(evil: str) -
         assert len(error) > 5 * 10**6 and error.endswith("end'")
         assert place.startswith("evil_rewards.py, line ") and place.endswith(", in score)")
 
-    with_pool(body, evil, num_workers=1, timeout_seconds=60)
+    with_pool(body, evil, num_workers=1, timeout_seconds=600)
 
 
 def test_an_answer_that_allocates_on_and_on_meets_the_memory_limit(evil: str) -> None:
@@ -137,67 +142,74 @@ def test_an_answer_that_allocates_on_and_on_meets_the_memory_limit(evil: str) ->
         assert await pool.score_many(make_prompt(), ["allocate on and on", "four"]) == [-1.0, 4.0]
         assert pool.stats()["reward/num_memory"] == 1
 
-    with_pool(body, evil, num_workers=1, timeout_seconds=60, memory_limit_gib=0.5)
+    with_pool(body, evil, num_workers=1, timeout_seconds=600, memory_limit_gib=0.5)
 
 
 def test_answers_behind_a_hanging_one_are_scored_by_the_other_workers(evil: str) -> None:
     async def body(pool: RewardPool) -> None:
         hanging = asyncio.create_task(pool.score(make_prompt(), "hang in C"))
-        await asyncio.sleep(0.2)
-        assert await asyncio.wait_for(pool.score_many(make_prompt(), ["four"] * 100), 20) == [4.0] * 100
+        for _ in range(10):
+            await asyncio.sleep(0)  # until a worker has taken it
+        assert await pool.score_many(make_prompt(), ["four"] * 100) == [4.0] * 100
         assert not hanging.done()
         hanging.cancel()
 
-    with_pool(body, evil, num_workers=2, timeout_seconds=60)
+    with_pool(body, evil, num_workers=2, timeout_seconds=600)
 
 
 def test_answers_that_come_with_a_hanging_one_are_divided_among_the_workers(evil: str) -> None:
     async def body(pool: RewardPool) -> None:
         hanging = asyncio.create_task(pool.score(make_prompt(), "hang in C"))
         others = [asyncio.create_task(pool.score(make_prompt(), "four")) for _ in range(3)]
-        for scored in itertools.islice(asyncio.as_completed(others, timeout=20), 2):
+        for scored in itertools.islice(asyncio.as_completed(others), 2):
             assert await scored == 4.0
         for task in (hanging, *others):
             task.cancel()
 
-    with_pool(body, evil, num_workers=2, timeout_seconds=60)
+    with_pool(body, evil, num_workers=2, timeout_seconds=600)
 
 
-@pytest.mark.parametrize("count", [8, 40])
-def test_quick_answers_go_to_one_worker_however_many_and_slow_ones_to_all(evil: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("num_waiting", "answer_ms", "has_hung", "size"),
+    [
+        (40, 0.2, False, 40),  # quick ones go to one worker
+        (40, 0.2, True, 16),  # few wait behind one that hangs
+        (200, 0.01, False, 64),
+        (60, 0.2, False, 30),  # more than one worker judges in 10 ms: its share
+        (8, 50.0, False, 4),
+        (9, 50.0, False, 5),
+        (200, 50.0, False, 16),
+        (1, 50.0, False, 1),
+        (40, math.inf, False, 16),  # how long answers take is not known yet
+    ],
+)
+def test_quick_answers_go_to_one_worker_however_many_and_slow_ones_to_all(
+    num_waiting: int, answer_ms: float, has_hung: bool, size: int
+) -> None:
+    found = batch_size(num_waiting, num_workers=2, answer_seconds=answer_ms / 1000, has_hung=has_hung)
+    assert found == size
+
+
+def test_slow_answers_go_to_all_workers(evil: str) -> None:
     async def body(pool: RewardPool) -> None:
-        async def num_workers(text: str) -> int:
-            await pool.score(make_prompt(), text)  # how long such an answer takes
-            return len(set(await pool.score_many(make_prompt(), [text] * count)))
+        await pool.score(make_prompt(), "slow pid")  # how long such an answer takes
+        assert len(set(await pool.score_many(make_prompt(), ["slow pid"] * 8))) == 2
 
-        assert await num_workers("slow pid") == 2
-        on_a_loaded_machine_all_are_slow = [await num_workers("pid") for _ in range(100)]
-        assert 1 in on_a_loaded_machine_all_are_slow
-        assert await num_workers("slow pid") == 2
-
-    with_pool(body, evil, num_workers=2, timeout_seconds=60)
+    with_pool(body, evil, num_workers=2, timeout_seconds=600)
 
 
-def test_messages_are_small_once_one_has_hung(evil: str) -> None:
+def test_messages_are_small_once_one_has_ended_its_worker(evil: str) -> None:
     async def body(pool: RewardPool) -> None:
-        async def longest_message(answers: int) -> int:
-            """Of several rounds: on a loaded machine answers are slow."""
-            sizes = []
-            for _ in range(30):
-                await pool.score_many(make_prompt(), ["four"] * answers)
-                sizes += sent
-                sent.clear()
-            return max(sizes)
-
+        await pool.score(make_prompt(), "exit now")
         sent: list[int] = []
         for worker in pool._workers:
             send = worker.send
             worker.send = lambda batch, send=send: (sent.append(len(batch)), send(batch))[1]  # type: ignore
-        assert 16 < await longest_message(200) <= 64
-        await pool.score(make_prompt(), "hang")
-        assert await longest_message(200) <= 16
+        for _ in range(30):
+            await pool.score_many(make_prompt(), ["four"] * 200)
+        assert max(sent) <= 16
 
-    with_pool(body, evil, num_workers=2, timeout_seconds=0.5)
+    with_pool(body, evil, num_workers=2, timeout_seconds=600)
 
 
 def test_many_groups_at_once_get_their_own_scores_in_order() -> None:
@@ -217,7 +229,7 @@ def test_an_explosive_answer_to_the_math_reward_is_wrong() -> None:
         tower = "\\boxed{" + "9^{" * 8 + "9" + "}" * 8 + "}"
         assert await pool.score_many(make_prompt(), [tower, "\\boxed{1.0}"]) == [-1.0, 1.0]
 
-    with_pool(body, "math", num_workers=1, timeout_seconds=1.0)
+    with_pool(body, "math", num_workers=1, timeout_seconds=_LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -255,11 +267,10 @@ def is_alive(pid: int) -> bool:
     return not Path(f"/proc/{pid}/stat").exists() or " Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
-def wait_until_gone(pids: list[int]) -> list[int]:
-    deadline = time.monotonic() + 10
-    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait without end (a test that hangs is ended by its time limit) for processes that were killed."""
+    while any(is_alive(pid) for pid in pids):
         time.sleep(0.05)
-    return left
 
 
 @pytest.mark.parametrize("then", ["hang in C", "exit now", "four"])
@@ -270,10 +281,13 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(evil: str, tmp_
     async def body(pool: RewardPool) -> None:
         assert await pool.score(make_prompt(), f"child {file} {then}") == (4.0 if then == "four" else -1.0)
         child = int(file.read_text())
-        assert is_alive(child) if then == "four" else not wait_until_gone([child])
+        if then == "four":
+            assert is_alive(child)
+        else:
+            wait_until_gone([child])
 
-    with_pool(body, evil, num_workers=1, timeout_seconds=3.0 if then == "hang in C" else 60.0)
-    assert not wait_until_gone([int(file.read_text())])
+    with_pool(body, evil, num_workers=1, timeout_seconds=_LIMIT if then == "hang in C" else 600)
+    wait_until_gone([int(file.read_text())])
 
 
 @pytest.mark.parametrize("text", ["four", "raise"])
@@ -281,17 +295,17 @@ def test_a_worker_that_is_idle_for_longer_than_the_limit_scores_the_next_answer(
     async def body(pool: RewardPool) -> None:
         worker = await pool.score(make_prompt(), "pid")
         await pool.score(make_prompt(), text)
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(_LIMIT + 0.5)
         assert await pool.score_many(make_prompt(), ["pid", "four"]) == [worker, 4.0]
 
-    with_pool(body, evil, num_workers=1, timeout_seconds=0.5)
+    with_pool(body, evil, num_workers=1, timeout_seconds=_LIMIT)
 
 
 def test_closing_the_pool_ends_its_workers_and_cancels_what_waits(evil: str) -> None:
     pids = []
 
     async def main() -> None:
-        async with RewardPool(evil, num_workers=1, timeout_seconds=60) as pool:
+        async with RewardPool(evil, num_workers=1, timeout_seconds=600) as pool:
             pids.append(int(await pool.score(make_prompt(), "pid")))
             waiting = [asyncio.create_task(pool.score(make_prompt(), text)) for text in ("hang in C", "four")]
             await asyncio.sleep(0.2)
@@ -302,7 +316,7 @@ def test_closing_the_pool_ends_its_workers_and_cancels_what_waits(evil: str) -> 
             await pool.score(make_prompt(), "four")
 
     asyncio.run(main())
-    assert not wait_until_gone(pids)
+    wait_until_gone(pids)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems end a hanging worker only when it comes back")
@@ -327,4 +341,4 @@ def test_no_worker_survives_a_killed_parent_even_while_it_hangs(evil: str, tmp_p
     assert all(is_alive(pid) for pid in pids)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert not wait_until_gone(pids)
+    wait_until_gone(pids)
