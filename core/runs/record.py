@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from core.runs.own import signed
 from core.runs.paths import RecoverKeys, RunPaths
 
 CONFIG, STARTS, COMPLETE = "config.yaml", "starts.jsonl", "complete.json"
@@ -50,7 +51,8 @@ def write_record(experiment: str, config: Mapping[str, Any], paths: RunPaths, co
         numbered = (file.with_suffix(f".{number}.yaml") for number in count(1))
         file.rename(next(path for path in numbered if not path.exists()))
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    file.write_text(f"# {experiment}: every key of the newest start of this trial\n{text}", encoding="utf-8")
+    text = f"# {experiment}: every key of the newest start of this trial\n{text}"
+    file.write_text(signed(text), encoding="utf-8")
     (paths.logs / COMPLETE).unlink(missing_ok=True)
     with open(paths.logs / STARTS, "a+b") as starts:
         starts.seek(0)

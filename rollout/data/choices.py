@@ -82,6 +82,8 @@ def right_letter(answer: Any, texts: Sequence[str], labels: Sequence[str]) -> st
 
 
 def with_options(question: str, texts: Sequence[str]) -> str:
-    """Return the question followed by its options and the request for a letter."""
-    options = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False))
-    return f"{question}\n\n{options}\n\nAnswer with the letter of the right option."
+    """Return the question followed by its options, unless it has them, and the request for a letter."""
+    lettered = list(zip(LETTERS, texts, strict=False))
+    has_options = all(re.search(rf"\(?\b{letter}[).:]\s*{re.escape(text)}", question) for letter, text in lettered)
+    options = "" if has_options else "\n\n" + "\n".join(f"{letter}. {text}" for letter, text in lettered)
+    return f"{question}{options}\n\nAnswer with the letter of the right option."

@@ -11,7 +11,7 @@ import yaml
 import slipstream
 from core.config.base import ConfigError
 from helpers.config_inputs import SMALLEST_PPO, write_run
-from slipstream.api import _arguments
+from slipstream.api import _arguments, _flags
 
 CHANGES: dict[str, Any] = {
     "seed": 0, "ppo.adv_norm": False, "ppo.kl_ctl": 0.0, "shuffle_dataset": False, "actor.optimizer.weight_decay": 0.0,
@@ -89,6 +89,11 @@ def test_dotted_keys_of_a_mapping_are_overrides_too_and_arguments_win(tmp_path: 
     assert (value_of(config, "ppo.kl_ctl"), value_of(config, "ppo.adv_norm")) == (0.25, False)
     with _arguments({"ppo.kl_ctl": 0.0, "ppo.adv_norm": False}, {"ppo.kl_ctl": 0.25}) as (_, words):
         assert words == ["ppo.adv_norm=false", "ppo.kl_ctl=0.25"], "none that another one replaces"
+
+
+def test_options_of_a_command_that_are_0_arrive() -> None:
+    options = {"seed": 0, "n_sampling": 0, "temperature": 0.5, "overwrite": True, "ignore_run": False, "config": None}
+    assert _flags(options) == ["--seed", "0", "--n_sampling", "0", "--temperature", "0.5", "--overwrite"]
 
 
 def test_problems_of_checks_are_raised_as_those_of_the_file_are(tmp_path: Path) -> None:

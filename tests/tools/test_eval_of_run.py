@@ -10,10 +10,12 @@ import pytest
 
 from core.config.base import fields_by_key
 from core.config.experiments import EXPERIMENTS
+from core.runs.own import signed
 from helpers.eval_cases import arguments, write_rows
 from rollout.answer_file import read_answers
 from rollout.data.encoder import BOXED_INSTRUCTION
 from tools.eval.__main__ import BAD_INPUT, _parser, main
+from tools.eval.data import EvalError
 from tools.eval.settings import Judging, _experiment_of, config_of, judging_from
 
 PLUGINS = """
@@ -42,9 +44,10 @@ def saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that a run has saved."""
     (tmp_path / "eval_plugins.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = shutil.copytree(model, tmp_path / "root/checkpoints/user/e/t/actor/epoch1epochstep1globalstep1")
     (tmp_path / "root/logs/user/e/t").mkdir(parents=True)
-    (tmp_path / "root/logs/user/e/t/config.yaml").write_text(CONFIG)
+    (tmp_path / "root/logs/user/e/t/config.yaml").write_text(signed(CONFIG))
     return folder
 
 
@@ -70,6 +73,43 @@ def test_workflow_reward_and_prompt_of_the_run_are_used_and_the_command_line_win
     assert judging_from(given(saved, "--ignore_run")) == Judging()
 
 
+@pytest.mark.parametrize("change", ["unsigned", "edited", "of another user"])
+def test_a_configuration_that_came_with_the_model_is_used_on_request_only(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    module = f"from_elsewhere_{len(change)}"  # imported anew in each case
+    (tmp_path / f"{module}.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    config = tmp_path / "root/logs/user/e/t/config.yaml"
+    text = CONFIG.replace("eval_plugins:half", f"{module}:score")
+    if change == "of another user":
+        config.write_text(signed(text))
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    else:
+        config.write_text(text if change == "unsigned" else signed(CONFIG).replace("eval_plugins", module))
+    assert judging_from(given(saved)) == Judging()
+    assert f"{config} was not written by a run of this user: the defaults are used" in caplog.text
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(EvalError, match=f"module {module} has no '(score|half)'"):
+        judging_from(given(saved, "--config", str(config), "--workflow", "math"))
+    assert (tmp_path / "ran").exists()
+
+
+def test_an_evaluation_does_not_mix_two_prompts(
+    saved: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ strftime_now('%S.%f') }} {{ messages[0].content }}=")
+    config = tmp_path / "root/logs/user/e/t/config.yaml"
+    config.write_text(signed(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
+    few = arguments(saved, data, tmp_path / "out", "--num_questions", "2", "--n_sampling", "1")
+    assert main(few) == 0
+    before = (tmp_path / "out" / "sums.jsonl").read_bytes()
+    assert main([*few, "--n_sampling", "2"]) == BAD_INPUT
+    assert "was answered as another prompt" in capsys.readouterr().err
+    assert (tmp_path / "out" / "sums.jsonl").read_bytes() == before
+    assert main([*few, "--overwrite"]) == 0
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_experiment_of_a_configuration_is_recognized_by_its_keys(experiment: str) -> None:
     keys = fields_by_key(EXPERIMENTS[experiment])
@@ -91,7 +131,7 @@ def test_an_evaluation_is_not_continued_with_a_chat_template_of_other_content(
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0].content }}=")
     config = tmp_path / "root/logs/user/e/t/config.yaml"
-    config.write_text(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}"))
+    config.write_text(signed(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
     asked = arguments(saved, data, tmp_path / "out")
     assert main(asked) == main(asked) == 0
     template.write_text("{{ messages[0].content }}?")
@@ -120,7 +160,7 @@ def test_a_reward_or_workflow_of_the_run_that_is_not_here_is_reported_with_the_w
     saved: Path, data: Path, tmp_path: Path, capsys, option: str, name: str
 ) -> None:
     config = tmp_path / "root/logs/user/e/t/config.yaml"
-    config.write_text(CONFIG.replace(f"eval_plugins:{name}", f"elsewhere:{name}"))
+    config.write_text(signed(CONFIG.replace(f"eval_plugins:{name}", f"elsewhere:{name}")))
     assert main(arguments(saved, data, tmp_path / "out")) == BAD_INPUT
     *_, error = capsys.readouterr().err.splitlines()
     assert f"elsewhere:{name}: there is no module 'elsewhere'" in error and f"of the run ({config}): run this" in error

@@ -102,6 +102,15 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsy
     assert "3 questions answered right in B only" in printed and "1 questions answered right in A only" in printed
 
 
+def test_the_interval_holds_95_of_100_resamples(tmp_path: Path) -> None:
+    """By the binomial distribution the mean of 400 coins is below 45 % in 2.5 of 100 cases, and below 46 % in 5."""
+    a = write(tmp_path / "a", [answer(f"q{i}", 0.0) for i in range(400)])
+    b = write(tmp_path / "b", [answer(f"q{i}", float(i % 2)) for i in range(400)])
+    accuracy = compare(a, b).differences[0]
+    assert accuracy.low == pytest.approx(45.0, abs=0.4)
+    assert accuracy.high == pytest.approx(55.0, abs=0.4)
+
+
 def test_two_files_of_one_name_are_not_compared(tmp_path: Path, capsys) -> None:
     folders = []
     for name, questions, prompt in (("a", "1f", "1+1="), ("b", "2e", "2*3="), ("c", "1f", "say: 1+1=")):

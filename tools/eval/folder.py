@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rollout.answer_file import read_answers
+from rollout.answer_file import Answer, read_answers
+from rollout.types import Prompt
 from tools.eval.data import EvalError
 from tools.eval.model import CONVERTED, CONVERTING, SETTINGS, TEMPORARY, is_conversion, read_json
 
@@ -65,6 +67,25 @@ def empty(folder: Path, *, keep: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def check_same_prompts(name: str, answers: Iterable[Answer], prompts: Iterable[Prompt]) -> None:
+    """Raise EvalError where a question was answered that is now another prompt, as with a chat template that has the
+    date in it."""
+    now = {prompt.query_id: prompt.text for prompt in prompts}
+    for answer in answers:
+        text = now.get(answer.query_id, answer.prompt)
+        if text != answer.prompt:
+            start = next(i for i, pair in enumerate(zip_longest(text, answer.prompt)) if pair[0] != pair[1])
+            raise EvalError(
+                f"{name}: {answer.query_id} was answered as another prompt, which had {_near(answer.prompt, start)} "
+                f"for {_near(text, start)}, as with a chat template that writes the date; give another "
+                "--output_path, or --overwrite"
+            )
+
+
+def _near(text: str, position: int) -> str:
+    return repr(text[max(0, position - 20) : position + 20])
 
 
 def check_same(path: Path, identity: dict[str, Any]) -> dict[str, Any]:

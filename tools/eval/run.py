@@ -26,7 +26,7 @@ from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt, SamplingParams, Workflow
 from rollout.workflows import make_workflow
 from tools.eval.data import EvalFailure, make_prompts
-from tools.eval.folder import check_same, empty
+from tools.eval.folder import check_same, check_same_prompts, empty
 from tools.eval.meter import Meter
 from tools.eval.model import (
     CONVERTED,
@@ -85,7 +85,10 @@ async def evaluate(settings: EvalSettings) -> str:
     identity = given_model | _identity(settings, encoder)
     if settings.overwrite:
         empty(output, keep=output / CONVERTED)
-    if check_same(output / SETTINGS, identity) != identity:
+    before = check_same(output / SETTINGS, identity)
+    for name, of in prompts.items():
+        check_same_prompts(name, AnswerFile(output / f"{name}.jsonl").answers.values(), of)
+    if before != identity:
         write_json(output / SETTINGS, identity)
 
     answers = await _answer_all(settings, prompts, model, tokenizer, plan)

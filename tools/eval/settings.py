@@ -17,6 +17,7 @@ from core.config.base import ConfigError, fields_by_key
 from core.config.experiments import EXPERIMENTS
 from core.config.load import load_config
 from core.config.parsing.yaml_tree import read_yaml
+from core.runs.own import is_own
 from core.runs.record import CONFIG
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.source import DataSource, Fields
@@ -118,7 +119,7 @@ def judging_from(given: argparse.Namespace) -> Judging:
     EvalError."""
     file = given.config
     if file is None and not given.ignore_run:
-        file = config_of(given.model_path)
+        file = _own_config_of(given.model_path)
     judging = Judging() if file is None else _judging_of_run(file)
     if file is not None:
         logger.info("Workflow, reward and prompt of the run: %s", file)
@@ -156,6 +157,20 @@ def _way_out(option: str, plugin: str, given: argparse.Namespace, file: Path | N
             f"{error}. It is the {option} of the run ({file}): run this command in the folder that contains "
             f"{module}.py or {module}/, add that folder to PYTHONPATH, use another one (--{option} math), or {without}"
         ) from error
+
+
+def _own_config_of(model: Path) -> Path | None:
+    """Return the configuration beside a model, unless it came from elsewhere with it: it may name code to run."""
+    file = config_of(model)
+    if file is None or is_own(file):
+        return file
+    logger.warning(
+        "%s was not written by a run of this user: the defaults are used, not its workflow, reward and prompt. "
+        "--config %s takes them, and runs the code that they name; --ignore_run omits this warning",
+        file,
+        file,
+    )
+    return None
 
 
 def config_of(model: Path) -> Path | None:

@@ -17,6 +17,7 @@ from core.config.experiments import ExperimentConfig
 from core.config.load import load_config
 from core.config.show import recorded
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
+from core.runs.own import is_own
 from core.runs.paths import RunPaths
 from core.runs.record import changes_since, command_line, how_to_continue, write_record
 from helpers.config_inputs import write_run
@@ -43,6 +44,26 @@ def test_the_recorded_configuration_starts_the_same_run(tmp_path: Path) -> None:
     assert changes_since(paths, recorded(config)) == []
     again = load_config("ppo-math", paths.logs / "config.yaml", []).config
     assert again.model_dump() == config.model_dump()
+
+
+def test_the_recorded_configuration_is_known_as_that_of_this_user_until_it_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    write_run(tmp_path)
+    config, paths = loaded(tmp_path)
+    write_record("ppo-math", recorded(config), paths, ["python"])
+    file = paths.logs / "config.yaml"
+    assert is_own(file)
+    assert (tmp_path / "state/slipstream/key").stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user's"))
+    assert not is_own(file)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file.write_text(file.read_text().replace("ppo-math", "ppo_math"))
+    assert not is_own(file)
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    write_record("ppo-math", recorded(config), paths, ["python"])
+    assert not is_own(file), "no key can be written, and the run starts all the same"
 
 
 def test_roles_with_slots_of_their_own_are_recorded_so_that_they_load(tmp_path: Path) -> None:

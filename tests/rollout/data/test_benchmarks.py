@@ -142,6 +142,18 @@ def test_a_multiple_choice_without_its_answer_is_named(tmp_path: Path, columns: 
     assert ":1: " in str(error.value) and said in str(error.value)
 
 
+def test_options_that_the_question_has_already_are_not_repeated(tmp_path: Path) -> None:
+    asked = "What is 2 + 3?\n(A) 3\n(B) 5"
+    rows = [
+        {"question": asked, "choices": ["3", "5"], "answer": "B"},
+        {"question": "Is 3 or 5 the sum of 2 and 3?", "choices": ["3", "5"], "answer": "B"},
+    ]
+    with_options, without = scan_rows(write(tmp_path, *rows))
+    assert with_options.prompt == f"{asked}\n\nAnswer with the letter of the right option."
+    assert "\n\nA. 3\nB. 5\n\nAnswer" in without.prompt
+    assert with_options.solutions == without.solutions == ("\\boxed{B}",)
+
+
 def test_gsm8k_is_told_from_other_answers_by_its_mark_and_a_lost_mark_is_an_error(tmp_path: Path) -> None:
     marked = {"question": "q", "answer": "1 + 1 = 2\n#### 2"}
     (row,) = scan_rows(write(tmp_path, marked))
