@@ -47,7 +47,7 @@ def value_of(formula: str) -> Any:
         lazy = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative, sympy.UnevaluatedExpr)
         value = value.doit() if value.has(*lazy) else value
         return value if isinstance(value, sympy.Expr) else None
-    except (MemoryError, RecursionError):
+    except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - the parser and sympy raise anything for what they cannot read
         return None

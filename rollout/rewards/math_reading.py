@@ -6,6 +6,7 @@ is left to math_formulas.py; here its commands must be known ones, so that none 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +86,10 @@ _ADJACENT = re.compile(r"\d\s+\d|[|)]\s*\d|\d\s*_")
 @lru_cache(maxsize=1024)
 def read(content: str) -> Answer:
     """Return the structure of the content of a box, in any spelling."""
-    return _read(spelled(content)) if len(content) <= _MAX_CHARS else Answer("unread", (content,))
+    if len(content) <= _MAX_CHARS:
+        with contextlib.suppress(RecursionError):
+            return _read(spelled(content))
+    return Answer("unread", (content,))
 
 
 def _read(text: str) -> Answer:
