@@ -64,7 +64,7 @@ _DATES = (
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?|([Nn]oon|[Mm]idnight)")
 _LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
 _UNIT = (
-    r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?%"
+    r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?[%$]|[€£¥₹]"
     r"|\\mu\s*(?:[a-zA-Z](?![a-zA-Z])|\\text\{[^{}]*\}))(?:\s*\^\s*\{?-?\d\}?)?"
 )
 _TAIL = re.compile(
@@ -126,7 +126,8 @@ def _after_lead(text: str) -> Answer | None:
     lead = re.match(r"((?:\\text\{[^{}]*\}\s*)+)[:=]?\s*(?=\S)", text)
     if lead is None:
         return None
-    return None if _NEUTRAL.sub("", _flat(lead[1])) else _read(text[lead.end() :])
+    said = _flat(lead[1])
+    return None if said == "A" or _NEUTRAL.sub("", said) else _read(text[lead.end() :])
 
 
 def _choice(text: str) -> Answer | None:

@@ -40,22 +40,28 @@ pi theta alpha beta lambda infty sum prod int
 """
 _NAMED = {name: f"\\{name} " for name in _FUNCTIONS.split()} | dict.fromkeys(("infinity", "inf", "oo"), r"\infty ")
 _GLUED = re.compile(r"(sin|cos|tan|ln|log|sqrt)([a-z])")
-_SHORT_WORDS = re.compile(r"(?i)and|or|to|is|are|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs")
-_FONTS = "text mbox hbox mathrm textrm textbf textit textnormal textup textsf mathsf operatorname emph unit si"
+_SHORT_WORDS = re.compile(
+    r"(?i)and|or|to|is|are|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs|usd|eur|inr|cny"
+)
+_FONTS = (
+    "text mbox hbox mathrm textrm textbf textit textnormal textup textsf mathsf operatorname emph unit si underline"
+)
 _BOLD = "mathbf mathit bm boldsymbol pmb mathnormal"
 _FONT = re.compile(rf"\\({'|'.join((_FONTS + ' ' + _BOLD).split())})\*?\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _RUN = re.compile(
     r"\\(?:text|begin|end|mathbb|mathcal)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]+(?:'[a-z]+)?|[\u4e00-\u9fff]+"
 )
 _TEXTS = re.compile(r"(?:\\text\s*\{[^{}]*\}\.?\s*)+")
-_CONJUNCTION = re.compile(r"\b(and|or|to)\b(?! more| less| fewer| greater| higher| above| below)")
+_CONJUNCTION = re.compile(r"(\b(?:and|or|to)\b|,)(?! more| less| fewer| greater| higher| above| below)")
 _INNER = r"((?:[^(){}]|\([^()]*\))*)"
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 _MARKUP: list[_Rewriting] = [
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\!\s*", ""),
     (r"\\(?:displaystyle|textstyle|limits|nolimits|strut)(?![a-zA-Z])", ""),
-    (r"(?:US|U\.S\.)\s*\\?\$", r"\\$"),
+    (r"(?:US|U\.S\.|NT|HK|[ACS])\s*\\?\$", r"\\$"),
+    (r"\\therefore(?![a-zA-Z])|\\(?:text)?color\{\w+\}", ""),
+    (r"(\d)(?:\\[,; ]|~)\s*([mgLshNJWV])(?![a-zA-Z])", r"\1\\text{\2}"),
     (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
     (r"(?<!\\)\$|\*\*|`|\\[()]|(?<!\\)\\[\[\]]", ""),
     (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\[ ,;:>]|~|\\\\(?![\s\S]*\\end)", " "),
@@ -83,6 +89,7 @@ _NUMBERS: list[_Rewriting] = [
     (r"(?<!\d)(\d{0,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", lambda m: _repeating_fraction(*m.groups())),
 ]
 _FORMULAS: list[_Rewriting] = [
+    (r"(?<=[\d} ])((?:\\text\{\w+\}|[a-zA-Z]{1,3})\s*/\s*[a-zA-Z]{1,3})(?=\^\{?\d\}?$|$)", lambda m: _as_rate(m[1])),
     (rf"\\sqrt\s*(\[[^\]]*\])?\s*(?:\({_INNER}\)|(\d+(?:\.\d+)?))", lambda m: rf"\sqrt{m[1] or ''}{{{m[2] or m[3]}}}"),
     (
         rf"(\d)\s*\\text\{{\s*({'|'.join(_SCALES)})\b\s*([^{{}}]*)\}}",
@@ -166,16 +173,24 @@ def _as_word(match: re.Match[str]) -> str:
         return _NAMED[run]
     if glued := _GLUED.fullmatch(run):
         return rf"\{glued[1]} {glued[2]}"
-    before = match.string[: match.start()].rstrip(" (")[-1:]
-    is_unit = len(run) > 1 and (run in UNITS or run.lower() in UNITS) and before in set("0123456789}).")
+    before = match.string[max(0, match.start() - 20) : match.start()]
+    is_unit = (
+        len(run) > 1 and (run in UNITS or run.lower() in UNITS) and re.search(r"(?:[\d}).]|\\[a-z]+)\s*\(?$", before)
+    )
     is_word = len(run) > 3 or not run.isascii() or _SHORT_WORDS.fullmatch(run)
     return rf"\text{{{run}}}" if is_unit or is_word else run
+
+
+def _as_rate(quotient: str) -> str:
+    """Return m/s as text, and x/y as it is."""
+    names = re.sub(r"\\text\{(\w+)\}|\s", r"\1", quotient)
+    return rf"\text{{{names}}}" if all(name in UNITS for name in names.split("/")) else quotient
 
 
 def _joined(match: re.Match[str]) -> str:
     words = " ".join(re.findall(r"\{([^{}]*)\}", match.group()))
     parts = [" ".join(part.split()) for part in _CONJUNCTION.split(words)]
-    return "".join(rf"\text{{{part}}} " for part in parts if part)
+    return "".join(part if part == "," else rf"\text{{{part}}} " for part in parts if part)
 
 
 def _latex_fraction(match: re.Match[str]) -> str:
