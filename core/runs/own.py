@@ -1,7 +1,7 @@
-"""Tells a configuration that a run of this user wrote from one that came with a downloaded folder.
+"""Signature of the configurations that runs of this user wrote: one that came with a downloaded folder has none.
 
-A run ends its config.yaml with a code of the text under a key that only this user can read. Invariant: without the key,
-nobody writes a file that is_own() accepts.
+A run ends its config.yaml with a code of the text under a key that only this user can read. Invariant: a file that
+is_own() accepts was written with that key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def signed(text: str) -> str:
 
 
 def is_own(file: Path) -> bool:
-    """Return whether a run of this user wrote `file`, and nobody has changed it."""
+    """Return whether a run of this user wrote `file`, and it was not changed since."""
     try:
         text, mark, code = file.read_text(encoding="utf-8").rpartition(_MARK)
         return bool(mark) and hmac.compare_digest(code.strip().encode(), _code(_key(), text).encode())
