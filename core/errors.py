@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import TypeGuard
@@ -57,8 +58,13 @@ def could_not_write(what: str, path: Path, error: Exception) -> OSError:
     """Return the error to raise when writing failed, with the free disk space: a library may hide a full disk behind an
     error of its own."""
     folder = path if path.is_dir() else path.parent
-    left = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB left on its disk)" if folder.exists() else ""
+    left, way_out = "", "free disk space or set external_configs.cluster_config.fileroot to a larger disk"
+    if not folder.exists():
+        way_out = f"{folder} does not exist any more: start the run again, or restore the folder"
+    elif isinstance(error, PermissionError | NotADirectoryError) or getattr(error, "errno", None) == errno.EROFS:
+        way_out = "set external_configs.cluster_config.fileroot to a folder that you may write"
+    else:
+        left = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB left on its disk)"
     return OSError(
-        f"{what} could not be written to {path}{left}: {error}. Earlier recover checkpoints are not affected; "
-        "free disk space or set external_configs.cluster_config.fileroot to a larger disk"
+        f"{what} could not be written to {path}{left}: {error}. Earlier recover checkpoints are not affected; {way_out}"
     )

@@ -41,7 +41,16 @@ from core.config.show import difference_line, help_text, ignored_lines, listing,
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import kept_records, log_to_terminal
 from core.monitoring.worker_warnings import DRIVER_LOG
-from core.processes.supervise import BAD_INPUT, DONE, EXIT_CODES, FAILED, INTERRUPTED, Attempt, run_attempts
+from core.processes.supervise import (
+    BAD_INPUT,
+    DONE,
+    EXIT_CODES,
+    FAILED,
+    INTERRUPTED,
+    Attempt,
+    has_working_folder,
+    run_attempts,
+)
 from core.runs.paths import RunningError, RunPaths, begins_anew, private_files, set_aside, sole_run
 from core.runs.record import (
     changes_since,
@@ -78,6 +87,8 @@ def _main(argv: Sequence[str] | None) -> int:
     if argv is None:  # the locale may be C and the words UTF-8
         argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in sys.argv[1:]]
     arguments = _parser().parse_intermixed_args(argv)
+    if not has_working_folder():
+        return _refuse("the working folder does not exist any more; change to another one and start again")
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if arguments.help:
         model = EXPERIMENTS.get(arguments.experiment)

@@ -19,6 +19,7 @@ from ray.job_config import JobConfig
 from core.config.ray_address import AUTO, STARTED, JoinedCluster, connection_error
 from core.errors import LaunchError, first_line
 from core.launch.ray_parts import without_unused_processes
+from core.processes.temporary import ray_folder
 from rollout.plugins import ROOT
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def start_own(*, num_cpus: int, num_gpus: int | None, **options: Any) -> None:
         with without_unused_processes():
             ray.init(
                 address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False,
-                job_config=OwnPackagesFirst(), **options,
+                _temp_dir=ray_folder(), job_config=OwnPackagesFirst(), **options,
             )  # fmt: skip
     except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
         raise LaunchError(f"Ray could not be started on this machine: {type(e).__name__}: {e}") from e

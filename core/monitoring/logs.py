@@ -79,6 +79,7 @@ def _start_logging(handlers: list[logging.Handler], level: str) -> None:
     of libraries would hide them."""
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.getLogger("torch").setLevel(logging.WARNING)  # its compiler logs statistics when a process ends
+    logging.getLogger("megatron.core.distributed").setLevel(logging.WARNING)  # it names what a run does not use
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.DEBUG if level == "debug" else logging.NOTSET)
 

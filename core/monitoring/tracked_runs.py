@@ -93,7 +93,11 @@ class WandbSink:
         self._run.log({"samples": wandb.Table(columns=["notable", *SAMPLE_COLUMNS], data=rows)}, step=step)
 
     def close(self) -> None:
+        """End the run, and the process of wandb, which would be killed with those of the run."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()
 
 
 class MLflowSink:
@@ -106,10 +110,11 @@ class MLflowSink:
         TrackerError when the server refuses or does not answer."""
         # Seven times, with pauses that double, is MLflow's own: minutes at the start, and at every step.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow would refuse folders
         import mlflow
 
-        self._client = mlflow.MlflowClient(uri)
         try:
+            self._client = mlflow.MlflowClient(uri)
             self._run_id = self._open(runs.get("mlflow"), uri, experiment, name)
         except mlflow.MlflowException as error:
             why = without_password(first_line(error))

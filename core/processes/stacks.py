@@ -105,7 +105,7 @@ def collect_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
         with suppress(OSError):
             if file.stat().st_size == size:
                 with open(file, "a") as f:
-                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process, file)}\n")
+                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process)}\n")
     return states
 
 
@@ -144,61 +144,31 @@ def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psut
         with suppress(psutil.Error):
             if child.pid in named or child.ppid() in others:
                 others.add(child.pid)
-            elif time.time() - child.create_time() > _SETTLED_SECONDS and _marked(_status(child.pid), "SigCgt"):
+            elif time.time() - child.create_time() > _SETTLED_SECONDS and _handles_signal(child.pid):
                 yield child
 
 
-def _why_silent(process: psutil.Process, file: Path) -> str:
-    """Return the kernel's information about a process that got the signal and did not write them; not every
-    kernel has all of it."""
+def _why_silent(process: psutil.Process) -> str:
+    """Return the state of a process that got the signal and did not write its stacks."""
     if _same(process.pid, process.create_time()) is None:
         return "it has exited"
-    status = _status(process.pid)
-    findings = {
-        "its main thread blocks SIGRTMIN": _marked(status, "SigBlk"),
-        "it ignores SIGRTMIN": _marked(status, "SigIgn"),
-        "the signal is pending": _marked(status, "ShdPnd"),
-        "it has closed this file": _has_closed(process.pid, file),
-    }
-    found = [text for text, holds in findings.items() if holds]
-    if not found:
-        handled = _marked(status, "SigCgt")
-        found = ["its handler was replaced, writes elsewhere or is slow" if handled else "the kernel reports no reason"]
-    place = _of_kernel(process.pid, "wchan").strip()
-    where = f", in the kernel at {place}" if place not in ("", "0") else ""
-    return f"{', '.join(found)}; its main thread's state is {status.get('State', 'unknown')}{where}"
-
-
-def _of_kernel(pid: int, name: str) -> str:
-    """Return the content of a file in /proc; "" where it cannot be read."""
+    state, place = _status(process.pid).get("State", "unknown"), ""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
-    return ""
+        place = Path(f"/proc/{process.pid}/wchan").read_text()
+    return f"its main thread's state is {state}" + (f", in the kernel at {place}" if place.strip("0") else "")
+
+
+def _handles_signal(pid: int) -> bool:
+    """Return whether the signal for stacks does not end this process."""
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (STACKS - 1) & 1)
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return the fields of /proc/PID/status."""
-    lines = (line.partition(":") for line in _of_kernel(pid, "status").splitlines())
-    return {name: value.strip() for name, _, value in lines}
-
-
-def _marked(status: dict[str, str], mask: str) -> bool:
-    """Return whether the signal for stacks is in this mask."""
-    return bool(int(status.get(mask, "0"), 16) >> (STACKS - 1) & 1)
-
-
-def _has_closed(pid: int, file: Path) -> bool:
-    """Return whether its descriptors can be seen and none refers to the file. Does not open the files."""
-    try:
-        links = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return False
-    target = str(file.resolve())
-    for link in links:
-        with suppress(OSError):
-            if os.readlink(link) == target:
-                return False
-    return True
+    """Return the fields of /proc/PID/status; none where it cannot be read."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}
 
 
 def kill_process(log_folder: Path, name: str) -> None:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -27,11 +28,13 @@ from typing import Any, NoReturn
 
 import psutil
 
+from core.errors import could_not_write
 from core.processes.driver_watch import DRIVER, Limits, Watch
 from core.processes.forwarding import Forwarding
 from core.processes.orphans import end_orphans
 from core.processes.signals import INTERRUPTED, Interrupts, begin_shutdown, is_command
 from core.processes.stacks import register_process
+from core.processes.temporary import make_temporary, use_temporary
 from rollout.processes import adopt_orphans, die_with
 
 logger = logging.getLogger(__name__)
@@ -192,13 +195,23 @@ def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) ->
     """Run an attempt in this process, its driver."""
     try:
         register_process(DRIVER, log_folder)
+        if not has_working_folder():  # removed since the start: libraries do not load then
+            os.chdir(log_folder)
+            logger.warning("The working folder was removed; this attempt works in %s.", log_folder)
     except OSError as error:
-        cause = f"external_configs.cluster_config.fileroot: {log_folder} cannot be written ({error})"
-        logger.error("%s; free disk space, or use another folder", cause)
-        attempt.report(final=True, cause=cause)
+        cause = could_not_write("the log of the driver", log_folder, error)
+        logger.error("%s", cause)
+        attempt.report(final=True, cause=str(cause))
         return FAILED
     threading.Thread(target=_send_heartbeats, args=(attempt,), name="heartbeat", daemon=True).start()
     return run(attempt)
+
+
+def has_working_folder() -> bool:
+    """Return whether the working folder of this process still exists."""
+    with suppress(FileNotFoundError):
+        return bool(os.getcwd())
+    return False
 
 
 def _table(attempts: list[Attempt]) -> str:
@@ -220,12 +233,14 @@ def _in_child(
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     reading, attempt.pipe = os.pipe()
+    temporary = make_temporary()
     begin, parent = time.monotonic(), os.getpid()
     child = forwarding.fork()
     if child == 0:
         os.close(reading)
         os.setpgid(0, 0)  # Ctrl-C comes from the parent, once
         die_with(parent)
+        use_temporary(temporary)
         return None
     os.close(attempt.pipe)
     attempt.pipe = None
@@ -235,6 +250,7 @@ def _in_child(
     forwarding.forget_child()
     attempt.seconds = time.monotonic() - begin
     end_orphans(others)
+    shutil.rmtree(temporary, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     killed = ""
     if os.WIFSIGNALED(status) or (watch.verdict and code != DONE):  # a driver that is woken may end before it is killed

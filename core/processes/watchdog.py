@@ -1,4 +1,4 @@
-"""A small process beside the driver: when the driver is gone, however it went, nothing that it started stays.
+"""A small process that kills every process of the driver when the driver exits.
 
 Started with the read end of a pipe as standard input, whose other end the driver holds: end of file means that the
 driver is gone. Until then it records the driver's descendants, by process id and start time; then it kills those that
@@ -6,7 +6,8 @@ are left, and theirs. Nothing else is ever killed.
 
 Processes that are killed leave what they had named in /dev/shm: semaphores, segments. The watchdog removes what it saw
 one of the driver's processes use, bears a name as the run's libraries give it, and is used by no running process. Other
-containers may share /dev/shm: what their processes use looks unused from here, and is not removed.
+containers may share /dev/shm: what their processes use looks unused from here, and is not removed. The folder for
+temporary files of the attempt is removed as well.
 
 A driver that did not announce its end cannot report the reason: Ray ends the process that it runs in without a message
 when its own processes exit. The watchdog then reports it. It also ends a driver that Ray does not end: one that waits
@@ -18,15 +19,18 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+TEMPORARY = "SLIPSTREAM_TEMPORARY"
+"""Environment variable of the processes of an attempt: its folder for temporary files (core/processes/temporary.py)."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 _LOOK_EVERY_SECONDS = 1.0
@@ -38,8 +42,8 @@ _GONE_SECONDS = 10.0
 """For what was killed to be gone."""
 _GOODBYE = b"done"
 _WITHOUT_GOODBYE = (
-    "error: the run ended without a message: its process was killed, or its Ray cluster failed. All its processes "
-    "have ended; the same command with recover_mode=auto continues from the newest recover checkpoint\n"
+    "error: the driver ended without a message: it was killed, or its Ray cluster failed. All its processes have "
+    "ended. If the command has ended as well, run it again: it continues from the newest recover checkpoint\n"
 )
 _KILLED = "error: the driver was killed, because Ray's processes had not run for {seconds:.0f} s: {why}\n"
 
@@ -77,47 +81,21 @@ def _is_child(process: psutil.Process, parent: psutil.Process, names: Sequence[s
         return False
 
 
-class _Named:
-    """Files in /dev/shm that the driver's processes have open or mapped, with names as the run's libraries give."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-        self._judged = set(self._files())
-        self._inodes: set[int] = set()
-
-    def new(self) -> set[int]:
-        """Return the inodes of the files that have come since the last judge()."""
-        files = set(self._files())
-        self._judged &= files  # a number may be given again
-        return files - self._judged
-
-    def judge(self, new: set[int], processes: set[psutil.Process]) -> None:
-        """Note which files of `new` one of `processes` uses. Find the processes after new(): a file whose process was
-        not looked at is not removed later."""
-        for process in processes if new else ():
-            with contextlib.suppress(OSError):
-                self._inodes |= new & set(shared_inodes(Path(f"/proc/{process.pid}")))
-        self._judged |= new
-
-    def remove_unused(self) -> None:
-        """Remove those that no running process uses."""
-        for path in unused_shared_memory() if self._inodes else ():
-            with contextlib.suppress(OSError):
-                if path.stat().st_ino in self._inodes:
-                    path.unlink()
-
-    def _files(self) -> dict[int, Path]:
-        return {inode: path for inode, path in _own_files().items() if path.name.startswith(self._names)}
-
-
-def _own_files() -> dict[int, Path]:
-    """Return this user's files in /dev/shm by their inodes."""
+def _own_files(names: Sequence[str] = ("",)) -> dict[int, Path]:
+    """Return this user's files in /dev/shm by their inodes; `names`: how the file names begin."""
     mine: dict[int, Path] = {}
     for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
         with contextlib.suppress(OSError):
-            if (status := path.stat()).st_uid == os.getuid():
+            if path.name.startswith(tuple(names)) and (status := path.stat()).st_uid == os.getuid():
                 mine[status.st_ino] = path
     return mine
+
+
+def _used_by(processes: Iterable[psutil.Process]) -> Iterator[int]:
+    """Yield the inodes in /dev/shm that these processes have mapped or open."""
+    for process in processes:
+        with contextlib.suppress(OSError):
+            yield from shared_inodes(Path(f"/proc/{process.pid}"))
 
 
 def _wait_gone(processes: set[psutil.Process]) -> None:
@@ -139,11 +117,8 @@ def unused_shared_memory() -> set[Path]:
 
     Files are known by their inode: a semaphore is mapped under another name than its final one."""
     mine = _own_files()
-    for process in psutil.process_iter() if mine else ():
-        with contextlib.suppress(OSError, psutil.Error):
-            for inode in shared_inodes(Path(f"/proc/{process.pid}")):
-                mine.pop(inode, None)
-    return set(mine.values())
+    used = set(_used_by(psutil.process_iter())) if mine else set()
+    return {path for inode, path in mine.items() if inode not in used}
 
 
 def shared_inodes(process: Path) -> Iterator[int]:
@@ -174,14 +149,15 @@ def state_of(process: psutil.Process) -> str:
 def watchdog(driver: psutil.Process, names: Sequence[str]) -> bool:
     """Return when the driver and everything it started are gone: whether it ended in order. See start_watchdog()."""
     me = psutil.Process()
-    named = _Named(names)
+    judged, seen_in_use = set(_own_files(names)), set[int]()
     family: set[psutil.Process] = set()
     rays: set[psutil.Process] = set()
     with_ray = time.monotonic()
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_SECONDS)[0]:
-        new = named.new()
+        new = _own_files(names).keys() - judged  # before the processes: one whose process is missed stays
         family |= descendants(driver)
-        named.judge(new, family | {driver})
+        seen_in_use |= new & set(_used_by(family | {driver} if new else ()))
+        judged |= new
         rays |= {p for p in family - rays if _is_child(p, driver, _RAYS)}
         if not (why := ", ".join(filter(None, map(state_of, rays)))):
             with_ray = time.monotonic()
@@ -191,15 +167,18 @@ def watchdog(driver: psutil.Process, names: Sequence[str]) -> bool:
                 sys.stderr.write(_KILLED.format(seconds=seconds, why=why))
         # psutil compares process id and start time: an id that was given anew is not in the family.
         family = {p for p in family if p.is_running()} - {me}
-    new = named.new()
+    new = _own_files(names).keys() - judged
     for process in family.copy():
         family |= descendants(process)
-    named.judge(new, family)
+    seen_in_use |= new & set(_used_by(family))
     for process in family - {me}:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     _wait_gone(family - {me})
-    named.remove_unused()
+    for path in unused_shared_memory() if seen_in_use else ():
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino in seen_in_use:
+                path.unlink()
     return sys.stdin.buffer.read() == _GOODBYE
 
 
@@ -207,3 +186,4 @@ if __name__ == "__main__":
     with contextlib.suppress(psutil.NoSuchProcess, KeyboardInterrupt):
         if not watchdog(psutil.Process(int(sys.argv[1])), sys.argv[2:]):
             sys.stderr.write(_WITHOUT_GOODBYE)
+            shutil.rmtree(os.environ.get(TEMPORARY, ""), ignore_errors=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import getpass
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -155,7 +156,10 @@ def _results(paths: RunPaths) -> list[Path]:
 
 
 def _user() -> str:
+    """Return the user's name, or number where there is no name that can be part of a path: LOGNAME may hold anything,
+    and a container may run under a number without a name."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number that has no name
-        return f"uid{os.getuid()}"
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = ""
+    return name if re.fullmatch(r"\w[\w.@+-]*", name) else f"uid{os.getuid()}"

@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
 from itertools import count
@@ -72,10 +73,12 @@ def changes_since(paths: RunPaths, config: Mapping[str, Any]) -> list[str]:
 
 
 def write_complete(paths: RunPaths, end: Mapping[str, int | None]) -> None:
-    """Record that training has come to its `end`, the keys that set the length of a run. Raises OSError."""
+    """Record that training has come to its `end`, the keys that set the length of a run. Without the record, as on a
+    full disk, another start finds out after its processes have started."""
     newest = newest_model(paths)
     models = [] if newest is None else [str(m) for m in paths.checkpoints.glob(f"*/{newest.name}")]
-    (paths.logs / COMPLETE).write_text(json.dumps({"end": end, "models": models}), encoding="utf-8")
+    with suppress(OSError):
+        (paths.logs / COMPLETE).write_text(json.dumps({"end": end, "models": models}), encoding="utf-8")
 
 
 def is_complete(paths: RunPaths, end: Mapping[str, int | None]) -> bool:

@@ -237,3 +237,28 @@ def test_the_tutorials_file_needs_only_its_folders(
     out = capsys.readouterr().out
     assert "actor.type._class (str) - qwen2\n" in out
     assert "nodes 0-7: 0-7" in out
+
+
+def test_a_working_folder_that_was_removed_is_an_error_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -m core.quickstart ppo-math --dry-run"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: the working folder does not exist any more")
+
+
+def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    for length, code in ((31, 0), (32, 2), (120, 2)):
+        folder = Path("/tmp") / f"{os.getpid()}".ljust(length - len("/tmp/"), "x")
+        folder.mkdir()
+        try:
+            monkeypatch.setenv("TMPDIR", str(folder))
+            done = run("ppo-math", "--config", str(path), "--preflight")
+            assert done.returncode == code, done.stderr
+            assert (f"TMPDIR: {folder}: the sockets of Ray need a path of at most 31" in done.stderr) == (code == 2)
+        finally:
+            folder.rmdir()

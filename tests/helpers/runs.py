@@ -11,7 +11,7 @@ import psutil
 
 from helpers.commands import PATIENCE_SECONDS
 
-WITHOUT_GOODBYE = "error: the run ended without a message"
+WITHOUT_GOODBYE = "error: the driver ended without a message"
 
 
 def ppo(assets, **changes) -> dict:

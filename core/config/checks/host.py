@@ -21,6 +21,7 @@ from core.config.base import Problem
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.ray_address import connection_error, joined_cluster
 from core.config.runtime import NOT_IN_A_RUN
+from core.processes.temporary import too_long_for_sockets
 from core.runs.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
@@ -100,6 +101,12 @@ def _existing(folder: Path) -> Path:
     """Return the deepest part of a path that is there already."""
     # os.path.exists: Path.exists raises for a folder inside one that may not be entered.
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+
+def _temporary(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield a folder for temporary files in which a Ray cluster that the run starts cannot have its sockets."""
+    if not joined_cluster(config) and (message := too_long_for_sockets()):
+        yield Problem(key="RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR", message=message)
 
 
 def _ray(config: ExperimentConfig) -> Iterator[Problem]:
@@ -208,7 +215,7 @@ def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Callabl
     servers anyway."""
     own = _CHECKS.get(config.NAME, ())
     looks = (_connection, *_LOOKS.get(config.NAME, ())) if connections else ()
-    return (*own, _monitors, _fileroot, _ray, _tracing, _limits, _port, _gpus, *looks)
+    return (*own, _monitors, _fileroot, _temporary, _ray, _tracing, _limits, _port, _gpus, *looks)
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:

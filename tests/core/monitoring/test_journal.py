@@ -1,9 +1,12 @@
 """Rows of a run that was killed: none twice, none torn."""
 
+import errno
+import re
 from pathlib import Path
 
 import pytest
 
+from core.errors import could_not_write
 from core.monitoring.journal import Journal, read_rows
 
 
@@ -64,3 +67,14 @@ def test_a_row_that_the_disk_takes_in_parts_is_written_whole(tmp_path: Path) -> 
     journal.close()
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert rows == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+
+
+def test_an_error_of_writing_names_a_way_out_that_fits(tmp_path: Path) -> None:
+    for folder, error, way_out in (
+        (tmp_path, OSError(errno.ENOSPC, "No space left on device"), r"MiB left on its disk.*free disk space"),
+        (tmp_path, RuntimeError("of a library"), r"MiB left on its disk.*free disk space"),
+        (tmp_path, PermissionError("denied"), "set external_configs.cluster_config.fileroot to a folder that you may"),
+        (tmp_path / "gone", FileNotFoundError("gone"), f"{tmp_path}/gone does not exist any more: start the run again"),
+    ):
+        message = str(could_not_write("the row", folder / "file", error))
+        assert re.search(way_out, message) and ("disk space" in message) == ("MiB" in message)

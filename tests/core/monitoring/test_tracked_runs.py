@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,8 @@ class MLflow:
 
 @pytest.fixture
 def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MLflow:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    """In a shell without variables of MLflow, which itself refuses folders."""
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     return MLflow(tmp_path)
 
 
@@ -107,6 +110,32 @@ def test_an_mlflow_run_that_was_deleted_is_followed_by_another_one(
     mlflow.uri = f"file:{mlflow.folder / 'elsewhere'}"
     mlflow.attempt([3])
     assert mlflow.histories() == [[3]] and runs_of(mlflow.folder).get("mlflow") != run_id
+
+
+@pytest.mark.parametrize("uri", ["sqlite:////nowhere/m.db", "bogus://x"])
+def test_an_address_that_mlflow_cannot_use_is_an_error_of_its_key(mlflow: MLflow, uri: str) -> None:
+    with pytest.raises(TrackerError, match=rf"^monitor\.mlflow_uri={uri}: .*; start the server, or correct"):
+        MLflowSink(runs=runs_of(mlflow.folder), uri=uri, experiment="e", name="trial")
+
+
+OFFLINE = """
+import sys, psutil
+from pathlib import Path
+from core.monitoring.tracked_runs import TrackedRuns, WandbSink
+folder = Path(sys.argv[1])
+sink = WandbSink(runs=TrackedRuns(folder / "runs.json"), folder=folder, mode="offline")
+sink.write(1, {"loss": 0.5})
+sink.close()
+for process in psutil.Process().children(recursive=True):  # as the end of an attempt does
+    process.kill()
+"""
+
+
+def test_an_offline_wandb_run_that_was_closed_does_not_miss_its_process(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
+    command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
 
 
 def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

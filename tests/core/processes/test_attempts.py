@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import stat
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -111,3 +115,34 @@ def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weigh
     assert all(m["staleness/max"] <= 2 and m["n_seqs"] == 32 and m["rollout/num_failures"] == 0 for m in rows)
     assert {m["router/num_generators"] for m in rows} >= {1.0, 2.0}
     nothing_left(command)
+
+
+def test_temporary_files_of_an_attempt_are_private_and_removed_with_it_however_it_ends(
+    assets, run_command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Ray and of wandb, which Megatron imports; a command that is killed cannot remove them itself."""
+    monkeypatch.setenv("TMPDIR", tempfile.mkdtemp(prefix="s"))
+    temporary = Path(os.environ["TMPDIR"])
+    config = {
+        "allocation_mode": "d1m1p1",
+        "exp_ctrl": {"total_train_epochs": 10000, "ckpt_freq_steps": 1},
+        "recover_mode": "auto",
+        "model": {"path": str(assets.model)},
+        "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
+    }
+    try:
+        command = run_command("sft", config)
+        command.wait_for("global step 1)")
+        (folder,) = temporary.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and list(folder.glob("r/session_2*"))
+        command.remember_family()
+        driver_of(command).kill()
+        lost(command, 1)
+        (second,) = temporary.iterdir()
+        assert second != folder
+        command.remember_family()
+        command.process.kill()
+        assert command.survivors() == []
+        assert list(temporary.iterdir()) == []
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -73,21 +73,13 @@ SLEEPS = "its main thread's state is S (sleeping)"
 @pytest.mark.parametrize(
     ("then", "why"),
     [
-        (BLOCKED, f"its main thread blocks SIGRTMIN, the signal is pending; {SLEEPS}"),
-        (
-            BLOCKED + "; import ctypes; ctypes.CDLL(None).prctl(15, b'\\xe9')",  # a name that is no text
-            f"its main thread blocks SIGRTMIN, the signal is pending; {SLEEPS}",
-        ),
-        ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_IGN)", f"it ignores SIGRTMIN; {SLEEPS}"),
-        (
-            "import signal; signal.signal(signal.SIGRTMIN, print)",
-            f"its handler was replaced, writes elsewhere or is slow; {SLEEPS}",
-        ),
-        ("import os; os.closerange(3, 100)", f"it has closed this file; {SLEEPS}"),
+        (BLOCKED, SLEEPS),
+        (BLOCKED + "; import ctypes; ctypes.CDLL(None).prctl(15, b'\\xe9')", SLEEPS),  # a name that is no text
+        ("import os; os.closerange(3, 100)", SLEEPS),
         ("import signal; signal.signal(signal.SIGRTMIN, signal.SIG_DFL)", "it has exited\n"),
     ],
 )
-def test_a_process_that_does_not_answer_has_the_reason_in_its_file(tmp_path: Path, then: str, why: str) -> None:
+def test_a_process_that_does_not_answer_has_its_state_in_its_file(tmp_path: Path, then: str, why: str) -> None:
     process = start("rank-0", tmp_path, then)
     try:
         assert collect_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
@@ -183,7 +175,7 @@ def test_a_forked_child_does_not_answer_in_the_place_of_its_parent(tmp_path: Pat
     try:
         collect_stacks(tmp_path, why="the test asks")
         said = (tmp_path / FOLDER / "rollout.txt").read_text()
-        assert "its main thread blocks SIGRTMIN" in said and "File " not in said
+        assert SLEEPS in said and "File " not in said
         assert child.status() == psutil.STATUS_SLEEPING
     finally:
         for one in (process, child):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.runs.paths import RunningError, sole_run
+from core.runs.paths import RunningError, RunPaths, sole_run
 
 
 def test_a_trial_runs_once_at_a_time(tmp_path: Path) -> None:
@@ -29,3 +29,22 @@ def test_a_run_that_was_just_killed_is_waited_for(tmp_path: Path) -> None:
         time.sleep(0.01)
     with sole_run(tmp_path):
         assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("me", "me"),
+        ("j.doe-2@lab", "j.doe-2@lab"),
+        ("../../../x", None),
+        ("..", None),
+        ("a/b", None),
+        ("a\x1b[31m", None),
+    ],
+)
+def test_a_user_name_that_cannot_be_a_folder_is_replaced_by_the_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, folder: str | None
+) -> None:
+    monkeypatch.setenv("LOGNAME", name)
+    logs = RunPaths.for_trial(str(tmp_path), "e", "t").logs
+    assert logs == tmp_path / "logs" / (folder or f"uid{os.getuid()}") / "e" / "t"
