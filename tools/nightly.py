@@ -48,7 +48,7 @@ class Part:
 
     name: str
     arguments: tuple[str, ...]
-    """Of Python."""
+    """Arguments of the Python interpreter."""
     needs: str | None = None
     """Environment variable without which the part is left out."""
     sets: str | None = None
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one part."""
+    """The result of one part."""
 
     name: str
     result: str

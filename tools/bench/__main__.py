@@ -76,7 +76,7 @@ MEASUREMENTS = {
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
 SHAPES = ("1.5B", "7B", "tiny")
-"""Of tools/bench/gpu/trainer.py, which is slow to import."""
+"""The shapes of tools/bench/gpu/trainer.py, repeated because that module is slow to import."""
 SCENES = {"cpu": "cpu.components:Scene", "gpu": "gpu.trainer:Scene"}
 NUM_GPUS = {"async": 2}
 """GPUs that a measurement needs where one is not enough."""

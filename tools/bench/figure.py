@@ -1,4 +1,4 @@
-"""What every measurement of `python -m tools.bench` yields."""
+"""The figures that measurements of `python -m tools.bench` yield."""
 
 from __future__ import annotations
 

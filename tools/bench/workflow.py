@@ -11,7 +11,7 @@ from rollout.workflows import SingleTurnMathWorkflow
 
 MEDIAN_TOKENS = 448
 SIGMA = 0.95
-"""Of the logarithm: the 99th percentile is 9.1 times the median."""
+"""Standard deviation of the logarithm of the length: the 99th percentile is 9.1 times the median."""
 
 
 class LognormalLengths(SingleTurnMathWorkflow):

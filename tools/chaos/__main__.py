@@ -54,7 +54,7 @@ STEPS_BEFORE = 2
 """More before the first kill, so that there is a checkpoint to continue from."""
 _PATIENCE_SECONDS = 600.0
 _GONE_SECONDS = 60.0
-"""For the watchdog of a killed command to end the remaining processes."""
+"""Time for the watchdog of a killed command to end the remaining processes."""
 
 Moment = Literal["in a step", "while a checkpoint is written", "while starting again"]
 LONGEST_DELAY_SECONDS: dict[Moment, float] = {

@@ -36,7 +36,7 @@ _COMPARED = (
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What comparing showed so far."""
+    """The result of the comparisons so far."""
 
     lost: int = 0
     duplicated: int = 0

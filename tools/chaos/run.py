@@ -30,11 +30,11 @@ TARGETS = {
     "producer": "ray::RolloutActor",
     "raylet": "raylet",
 }
-"""What can be killed beside the command and its driver, by what its command line begins with."""
+"""Processes that can be killed, apart from the command and its driver: name, and the beginning of the command line."""
 _OF_FILES = ("sft", "dpo")
 """Experiments without generators."""
 _MARK = "SLIPSTREAM_CHAOS"
-"""In the environment of every process of a run: the folder of its trials."""
+"""Environment variable of every process of a run: the folder of its trials."""
 _LOOK_EVERY_SECONDS = 1.0
 
 
@@ -46,7 +46,7 @@ class Trial:
     name: str
     steps: int
     may_end: bool = False
-    """Since it was started last, the command itself was killed."""
+    """Whether the command itself was killed since it was last started."""
     algorithm: str | None = None
     """A preset (ppo: with a critic), sft or dpo; None: PPO without a critic."""
 
@@ -75,7 +75,7 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """What the command writes to its terminal."""
+        """The file with the output of the command."""
         return self.folder / f"{self.name}.log"
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -24,7 +24,7 @@ NEEDS: Mapping[Quantity, frozenset[str]] = {
     "loss": frozenset({"old_logprobs", "advantages"}),
     "weights": frozenset({"old_logprobs", "rollout_logprobs", "advantages"}),
 }
-"""What a case of `python -m tools.loss` needs; preferences are computed by the objective itself."""
+"""Fields that a case of `python -m tools.loss` needs; preferences are computed by the objective itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ TOKENS = (
     (-1, 1.4, 1.4, 1.4, 1.4, 2.2990, 1.3400, 1.4, 1),
     (-1, 3.2, 3.0, 0, 3.2, 3.4655, 1.0514, 3.2, 1),
 )
-"""Of a token whose old probability is 0.3."""
+"""Losses and gradients of a token whose old probability is 0.3."""
 ADVANTAGES: Sequence[tuple[str, dict[str, Any], list[float]]] = (
     ("grpo", {}, [1.5, -0.5, -0.5, -0.5]),
     ("grpo", {"advantage_std": "batch"}, [1.5, -0.5, -0.5, -0.5]),
@@ -49,7 +49,7 @@ ADVANTAGES: Sequence[tuple[str, dict[str, Any], list[float]]] = (
     ("reinforce_pp", {}, [1.5, -0.5, -0.5, -0.5]),
     ("reinforce_pp_baseline", {}, [1.5, -0.5, -0.5, -0.5]),
 )
-"""Of rewards 1, 0, 0, 0."""
+"""Advantages of four completions with the rewards 1, 0, 0, 0."""
 KL = (
     ("k1", "own", 1.0, 1.0),
     ("k2", "own", 0.5, 1.0),

@@ -60,7 +60,7 @@ INTEGRALS: Mapping[str, Callable[[float, float, float], float]] = {
     "rloo": lambda a, r, p: -a * _capped(2.0)(r) * ((p <= 0.2) if a > 0 else (p >= -0.2)),
     "chord": lambda a, r, p: max(-a * r, -a * min(max(r, 0.8), 1.2)),
 }
-"""Of advantage, ratio and change of the probability: what the gradient of a token is the derivative of."""
+"""Functions of advantage, ratio and change of the probability whose derivative is the gradient of a token."""
 
 
 def _demonstrated(logprob: float) -> float:

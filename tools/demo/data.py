@@ -1,4 +1,4 @@
-"""What the demo learns from: additions of two-digit numbers, a character tokenizer, a small Qwen2 model without a past.
+"""Data and model of the demo: additions of two-digit numbers, a character tokenizer, a small Qwen2 with random weights.
 
 Everything is made here, from a seed, without a network. Invariant: no held-out problem is in the training files.
 
@@ -26,7 +26,7 @@ NUM_HELD_OUT = 512
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFiles:
-    """Where the demo's files are."""
+    """The paths of the demo's files."""
 
     sft: Path
     """{"prompt": "47+58=", "answer": "105"}"""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 REWARD, ACCURACY, GREY = "#2a78d6", "#eb6834", "#666666"
 _SMOOTHED_STEPS = 10
 _LABEL_HEIGHT = 0.12
-"""What a label of two lines takes up of the vertical axis, which ends at 1.08."""
+"""Height of a label of two lines on the vertical axis, which ends at 1.08."""
 
 
 def draw_run(picture: Path, metrics: Path, *, title: str) -> None:

@@ -1,4 +1,4 @@
-"""What tools.loss prints: advantages, loss and gradients of a case, from the code that trains."""
+"""Compute advantages, loss and gradients of a case with the code that trains."""
 
 from __future__ import annotations
 

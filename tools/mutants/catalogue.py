@@ -21,7 +21,7 @@ class Mutant:
 
     id: str
     promise: str
-    """What the user relies on, in one sentence."""
+    """The behavior that a user relies on, in one sentence."""
     file: str
     find: str
     replace: str

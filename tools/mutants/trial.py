@@ -23,7 +23,7 @@ _BROKEN = re.compile(r"^E +(?:\w+\.)*(NameError|ImportError|ModuleNotFoundError|
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the tests did with one bug."""
+    """The result of the tests of one bug."""
 
     mutant: Mutant
     outcome: Outcome

@@ -36,7 +36,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Where the measurements write, and what they may use."""
+    """The folder of the measurements, and the interpreters that they may use."""
 
     folder: Path
     trl_python: Path | None

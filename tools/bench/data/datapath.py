@@ -57,7 +57,7 @@ USAGE = ".usage.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a step's batch. `passes`: answers of half to all of the tokens, with log-probabilities before the update;
+    """The size of a step's batch. `passes`: answers of half to all of the tokens, with log-probabilities before the update;
     for passes over the whole batch and over minibatches ranks then get different sequences."""
 
     prompts: int = 512
@@ -68,7 +68,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one measurement has found."""
+    """The result of one measurement."""
 
     copy_ratio: float
     driver_seconds: float

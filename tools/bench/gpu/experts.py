@@ -77,7 +77,7 @@ TRIED = {
 }
 """Its shape where there is no GPU."""
 FUSED: tuple[Fused, ...] = ("permutation", "routing", "weight_gradients")
-"""What TransformerEngine computes in Megatron's own loop. With its cross entropy, the gradients are infinite."""
+"""Kernels of TransformerEngine in Megatron's own loop. With its cross entropy, the gradients are infinite."""
 
 
 def experts(scene: Scene) -> Iterator[Figure]:

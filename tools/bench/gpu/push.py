@@ -71,7 +71,7 @@ def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """What one push cost, in seconds."""
+    """The duration of one push and of its parts, in seconds."""
 
     gather: float
     pause: float

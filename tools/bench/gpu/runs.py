@@ -21,7 +21,7 @@ from tools.demo.data import write_jsonl
 _RUNNING_PER_TRAINER = 384
 """Requests that run at once for each GPU of the trainer: the server samples as much as that one trains."""
 _PROMPTS, _ANSWERS = 60, 8
-"""Of a step."""
+"""Prompts of a step, and answers to each."""
 
 
 def asynchronous(scene: Scene) -> Iterator[Figure]:

@@ -112,7 +112,7 @@ def rollout(scene: Scene) -> Iterator[Figure]:
 
 
 LATER_STARTS = 2
-"""Of a run's server and of SGLang's launch_server, in turns."""
+"""Measured starts of a run's server and of SGLang's launch_server, which alternate."""
 
 
 def server_start(scene: Scene) -> Iterator[Figure]:
@@ -137,7 +137,7 @@ async def _seconds_to_start(server: AbstractAsyncContextManager[Any]) -> float:
 
 
 SEEDS, OTHER_SEEDS = (1, 2), (3, 4)
-"""Of the prompts of each round."""
+"""Seeds of the prompts of each round: for the stack, and for direct requests."""
 
 
 async def _sample(scene: Scene, server: ServerSettings) -> tuple[float, float]:

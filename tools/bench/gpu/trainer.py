@@ -98,7 +98,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Where the measurements write, and how large they are."""
+    """The folder and the size of the measurements."""
 
     folder: Path
     shape: str = "1.5B"

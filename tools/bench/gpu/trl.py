@@ -24,9 +24,9 @@ from tools.bench.trl.peer import SCRIPT, output_of
 
 WARM_UP_STEPS = 2
 GENERATION = {"generate": [], "continuous_batching": ["--continuous-batching"]}
-"""What TRL generates with, and the arguments of its script."""
+"""Ways in which TRL generates, and the arguments of its script."""
 WARM_UP_TOKENS, PEER_SECONDS = 16, 240.0
-"""Of TRL: a warm-up with whole completions takes as long as what is measured."""
+"""The warm-up and the time limit of TRL: a warm-up with whole completions takes as long as what is measured."""
 SECOND_LIMIT_RATIO = 1.5
 """How many times as long as the first way to generate the second one may take."""
 

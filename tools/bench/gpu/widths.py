@@ -1,4 +1,4 @@
-"""What the measurements of long sequences and of experts share: a model of given widths, and rows about memory."""
+"""A model of given widths, and rows about its memory, for the measurements of long sequences and of experts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Measured:
     held: float
     """Before the update."""
     parts: dict[str, float]
-    """Of what is held."""
+    """Bytes held before the update, by their purpose."""
     activations: Peak | None
     """With recompute="auto": the last that were measured."""
 
