@@ -57,8 +57,8 @@ USAGE = ".usage.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of a step's batch. `passes`: answers of half to all of the tokens, with log-probabilities before the update;
-    for passes over the whole batch and over minibatches ranks then get different sequences."""
+    """The size of a step's batch. `passes`: answers have half to all of the tokens, and log-probabilities are computed
+    before the update; passes over the whole batch and over minibatches then give ranks different sequences."""
 
     prompts: int = 512
     answers: int = 16
