@@ -29,18 +29,18 @@ from rich.console import Console
 from rich.table import Table
 
 from allocation import AllocationRow
-from core.config.allocation import resolve_allocation
+from core.checks import run_checks
+from core.checks.load import LoadedConfig, load_config
+from core.checks.rules import config_warnings
 from core.config.base import ConfigError, Problem, host_section
-from core.config.checks import run_checks
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
-from core.config.load import LoadedConfig, load_config
 from core.config.parsing.masking import masked_override
-from core.config.ray_address import RAY_ADDRESS, not_joined_note
-from core.config.rules import config_warnings
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import kept_records, log_to_terminal
 from core.monitoring.worker_warnings import DRIVER_LOG
+from core.placement.allocation import resolve_allocation
+from core.placement.ray_address import RAY_ADDRESS, not_joined_note
 from core.processes.supervise import (
     BAD_INPUT,
     DONE,
@@ -100,7 +100,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         looks_only = arguments.dry_run or arguments.preflight
-        with kept_records("rollout.data", "core.data", "core.config.checks") as about_data:
+        with kept_records("rollout.data", "core.data", "core.checks") as about_data:
             problems = run_checks(loaded.config, loaded.where, connections=looks_only)
         lacking = [problem for problem in problems if problem.of_host] if looks_only else []
         if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm as Algorithm
+    from core.algorithms.build import read_options as read_options
     from core.algorithms.policy_gradient import PolicyGradient as PolicyGradient
-    from core.algorithms.settings import AlgorithmSettings as AlgorithmSettings
-    from core.algorithms.settings import read_options as read_options
+    from core.config.algorithm import AlgorithmSettings as AlgorithmSettings
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.weights import sequence_mean as sequence_mean
@@ -52,7 +52,8 @@ _HOME = {
     ),
     "Algorithm": "core.algorithms.base",
     "PolicyGradient": "core.algorithms.policy_gradient",
-    **dict.fromkeys(("AlgorithmSettings", "read_options"), "core.algorithms.settings"),
+    "AlgorithmSettings": "core.config.algorithm",
+    "read_options": "core.algorithms.build",
     "ModelOutput": "mcore_adapter.forward",
     "RolloutBatch": "core.data.rollout_batch",
     "make_demo_data": "tools.demo.data",

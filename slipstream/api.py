@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
+from core.checks import run_checks
+from core.checks.load import load_config as _load
 from core.config.base import ConfigError, Problem
-from core.config.checks import run_checks
 from core.config.experiments import ExperimentConfig
-from core.config.load import load_config as _load
 from core.monitoring.journal import read_rows
 from core.processes.supervise import EXIT_CODES
 from core.runs.paths import RunPaths

@@ -20,10 +20,12 @@ import torch
 
 import model_specs.families
 from allocation import GENERATOR_BACKENDS
-from core.config.algorithm import build_algorithm, check_algorithm, unread_settings
-from core.config.checks import run_checks
+from core.algorithms.build import build_algorithm
+from core.checks import run_checks
+from core.checks.algorithm import check_algorithm
+from core.checks.facts import unused_keys
+from core.checks.load import load_config
 from core.config.experiments import PPOMATHConfig
-from core.config.load import load_config
 from core.data.rollout_batch import RolloutBatch
 from helpers.batches import batch_of, by_answer
 from helpers.tiny_models import SHAPE
@@ -120,7 +122,7 @@ def test_the_reward_scores_a_completion_in_a_worker(folder: Path) -> None:
 
 def test_the_algorithm_computes_the_advantages_and_the_loss_of_its_formula(folder: Path) -> None:
     config = checked("algorithm.yaml")
-    assert list(check_algorithm(config)) == [] and list(unread_settings(config)) == []
+    assert list(check_algorithm(config)) == [] and list(unused_keys(config)) == []
     algorithm = build_algorithm(config)
     assert algorithm.passes == frozenset() and algorithm.critic is None
     batch, fields = batch_of([1.0, 0.0], [0.5, 0.5])

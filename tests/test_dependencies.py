@@ -25,6 +25,7 @@ MAY_NAME_DEVICES = (
     "mcore_adapter/cuda/",
     "core/weight_sync/",
     "core/config/push.py",
+    "core/placement/transport.py",
     "rollout/inference/backend.py",
     "rollout/inference/sglang/",
 )
@@ -145,9 +146,8 @@ ALIASES = {
     "core/config/dialects/areal_v02.py": ("sglang",),
     "core/config/models.py": ("sglang: dict[str, FlagValue]",),
     "core/config/runtime.py": ("added to actor.sglang",),
-    "core/config/allocation_rules.py": ("config.actor.sglang",),
-    "core/config/checks/host.py": ("config.actor.sglang",),
-    "core/config/unused.py": ("actor.sglang", "critic.sglang", "{name}.sglang"),
+    "core/placement/rules.py": ("config.actor.sglang",),
+    "core/checks/host.py": ("config.actor.sglang",),
     "core/experiments/process_settings.py": ("config.actor.sglang",),
 }
 """Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 
 
 def group_means(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:

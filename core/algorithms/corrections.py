@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core.algorithms.policy_losses import MAX_LOG_RATIO, Terms
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 
 PROXIMAL_SHARE = "proximal_share"
 """Field [T] of proximal=loglinear."""

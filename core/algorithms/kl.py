@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.algorithms.settings import KLEstimator, KLGradient
+from core.config.algorithm import KLEstimator, KLGradient
 
 MAX_RATIO = 10.0
 """kl_gradient=ratio: largest ratio that an estimate is multiplied by."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from core.algorithms.corrections import behaviour_log_weight, correction_weights, proximal_logprobs
 from core.algorithms.kl import kl_loss
 from core.algorithms.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, Terms, make_terms
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.weights import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.weights import token_mean
 

@@ -21,7 +21,7 @@ from core.algorithms.losses import policy_loss, trained_weights, value_loss
 from core.algorithms.mix import DEMONSTRATION, demonstration_loss, demonstration_weight, mixed_weights
 from core.algorithms.returned import check_baseline
 from core.algorithms.rewards import overlong_penalty, reward_metrics, sequence_scores, token_divergence, token_rewards
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.weights import sequence_mean, token_mean, token_sum
 
@@ -47,7 +47,7 @@ class PolicyGradient(Algorithm):
     @property
     def settings(self) -> AlgorithmSettings:
         """The settings, with the present KL coefficient."""
-        return replace(self._settings, kl_ctl=self._kl.coefficient)
+        return self._settings.model_copy(update={"kl_ctl": self._kl.coefficient})
 
     @property
     def unit(self) -> Unit:  # type: ignore[override]

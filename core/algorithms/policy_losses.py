@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.sequences import Sequences
 
 MAX_SEQUENCE_LOG_RATIO = 10.0

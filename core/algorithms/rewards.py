@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core.algorithms.kl import kl_estimate
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch

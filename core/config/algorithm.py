@@ -1,236 +1,335 @@
-"""From configuration to algorithm: which one, with which settings, and what is wrong with them."""
+"""The section `algorithm`, and what an algorithm reads of it and of `ppo`.
+
+The keys are flat: each part of an algorithm (advantage, loss, correction, ...) has a key of its own, and `needs` of the
+others names the parts that read them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Literal
 
-from core.algorithms import POLICY_GRADIENT, PRESETS
-from core.algorithms.effects import decided_by, keys_read
-from core.algorithms.settings import BOUNDS, AlgorithmSettings
-from core.config.base import Problem, as_yaml
-from core.config.experiments import EXPERIMENTS, PPOMATHConfig
-from rollout.plugins import PluginError, load_plugin, unknown_name
+from core.config.base import Section, key
+from core.config.models import FlagValue
+from core.config.needs import above, equals, given, refused_without, unlike
+from core.config.ppo import CLIPPED, REFERENCE, PPOKeys
+from core.config.presets import PRESETS
 
-if TYPE_CHECKING:
-    from core.algorithms.base import Algorithm
+Advantage = Literal["gae", "returns", "group", "leave_one_out", "logavgexp", "maxrl"]
+Loss = Literal["clip", "cispo", "sapo", "topr", "opmd", "kimi", "tv"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+Correction = Literal["none", "bypass", "decoupled", "tis", "mis", "icepop"]
+Level = Literal["token", "sequence", "geometric"]
+Proximal = Literal["recomputed", "loglinear", "reused"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var"]
+KLGradient = Literal["own", "k2", "ratio"]
+DemonstrationLoss = Literal["nll", "chord"]
 
-_DERIVED = frozenset({"correction", "disable_value", "value_norm", "group_adv_norm", "max_new_tokens"})
-"""Names of AlgorithmSettings that are not simply the keys of that name."""
+BOUNDS: Mapping[tuple[str, str], tuple[float, float]] = {
+    ("tis", "token"): (0.0, 2.0),
+    ("tis", "sequence"): (0.0, 2.0),
+    ("mis", "token"): (0.5, 2.0),
+    ("mis", "sequence"): (0.0, 3.0),
+    ("mis", "geometric"): (0.999, 1.001),
+    ("icepop", "token"): (0.5, 5.0),
+}
+"""(correction, correction_level) -> default (correction_min, correction_max); other pairs do not exist."""
 
-_OF_CRITIC = ("disable_value", "value_eps_clip", "value_norm", "critic_sample_reuse")
+
+_PROXIMAL = unlike("algorithm.correction", "bypass")
+_BOUNDED = equals("algorithm.correction", "tis", "mis", "icepop")
+_SHOWN = above("algorithm.demonstration_weight", 0)
 
 
-def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
-    """Return the algorithm's part of the configuration, derived values filled in."""
-    sections = (config.ppo, config.algorithm)
-    simple = [field.name for field in dataclasses.fields(AlgorithmSettings) if field.name not in _DERIVED]
-    values = {name: getattr(section, name) for name in simple for section in sections if hasattr(section, name)}
-    return AlgorithmSettings(
-        **values,
-        correction=config.correction,
-        disable_value=not config.uses_critic,
-        value_norm=config.ppo.value_norm and config.uses_critic,
-        group_adv_norm=config.group_adv_norm,
-        max_new_tokens=config.ppo.gen.max_new_tokens,
+class AlgorithmKeys(Section):
+    """The parts of an algorithm. The defaults are those of PPO."""
+
+    advantage: Advantage = key(
+        "gae",
+        "gae: values of the critic, if there is one. returns: discounted sums. group: reward minus the group's mean. "
+        "leave_one_out: minus the mean of the others. logavgexp: minus opmd_tau * log mean exp(reward / opmd_tau). "
+        "maxrl: group, divided by the group's mean above the lowest reward",
+    )
+    advantage_std: Literal["none", "group", "batch"] = key(
+        "group",
+        "Divide by the standard deviation (n - 1) of the rewards of the group or the batch",
+        needs=equals("algorithm.advantage", "group"),
+    )
+    adv_norm_std: Literal["population", "sample"] = key(
+        "population",
+        "Divisor of the variance that ppo.adv_norm normalizes to 1: n, or n - 1",
+        needs=equals("ppo.adv_norm", True),
+    )
+    dynamic_sampling: bool = key(
+        False,
+        "Drop prompts whose completions all have the same reward, and sample others in their place (DAPO)",
+        needs=refused_without("group_size > 1"),
+    )
+    dynamic_sampling_limit: int = key(
+        10,
+        "Batches of prompts drawn for a step, at most; groups beyond are kept",
+        ge=1,
+        needs=equals("algorithm.dynamic_sampling", True),
+    )
+    overlong_share: float = key(
+        0.0,
+        "Penalize completions that end in this last share of max_new_tokens, up to overlong_penalty. 0: none",
+        ge=0,
+        le=1,
+    )
+    overlong_penalty: float = key(
+        1.0,
+        "Penalty of a completion of max_new_tokens, in units of the reward",
+        gt=0,
+        needs=above("algorithm.overlong_share", 0),
+    )
+    loss: Loss = key(
+        "clip",
+        "Policy loss of a token. clip: PPO. cispo: clipped ratios as weights. sapo: smooth gate. topr: tapered "
+        "ratios. opmd: no ratio. kimi: opmd and a squared log-ratio. tv: trust region of the binary total variation",
+    )
+    ratio: Literal["token", "sequence"] = key(
+        "token",
+        "Ratio of a token, or that of its sequence (GSPO)",
+        needs=equals("algorithm.loss", "clip", "cispo", "sapo", "topr", "tv"),
+    )
+    clip_low: float | None = key(
+        None,
+        "Lower end of the clip range, 1 - clip_low; tv: largest fall of a probability. null: ppo.eps_clip",
+        ge=0,
+        needs=CLIPPED,
+    )
+    clip_high: float | None = key(
+        None,
+        "Upper end of the clip range, 1 + clip_high; tv: largest rise of a probability. null: ppo.eps_clip",
+        ge=0,
+        needs=CLIPPED,
+    )
+    dual_clip: float = key(
+        0.0,
+        "Bound the loss of negative advantages A by -dual_clip * A, as in 3. 0: off",
+        ge=0,
+        needs=equals("algorithm.loss", "clip"),
+    )
+    ratio_cap: float = key(20.0, "Largest ratio", gt=0, needs=equals("algorithm.loss", "tv"))
+    sapo_tau_positive: float = key(
+        1.0, "Steepness of the gate for positive advantages", gt=0, needs=equals("algorithm.loss", "sapo")
+    )
+    sapo_tau_negative: float = key(
+        1.05, "Steepness of the gate for other advantages", gt=0, needs=equals("algorithm.loss", "sapo")
+    )
+    opmd_tau: float = key(
+        1.0,
+        "Temperature tau",
+        gt=0,
+        needs=equals("algorithm.advantage", "logavgexp") | equals("algorithm.loss", "opmd", "kimi"),
+    )
+    aggregation: Aggregation = key(
+        "token_mean",
+        "token_mean: mean over trained tokens. sequence_mean: mean over sequences of the mean over tokens. "
+        "sequence_sum: of the sum over tokens. constant: of that sum divided by aggregation_constant",
+    )
+    aggregation_constant: float | None = key(
+        None,
+        "Divisor of the sum over a sequence. null: max_new_tokens",
+        gt=0,
+        needs=equals("algorithm.aggregation", "constant"),
+    )
+    correction_level: Level | None = key(
+        None,
+        "Weight w of a token, of its sequence (product), or (mis) tokens whose sequence's geometric mean of w is "
+        "within bounds. null: token (tis), sequence (mis)",
+        needs=equals("algorithm.correction", "tis", "mis"),
+    )
+    correction_min: float | None = key(None, "Lower bound of w. null: see docs/algorithms.md", ge=0, needs=_BOUNDED)
+    correction_max: float | None = key(None, "Upper bound of w. null: see docs/algorithms.md", gt=0, needs=_BOUNDED)
+    correction_veto: float = key(
+        0.0,
+        "Exclude sequences with a token whose w is below this, as in 1e-4. 0: none",
+        ge=0,
+        lt=1,
+        needs=_BOUNDED,
+    )
+    behave_imp_weight_cap: float | None = key(
+        5.0,
+        "Exclude tokens with a larger trainer/generator importance weight. null: no cap",
+        gt=0,
+        needs=equals("algorithm.correction", "decoupled"),
+    )
+    proximal: Proximal = key(
+        "recomputed",
+        "Proximal policy. recomputed: at the start of each step. loglinear: between behaviour and current policy, by "
+        "the age of the token. reused: the current policy",
+        needs=_PROXIMAL & (unlike("algorithm.loss", "opmd") | unlike("algorithm.correction", "none")),
+    )
+    opsm_threshold: float | None = key(
+        None,
+        "Exclude sequences with negative advantages whose mean of log(behaviour / current policy) exceeds this",
+        ge=0,
+    )
+    m2po_threshold: float | None = key(
+        None,
+        "Exclude the tokens of largest log(w)^2 until the mean over the others is at most this",
+        gt=0,
+        needs=_PROXIMAL,
+    )
+    kl_in: Literal["reward", "loss", "both"] = key(
+        "reward", "Apply the KL penalty (ppo.kl_ctl) to the rewards, to the loss, or to both", needs=REFERENCE
+    )
+    kl_estimator: KLEstimator | None = key(
+        None, "Estimator of the per-token KL divergence. null: k1 in the reward, k3 in the loss", needs=REFERENCE
+    )
+    kl_reward_level: Literal["token", "sequence"] = key(
+        "token",
+        "Subtract each token's penalty from its reward, or their sum from the reward before the baseline",
+        needs=REFERENCE & equals("algorithm.kl_in", "reward", "both"),
+    )
+    kl_loss_coeff: float | None = key(
+        None, "Coefficient in the loss. null: ppo.kl_ctl", gt=0, needs=REFERENCE & equals("algorithm.kl_in", "both")
+    )
+    kl_gradient: KLGradient = key(
+        "own",
+        "Gradient of the KL divergence in the loss. own: of the estimator. k2: value of the estimator, gradient of k2. "
+        "ratio: of the estimator times the ratio",
+        needs=REFERENCE & equals("algorithm.kl_in", "loss", "both"),
+    )
+    kl_target: float | None = key(
+        None,
+        "Adapt ppo.kl_ctl to this KL divergence per token. null: constant",
+        gt=0,
+        needs=REFERENCE & equals("algorithm.kl_in", "reward", "both"),
+    )
+    kl_horizon: float = key(
+        10000.0,
+        "Sequences in which the coefficient may change by 20 %",
+        gt=0,
+        needs=REFERENCE & given("algorithm.kl_target"),
+    )
+    demonstration_weight: float = key(
+        0.0,
+        "Weight mu of demonstrations in the loss, 1 - mu of rollouts (mix, chord). 0: rollouts alone",
+        ge=0,
+        lt=1,
+        needs=refused_without("demonstrations.path"),
+    )
+    demonstration_loss: DemonstrationLoss = key(
+        "nll",
+        "Loss of demonstrated tokens. nll: negative log-likelihood. chord: times p (1 - p) of the token",
+        needs=_SHOWN,
+    )
+    demonstration_warmup_steps: int = key(0, "Steps in which mu rises from 0", ge=0, needs=_SHOWN)
+    demonstration_decay_steps: int = key(
+        0, "Steps after them in which mu follows a cosine to its valley", ge=0, needs=_SHOWN
+    )
+    demonstration_valley: float | None = key(
+        None,
+        "mu after these steps. null: it stays at demonstration_weight",
+        ge=0,
+        lt=1,
+        needs=_SHOWN & above("algorithm.demonstration_decay_steps", 0),
+    )
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)
+
+
+class _AlgorithmChoice(Section):
+    """The keys of `algorithm` that no algorithm reads: they decide which one there is."""
+
+    name: str | None = key(
+        None,
+        f"One of {', '.join(PRESETS)}, or your own as package.module:Class. null: PPO with the settings of "
+        "ppo.*, which is GRPO with ppo.disable_value and group_adv_norm",
+    )
+    options: dict[str, FlagValue] = key(
+        {},
+        "Settings of an algorithm of your own, by name",
+        needs=refused_without("algorithm.name=package.module:Class"),
+    )
+    correction: Correction | None = key(
+        None,
+        "Weight w = proximal / behaviour policy of tokens. none: 1. bypass: 1, ratios are to the behaviour policy. "
+        "decoupled: w up to behave_imp_weight_cap, else 0. tis: w truncated. mis: w within bounds, else 0. icepop: mis "
+        "of tokens within 0.5 and 5. null: decoupled if max_staleness > 0, else bypass",
     )
 
 
-def load_algorithm(name: str) -> Any:
-    """Return the class of an algorithm: a key of PRESETS or package.module:Class. Imports torch. Raises
-    PluginError."""
-    return load_plugin(
-        POLICY_GRADIENT if name in PRESETS else name, kind="algorithm", arguments=("settings", "options")
-    )
+class AlgorithmConfig(AlgorithmKeys, _AlgorithmChoice):
+    """Which algorithm, off-policy correction, KL divergence, entropy. The defaults are those of PPO; a name changes
+    some of them, and keys that are given win."""
 
 
-def build_algorithm(config: PPOMATHConfig) -> Algorithm:
-    """Return the algorithm of this run. Imports torch. Raises ValueError for a name or options that do not exist."""
-    return load_algorithm(config.algorithm_name)(algorithm_settings(config), config.algorithm.options)
+class AlgorithmSettings(AlgorithmKeys, PPOKeys):
+    """What an algorithm reads: the keys of `ppo` and `algorithm`, with what null leaves open filled in.
 
+    The defaults are PPO on plain rewards, with nothing normalized and no correction."""
 
-def case_settings(config: PPOMATHConfig) -> dict[str, Any]:
-    """Return the settings of this run as those of a case of `python -m tools.loss`, without the entropy bonus: no
-    entropy is saved."""
-    algorithm = config.algorithm.model_dump(exclude={"name"}) | {"entropy_coeff": 0.0}
-    ppo = {f"ppo.{key}": value for key, value in config.ppo.model_dump(exclude={"gen"}).items()}
-    return {
-        **algorithm, **ppo,
-        "ppo.gen.max_new_tokens": config.ppo.gen.max_new_tokens,
-        "staleness.max_staleness": config.staleness.max_staleness,
-        "group_adv_norm": config.group_adv_norm,
-    }  # fmt: skip
+    ppo_n_minibatches: int = 1
+    kl_ctl: float = 0.0
+    adv_norm: bool = False
+    value_norm: bool = False
+    behave_imp_weight_cap: float | None = None
+    correction: Correction = "bypass"
+    group_adv_norm: bool = False
+    max_new_tokens: int = 1
 
+    @property
+    def num_updates(self) -> int:
+        """Updates of the actor in a step."""
+        return self.ppo_n_minibatches * self.actor_sample_reuse
 
-def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
-    """Yield what is wrong with algorithm.*; only an algorithm of the user is imported, and torch with it."""
-    name, options = config.algorithm.name, config.algorithm.options
-    if name in PRESETS or name is None:
-        if options:
-            message = (
-                f"{', '.join(options)}: options belong to an algorithm of your own; write algorithm.{[*options][0]}"
-            )
-            yield Problem(key="algorithm.options", message=message)
-        yield from _check_parts(config, algorithm_settings(config))
-        return
-    if ":" not in name:
-        message = unknown_name(name, kind="algorithm", known=PRESETS, own="Class")
-        if name in EXPERIMENTS:
-            message = f"{name} trains on files, without generators; run `python -m core.quickstart {name}`"
-        yield Problem(key="algorithm.name", message=message)
-        return
-    yield from _check_own(config, name)
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_ctl != 0.0
 
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.needs_reference and self.kl_in in ("reward", "both")
 
-def _check_own(config: PPOMATHConfig, name: str) -> Iterator[Problem]:
-    try:
-        algorithm = build_algorithm(config)
-    except PluginError as error:
-        yield Problem(key="algorithm.name", message=str(error))
-        return
-    except ValueError as error:
-        key, _, message = str(error).partition(": ")
-        options = "algorithm.options"
-        yield Problem(key=key, message=message) if key.startswith(options) else Problem(key=options, message=str(error))
-        return
-    if config.uses_critic and "values" not in algorithm.passes:
-        message = f"false, but algorithm.name={name} has no use for a critic; write ppo.disable_value=true"
-        yield Problem(key="ppo.disable_value", message=message)
-    if algorithm.unit != "sequence" and config.group_size == 1:
-        yield _needs_group(f"algorithm.name={name}")
+    @property
+    def kl_coeff(self) -> float:
+        """Weight of the KL divergence in the loss."""
+        if self.kl_in == "reward":
+            return 0.0
+        return self.kl_ctl if self.kl_in == "loss" or self.kl_loss_coeff is None else self.kl_loss_coeff
 
+    @property
+    def reward_kl_estimator(self) -> KLEstimator:
+        return self.kl_estimator or "k1"
 
-def _needs_group(what: str) -> Problem:
-    return Problem(key="group_size", message=f"{what} compares the answers to one prompt and needs at least 2, got 1")
+    @property
+    def loss_kl_estimator(self) -> KLEstimator:
+        return self.kl_estimator or "k3"
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """With one update per step the proximal policy is the current one: the update's own forward pass gives it. With
+        correction=bypass it is the behaviour policy, which the generators report. loss=opmd has no ratio."""
+        if self.correction == "bypass":
+            return False
+        compared = self.loss != "opmd" or self.correction != "none"
+        recomputed = compared and self.proximal == "recomputed" and self.num_updates > 1
+        return recomputed or self.kl_in_reward or self.m2po_threshold is not None
 
-def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
-    """Yield combinations of parts that compute nothing sensible."""
-    section = config.algorithm
-    if settings.compares_groups and config.group_size == 1 and not config.group_adv_norm:  # which a rule refuses
-        preset = PRESETS.get(section.name or "")
-        by_name = preset is not None and preset.values.get("algorithm.advantage") == section.advantage
-        yield _needs_group(f"algorithm.name={section.name}" if by_name else f"algorithm.advantage={section.advantage}")
-    elif settings.dynamic_sampling and config.group_size == 1:
-        message = "true, but the only answer to a prompt has no other reward to differ from; write group_size of at "
-        yield Problem(key="algorithm.dynamic_sampling", message=message + "least 2, or false")
-    yield from _check_demonstrations(config, settings)
-    yield from _check_correction(config, settings)
-    yield from _check_proximal(config, settings)
-    low, high = settings.clip_range
-    if settings.loss == "clip" and not (low < 1.0 and high > 0.0):
-        message = (
-            f"{low}, but loss=clip keeps ratios in 1 - clip_low to 1 + clip_high; write less than 1, or loss=cispo"
-        )
-        yield Problem(key="algorithm.clip_low", message=message)
-    if 0.0 < settings.dual_clip <= 1.0:
-        message = f"must be greater than 1, got {settings.dual_clip}: it bounds the loss above the clip range; write 3"
-        yield Problem(key="algorithm.dual_clip", message=message)
-    if settings.kl_target is not None and not settings.kl_in_reward:
-        message = (
-            "needs the KL divergence in the reward, where it is measured; write kl_in=reward or both, and ppo.kl_ctl"
-        )
-        yield Problem(key="algorithm.kl_target", message=message)
+    @property
+    def compares_groups(self) -> bool:
+        """Whether an advantage depends on the other answers to the prompt."""
+        return self.group_adv_norm if self.advantage == "gae" else self.advantage != "returns"
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(clip_low, clip_high); eps_clip where one is not set."""
+        low = self.eps_clip if self.clip_low is None else self.clip_low
+        return low, self.eps_clip if self.clip_high is None else self.clip_high
 
-def _check_demonstrations(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
-    if not settings.demonstration_weight:
-        return
-    if not config.demonstrations.path:
-        preset = PRESETS.get(config.algorithm.name or "")
-        by_name = preset is not None and "algorithm.demonstration_weight" in preset.values
-        name = f"algorithm.name={config.algorithm.name}" if by_name else "it"
-        message = f"required: {name} trains on prompts with answers beside rollouts; or write "
-        yield Problem(key="demonstrations.path", message=message + "algorithm.demonstration_weight=0")
-    elif config.demonstrations_per_step < config.ppo.ppo_n_minibatches:
-        message = f"{config.demonstrations.share}: {config.demonstrations_per_step} demonstrations of a step are fewer "
-        message += f"than ppo_n_minibatches={config.ppo.ppo_n_minibatches}; raise one or lower the other"
-        yield Problem(key="demonstrations.share", message=message)
-    if settings.aggregation not in ("token_mean", "sequence_mean"):
-        message = f"{settings.aggregation} has no scale to mix demonstrations with; write token_mean or sequence_mean"
-        yield Problem(key="algorithm.aggregation", message=message)
+    @property
+    def level(self) -> Level:
+        """correction_level with its default: mis weighs sequences, the others tokens."""
+        return self.correction_level or ("sequence" if self.correction == "mis" else "token")
 
-
-def _check_correction(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
-    section, correction = config.algorithm, settings.correction
-    if section.decoupled is not None and section.correction is not None:
-        message = f"{str(section.decoupled).lower()}, and algorithm.correction={correction}; keep one of them"
-        yield Problem(key="algorithm.decoupled", message=message)
-    if correction in ("tis", "mis", "icepop"):
-        if (correction, settings.level) not in BOUNDS:
-            levels = " or ".join(level for name, level in BOUNDS if name == correction)
-            message = f"{settings.level} does not exist for correction={correction}; write {levels}"
-            yield Problem(key="algorithm.correction_level", message=message)
-        elif settings.bounds[0] >= settings.bounds[1]:
-            low, high = settings.bounds
-            message = f"{low} must be less than correction_max={high}"
-            yield Problem(key="algorithm.correction_min", message=message)
-    if correction == "bypass" and section.m2po_threshold is not None:
-        message = (
-            "has nothing to correct: with correction=bypass the proximal policy is the behaviour policy; write none"
-        )
-        yield Problem(key="algorithm.m2po_threshold", message=f"{message}, or decoupled")
-
-
-def _check_proximal(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
-    proximal, updates = settings.proximal, settings.num_updates
-    if proximal == "recomputed":
-        return
-    key = "algorithm.proximal"
-    if settings.correction == "bypass":
-        message = f"{proximal}, but with correction=bypass the behaviour policy takes its place; write recomputed"
-        yield Problem(key=key, message=message)
-    elif proximal == "reused" and updates > 1:
-        message = f"reused needs one update per step, got {updates} (ppo_n_minibatches * actor_sample_reuse)"
-        message += "; write recomputed"
-        yield Problem(key=key, message=message)
-    elif proximal == "loglinear" and config.staleness.max_staleness == 0:
-        message = "loglinear has nothing to interpolate with staleness.max_staleness=0; write recomputed"
-        yield Problem(key=key, message=message)
-
-
-def unread_settings(config: PPOMATHConfig) -> Iterator[tuple[str, str]]:
-    """Yield keys that were given and that have no effect in this configuration, each with the reason."""
-    name = config.algorithm.name
-    if name in PRESETS or name is None:
-        reads, preset = keys_read(algorithm_settings(config)), PRESETS[name].values if name else {}
-        reads |= {"decoupled"} if config.algorithm.correction is None else frozenset()
-        reads |= {"disable_value"} if config.algorithm.advantage == "gae" else frozenset()
-        # The tutorial's files have these beside disable_value, which decides what becomes of them.
-        reads |= {"value_eps_clip", "value_norm", "critic_sample_reuse"} if name is None else frozenset()
-    else:
-        own, preset = load_algorithm(name).reads, {}
-        if own is None:
-            return
-        reads = own | {"dynamic_sampling", "dynamic_sampling_limit"}
-    known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
-    for prefix, section in (("ppo.", config.ppo), ("algorithm.", config.algorithm), ("", config)):
-        for key in sorted(section.model_fields_set & known - reads):
-            if prefix + key not in preset:
-                is_own = name is not None and name not in PRESETS
-                yield prefix + key, f"algorithm.name={name} does not read it" if is_own else _why_unread(config, key)
-
-
-def _why_unread(config: PPOMATHConfig, key: str) -> str:
-    """Return the settings that leave a key of a preset without effect, and the preset where it sets them."""
-    settings, name = algorithm_settings(config), config.algorithm.name
-    preset = PRESETS[name].values if name else {}
-    found, by_name = [], False
-    for other in decided_by(key, settings):
-        dotted = f"ppo.{other}" if other in type(config.ppo).model_fields else f"algorithm.{other}"
-        value = getattr(settings, other)
-        found.append(f"{dotted}={as_yaml(value)}")
-        by_name = by_name or (dotted in preset and preset[dotted] == value)
-    reason = ", ".join(found) + (f", which algorithm.name={name} sets" if by_name else "")
-    return f"{reason}: it has no critic" if key in _OF_CRITIC else reason
-
-
-def algorithm_warnings(config: PPOMATHConfig) -> Iterator[str]:
-    """Report settings that compute something other than their name suggests."""
-    settings = algorithm_settings(config)
-    if settings.kl_coeff and settings.loss_kl_estimator == "k1" and settings.kl_gradient == "own":
-        yield (
-            "algorithm.kl_estimator=k1: in the loss its gradient has zero mean on policy; write "
-            "algorithm.kl_gradient=k2 for the gradient of the KL divergence"
-        )
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(correction_min, correction_max) with their defaults; inf: no maximum."""
+        if self.correction == "decoupled":
+            return 0.0, float("inf") if self.behave_imp_weight_cap is None else self.behave_imp_weight_cap
+        low, high = BOUNDS[self.correction, self.level]
+        low = low if self.correction_min is None else self.correction_min
+        return low, high if self.correction_max is None else self.correction_max

@@ -14,6 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from core.config.needs import Needs
+
 
 class Section(BaseModel):
     """Base of every section. Keys are field names, or the alias where a key is no Python name (`_class`)."""
@@ -21,26 +23,27 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-def key(default: Any = ..., description: str = "", *, needs: str = "", **constraints: Any) -> Any:
+def key(default: Any = ..., description: str = "", *, needs: Needs | None = None, **constraints: Any) -> Any:
     """Define a field of a section: default (none: required), meaning, and pydantic's constraints (gt, ge, alias, ...).
 
-    needs: the setting or hardware without which the key has no effect."""
+    needs: that without which the key has no effect."""
     return Field(default, description=description, json_schema_extra=_extra(needs), **constraints)
 
 
-def section(model: type[Section], description: str = "", *, needs: str = "", **defaults: Any) -> Any:
+def section(model: type[Section], description: str = "", *, needs: Needs | None = None, **defaults: Any) -> Any:
     """Define a sub-section whose keys all have defaults; `defaults` replace the section's own."""
     return Field(model(**defaults), description=description, json_schema_extra=_extra(needs))
 
 
-def _extra(needs: str) -> dict[str, Any] | None:
-    return {"needs": needs} if needs else None
+def _extra(needs: Needs | None) -> dict[str, Any] | None:
+    return None if needs is None else {"needs": needs}
 
 
-def needs_of(info: FieldInfo) -> str:
-    """Return what a field needs to have an effect; empty if it always has one."""
+def needs_of(info: FieldInfo) -> Needs | None:
+    """Return what a field needs to have an effect; None if it always has one."""
     extra = info.json_schema_extra
-    return str(extra["needs"]) if isinstance(extra, Mapping) and "needs" in extra else ""
+    found = extra.get("needs") if isinstance(extra, Mapping) else None
+    return found if isinstance(found, Needs) else None
 
 
 def fields_by_key(model: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
@@ -69,13 +72,6 @@ def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
             yield prefix + name
         else:
             yield from all_keys(below, f"{prefix}{name}.")
-
-
-def as_yaml(value: object) -> str:
-    """Return a value as YAML spells it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value) if value == "" else str(value)
 
 
 MISSING = (": no such folder", ": no such file", ": No such file or directory")

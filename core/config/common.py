@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal, Self
 
 from core.config.base import Section, key, section
+from core.config.needs import equals
 from core.config.parsing.masking import masked_urls
 from core.config.ppo import PromptConfig
 from core.config.runtime import (
+    RECOVERS,
     DeadlineConfig,
     ExperimentSaveEvalControl,
     ExternalConfigs,
@@ -56,20 +58,20 @@ class CommonExperimentConfig(Section):
         1,
         "Maximum of consecutive restarts without progress, after a process failure, out-of-memory or a timeout",
         ge=0,
-        needs="recover_mode=auto",
+        needs=equals("recover_mode", "auto"),
     )
-    recover_keep: int = key(2, "Number of recover checkpoints to keep; older ones are deleted", ge=1)
+    recover_keep: int = key(2, "Number of recover checkpoints to keep; older ones are deleted", ge=1, needs=RECOVERS)
     recover_ignore_changes: bool = key(
         False,
         "Recover even if batch size, group size or data changed: keep model and optimizer, sample incompatible "
         "completions again",
-        needs="recover_mode=auto or resume",
+        needs=RECOVERS,
     )
     resume_from: str | None = key(
         None,
         "Recover checkpoint of another trial (.../recover/<user>/<experiment>/<trial>/globalstepN) to continue from if "
         "this trial has none",
-        needs="recover_mode=auto or resume",
+        needs=RECOVERS,
     )
     seed: int = key(1, "Random seed of the run", ge=0, le=2**32 - 1)
     shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from allocation import TRAINER_ROLE
 from core.config.base import Section, key, section
 from core.config.common import DEFAULT_TOKENS_PER_MB, N_GPUS, CommonExperimentConfig
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.needs import Value
 from core.config.ppo import (
     DPOHyperparameters,
     PreferenceDatasetConfig,
     PromptAnswerDatasetConfig,
 )
-from core.data.offline import OfflineData
-from core.runs.checkpoints import RunIdentity
+from core.config.push import PushConfig
 from rollout.data.source import DataSource
 
 
@@ -84,14 +85,44 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return {}
 
     @property
-    def run_identity(self) -> RunIdentity:
-        """What must be the same for a recover checkpoint to continue."""
-        return RunIdentity(train_bs_n_seqs=self.dataset.train_bs_n_seqs, group_size=1, n_nodes=self.n_nodes)
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
+        return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs, "group_size": 1, "n_nodes": self.n_nodes}
 
     @property
     def generator_device(self) -> str:
         """generator.device of runs with generators."""
         return "auto"
+
+    @property
+    def algorithm_name(self) -> str:
+        """The name of the algorithm."""
+        return self.NAME
+
+    @property
+    def pushes(self) -> PushConfig | None:
+        """How weights are sent to generators; None: there are none."""
+        return None
+
+    @property
+    def decided(self) -> dict[str, Value]:
+        """Settings that null leaves open, as they were decided."""
+        return {}
+
+    @property
+    def preset(self) -> Mapping[str, Value]:
+        """Keys that algorithm.name sets, and their values."""
+        return {}
+
+    @property
+    def own_algorithm(self) -> str | None:
+        """The import path of an algorithm of the user."""
+        return None
+
+    @property
+    def algorithm_keys(self) -> dict[str, Section]:
+        """Sections that an algorithm reads, by the prefix of their keys; none without algorithm.name."""
+        return {}
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -153,15 +184,3 @@ class DPOConfig(SFTConfig):
     def max_seqlen(self) -> int:
         """Longest possible pair in tokens: its two sequences run in one microbatch."""
         return 2 * self.dataset.max_seqlen
-
-
-def offline_data(config: SFTConfig | DPOConfig) -> OfflineData:
-    """Return what decides which rows of a data set the run trains on."""
-    return OfflineData(
-        model=config.model.path,
-        prompt_format=config.prompt.prompt_format(boxed=False),
-        max_seqlen=config.dataset.max_seqlen,
-        seed=config.seed,
-        shuffle=config.shuffle_dataset,
-        pair_columns=config.dataset.pair_columns,
-    )

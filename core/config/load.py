@@ -1,8 +1,8 @@
 """From a YAML file and overrides to a typed configuration, or to everything that is wrong with them at once.
 
 The pass over the schema (`_Binder`) finds unknown keys, wrong types and interpolations without value; pydantic then
-checks the bounds of single fields; rules.py rules across several fields. A key that failed one stage is left out
-of the next, so that one mistake is one message.
+checks the bounds of single fields, and the caller's rules what several fields are together. A key that failed one stage
+is left out of the next, so that one mistake is one message.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from __future__ import annotations
 import difflib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from core.config.base import ConfigError, Problem, Section, all_keys, default_of, fields_by_key, sub_section
+from core.config.base import ConfigError, Problem, Section, Violation, all_keys, default_of, fields_by_key, sub_section
 from core.config.dialects.areal_v02 import translate
 from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
-from core.config.rules import check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +42,11 @@ class LoadedConfig:
         return _where(self.sources, key)
 
 
-def load_config(experiment: str, path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the configuration of `experiment` (a key of EXPERIMENTS). Raises ConfigError with every problem there
-    is."""
+def load(
+    experiment: str, path: str | Path | None, overrides: Sequence[str], rules: Callable[[Any], Iterable[Violation]]
+) -> LoadedConfig:
+    """Return the configuration of `experiment` (a key of EXPERIMENTS) that keeps `rules`. Raises ConfigError with
+    every problem there is."""
     model = EXPERIMENTS[experiment]
     tree = Table("") if path is None else read_yaml(path)
     problems: list[Problem] = []
@@ -61,7 +62,7 @@ def load_config(experiment: str, path: str | Path | None, overrides: Sequence[st
     config, found = _validate(model, values, binder.sources, str(path or ""))
     problems += found
     bad = {p.key for p in problems} | binder.meant
-    for rule in check_rules(config):
+    for rule in rules(config):
         if not any(_related(key, b) for key in rule.keys for b in bad):
             problems.append(Problem(key=rule.keys[0], message=rule.message, where=_where(binder.sources, rule.keys[0])))
     if problems:

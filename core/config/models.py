@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.config.base import Section, key, section
+from core.config.needs import equals, fact, given, refused_without, unlike
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.families import FAMILIES
 from rollout.inference.backend import FlagValue, WeightFormat
+
+_GPUS = refused_without("trainer on GPUs")
+_TRAINED = fact("trained model")
+_AUTO = _TRAINED & equals(".gradient_checkpointing", "auto")
+_EXPERTS = fact("model with experts")
 
 
 class ModelFamily(Section):
@@ -35,7 +41,11 @@ class OptimizerConfig(Section):
     beta2: float = key(0.95, "Adam's decay rate of the second moment", ge=0, lt=1)
     eps: float = key(1e-5, "Adam's epsilon", gt=0)
     min_lr_ratio: float = key(
-        0.0, "Learning rate at the end of a decay, as a fraction of lr", ge=0, le=1, needs="linear or cosine decay"
+        0.0,
+        "Learning rate at the end of a decay, as a fraction of lr",
+        ge=0,
+        le=1,
+        needs=unlike(".lr_scheduler_type", "constant"),
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up")
     warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
@@ -43,7 +53,7 @@ class OptimizerConfig(Section):
     offload: bool = key(
         False,
         "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update",
-        needs="trainer on GPUs",
+        needs=_GPUS,
     )
 
 
@@ -54,26 +64,27 @@ class ModelTrainEvalConfig(Section):
     path: str = key("", "Hugging Face model folder. ref and critic: empty means actor.path")
     init_from_scratch: bool = key(False, "Start from random weights; read only config.json and the tokenizer from path")
     init_critic_from_actor: bool = key(
-        False, "The path is a language model; initialize a new value head", needs="critic only"
+        False, "The path is a language model; initialize a new value head", needs=fact("critic")
     )
     gradient_checkpointing: bool | Literal["auto", "selective", "linear"] | None = key(
         None,
         "Recompute activations in the backward pass. true: full layers. linear: layers without the core attention. "
         "selective: activation functions. auto: for each layer the least that fits in memory; on GPUs activations move "
         "to host memory before full layers are recomputed. null: selective with GPUs, none without GPUs",
+        needs=_TRAINED & fact("layers that it reaches"),
     )
     gradient_checkpointing_limit_gib: float | None = key(
         None,
         "Memory that the model may use on a device during an update. null: what is free, less 14 %",
         gt=0,
-        needs="gradient_checkpointing=auto",
+        needs=_AUTO,
     )
     gradient_checkpointing_host_gib: float | None = key(
         None,
         "Host memory that activations of a trainer rank may take. 0: they stay on the GPU. null: 60 % of what is "
         "available, shared by the ranks of a host",
         ge=0,
-        needs="gradient_checkpointing=auto and trainer on GPUs",
+        needs=_AUTO & fact("trainer on GPUs"),
     )
     bf16: bool | None = key(
         None, "True: bfloat16, False: float32. null: bfloat16 where the trainer computes on GPUs, else float32"
@@ -82,26 +93,35 @@ class ModelTrainEvalConfig(Section):
         False,
         "Compute matrix products of the layers in FP8; the weights stay in bfloat16. tensorwise (or true): one factor "
         "for each tensor. blockwise: one for 128 values of a row, for 128 x 128 of a weight",
-        needs="trainer on GPUs",
+        needs=_GPUS,
     )
-    grad_reduce_in_fp32: bool = key(True, "false: accumulate and reduce gradients in bfloat16", needs="bf16")
-    optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule")
+    grad_reduce_in_fp32: bool = key(
+        True, "false: accumulate and reduce gradients in bfloat16", needs=_TRAINED & refused_without("bf16")
+    )
+    optimizer: OptimizerConfig = section(
+        OptimizerConfig, "Optimizer and learning-rate schedule", needs=fact("trained model, or type=empty")
+    )
     moe_aux_loss_coeff: float = key(
         0.0,
         "Coefficient of the load-balancing loss (mean over sequences; 1 if even)",
         ge=0,
-        needs="model with experts",
+        needs=_TRAINED & _EXPERTS,
     )
     moe_bias_update_rate: float = key(
-        0.0, "Update rate of the correction biases of experts after an optimizer step", ge=0, needs="DeepSeek-V3"
+        0.0,
+        "Update rate of the correction biases of experts after an optimizer step",
+        ge=0,
+        needs=_TRAINED & _EXPERTS & fact("correction biases (DeepSeek-V3)"),
     )
     moe_routing_replay: bool = key(
         False,
         "Train each token through the experts that the generator used for it",
-        needs="actor only; model with experts; servers",
+        needs=fact("actor with servers") & _EXPERTS,
     )
     sglang: dict[str, FlagValue] = key(
-        {}, "Flags of the servers by name, as in mem_fraction_static: 0.8", needs="actor only; servers"
+        {},
+        "Flags of the servers by name, as in mem_fraction_static: 0.8",
+        needs=fact("actor with servers") & fact("servers"),
     )
 
     @property
@@ -160,7 +180,9 @@ class GenerationRoleConfig(Section):
         None, "Global GPU indices of the role, such as list(range(0,8)); replaces allocation_mode"
     )
     layout: str | None = key(
-        None, "Parallel layout of device_mapping, such as d4m2p1. null: all data parallel", needs="device_mapping"
+        None,
+        "Parallel layout of device_mapping, such as d4m2p1. null: all data parallel",
+        needs=given(".device_mapping"),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from core.config.base import Section, key, section
+from core.config.needs import above, equals, fact, given, refused_without
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.preferences import PreferenceFields
 from rollout.data.source import DataSource, Fields
@@ -15,7 +16,12 @@ PATH = "file (jsonl, json, csv, tsv, parquet, arrow), glob, folder, or id of a H
 
 
 VALID_SPLIT = "Split of dataset.valid_path. null: validation, test or the only one"
-_FOLDER = "folder or Hugging Face id"
+_FOLDER = refused_without("folder or Hugging Face id")
+_VALIDATES = given("dataset.valid_path")
+_CHAT_TEMPLATE = fact("chat template")
+CLIPPED = equals("algorithm.loss", "clip", "cispo", "tv")
+REFERENCE = above("ppo.kl_ctl", 0)
+CRITIC = (equals("algorithm.advantage", "gae") & equals("ppo.disable_value", False)).else_("it has no critic")
 
 
 class PlaceSection(Section):
@@ -71,16 +77,18 @@ class PromptConfig(Section):
         "Text around each prompt; must contain {prompt}. null: the chat template of the tokenizer; without one, the "
         "prompt alone",
     )
-    system: str | None = key(None, "System message of conversations that have none", needs="chat template")
+    system: str | None = key(None, "System message of conversations that have none", needs=_CHAT_TEMPLATE)
     instruction: str | None = key(
         None,
         "Text after each prompt in the chat template. null: with reward.function=math a request for a boxed answer, "
         "unless the prompt mentions \\boxed; else nothing",
-        needs="chat template",
+        needs=equals("prompt.template", None) & _CHAT_TEMPLATE,
     )
-    chat_template: str | None = key(None, "Jinja file of a chat template, or its text. null: that of the tokenizer")
+    chat_template: str | None = key(
+        None, "Jinja file of a chat template, or its text. null: that of the tokenizer", needs=_CHAT_TEMPLATE
+    )
     chat_options: dict[str, FlagValue] = key(
-        {}, "Variables of the chat template, such as enable_thinking: false", needs="chat template"
+        {}, "Variables of the chat template, such as enable_thinking: false", needs=_CHAT_TEMPLATE
     )
 
     def prompt_format(self, *, boxed: bool) -> PromptFormat:
@@ -107,10 +115,10 @@ class PromptAnswerDatasetConfig(DataSection):
 
     train_path: str = key(description=f"Rows to train on: {PATH}")
     valid_path: str = key("", "The same for the validation loss; empty: none")
-    valid_split: str | None = key(None, VALID_SPLIT, needs="folder or Hugging Face id")
+    valid_split: str | None = key(None, VALID_SPLIT, needs=_VALIDATES & _FOLDER)
     max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
     train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
-    valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs="dataset.valid_path")
+    valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs=_VALIDATES)
 
     @property
     def valid_source(self) -> DataSource | None:
@@ -128,7 +136,7 @@ class PreferenceDatasetConfig(PlaceSection):
 
     train_path: str = key(description=f"Pairs to train on: {PATH}")
     valid_path: str = key("", "The same to evaluate on; empty: none")
-    valid_split: str | None = key(None, VALID_SPLIT, needs="folder or Hugging Face id")
+    valid_split: str | None = key(None, VALID_SPLIT, needs=_VALIDATES & _FOLDER)
     prompt_field: str = key("prompt", "Column of the prompt")
     chosen_field: str = key("chosen", "Column of the preferred answer: a text, or a conversation")
     rejected_field: str = key("rejected", "Column of the other answer")
@@ -136,7 +144,7 @@ class PreferenceDatasetConfig(PlaceSection):
         1024, "Maximum tokens of prompt and one answer; pairs with a longer one are skipped and counted", ge=2
     )
     train_bs_n_seqs: int = key(64, "Pairs per training step", ge=1, le=10**9)
-    valid_bs_n_seqs: int = key(64, "Pairs per validation batch", ge=1, needs="dataset.valid_path")
+    valid_bs_n_seqs: int = key(64, "Pairs per validation batch", ge=1, needs=_VALIDATES)
 
     @property
     def valid_source(self) -> DataSource | None:
@@ -157,7 +165,11 @@ class DPOHyperparameters(Section):
         "sigmoid", "sigmoid: DPO. ipo: squared distance of the margin from 1 / 2 beta"
     )
     label_smoothing: float = key(
-        0.0, "Probability that the two answers of a pair are exchanged", ge=0, lt=0.5, needs="dpo.loss=sigmoid"
+        0.0,
+        "Probability that the two answers of a pair are exchanged",
+        ge=0,
+        lt=0.5,
+        needs=equals("dpo.loss", "sigmoid"),
     )
 
 
@@ -166,7 +178,11 @@ class DemonstrationConfig(Section):
 
     path: str = key("", "jsonl file of prompts with answers, as for sft; empty: none")
     share: float = key(
-        0.5, "Share of demonstrations among the sequences of a step", gt=0, lt=1, needs="demonstrations.path"
+        0.5,
+        "Share of demonstrations among the sequences of a step",
+        gt=0,
+        lt=1,
+        needs=refused_without("demonstrations.path"),
     )
 
 
@@ -180,30 +196,57 @@ class GenerationHyperparameters(Section):
     temperature: float = key(1.0, "Sampling temperature", gt=0)
 
 
-class PPOHyperparameters(Section):
-    """Proximal policy optimisation."""
+class PPOKeys(Section):
+    """The keys of `ppo` that an algorithm reads."""
 
-    gen: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers")
     ppo_n_minibatches: int = key(4, "Minibatches per batch, with one optimizer step each", ge=1)
     actor_sample_reuse: int = key(1, "Passes of the actor over the minibatches of each batch", ge=1)
-    critic_sample_reuse: int = key(
-        1, "Passes of the critic over the minibatches of each batch", ge=1, needs="ppo.disable_value=false"
+    critic_sample_reuse: int = key(1, "Passes of the critic over the minibatches of each batch", ge=1, needs=CRITIC)
+    eps_clip: float = key(
+        0.2,
+        "Clip the policy ratio to the range 1 - eps_clip to 1 + eps_clip",
+        gt=0,
+        lt=1,
+        needs=CLIPPED & (equals("algorithm.clip_low", None) | equals("algorithm.clip_high", None)),
     )
-    eps_clip: float = key(0.2, "Clip the policy ratio to the range 1 - eps_clip to 1 + eps_clip", gt=0, lt=1)
     value_eps_clip: float = key(
-        0.2, "Clip the change of value predictions in one step to this value", gt=0, needs="ppo.disable_value=false"
+        0.2, "Clip the change of value predictions in one step to this value", gt=0, needs=CRITIC
     )
     kl_ctl: float = key(0.1, "Coefficient of the KL divergence from the reference; 0: no reference model", ge=0)
-    discount: float = key(1.0, "Discount factor of rewards, per token", ge=0, le=1)
-    gae_lambda: float = key(1.0, "Lambda of generalized advantage estimation (GAE)", ge=0, le=1)
-    adv_norm: bool = key(True, "Normalize advantages over the batch")
-    value_norm: bool = key(
-        True, "Normalize the targets of the critic by their running mean and variance", needs="ppo.disable_value=false"
+    discount: float = key(
+        1.0,
+        "Discount factor of rewards, per token",
+        ge=0,
+        le=1,
+        needs=equals("algorithm.advantage", "gae", "returns", "group"),
     )
-    disable_value: bool = key(False, "Train without a critic: the advantage is the (normalized) reward")
+    gae_lambda: float = key(
+        1.0,
+        "Lambda of generalized advantage estimation (GAE)",
+        ge=0,
+        le=1,
+        needs=equals("algorithm.advantage", "gae", "group"),
+    )
+    adv_norm: bool = key(True, "Normalize advantages over the batch")
+    value_norm: bool = key(True, "Normalize the targets of the critic by their running mean and variance", needs=CRITIC)
+    disable_value: bool = key(
+        False,
+        "Train without a critic: the advantage is the (normalized) reward",
+        needs=equals("algorithm.advantage", "gae").else_("it has no critic"),
+    )
     reward_output_scaling: float = key(1.0, "Rewards become (reward - reward_output_bias) * reward_output_scaling")
     reward_output_bias: float = key(0.0, "Subtracted from rewards before they are scaled")
     mask_no_eos_with_zero: bool = key(False, "Set the reward of completions truncated at max_new_tokens to 0")
+
+
+class _Sampling(Section):
+    """The rest of `ppo`."""
+
+    gen: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling of answers")
+
+
+class PPOHyperparameters(PPOKeys, _Sampling):
+    """Proximal policy optimisation."""
 
 
 class StalenessConfig(Section):
@@ -213,7 +256,7 @@ class StalenessConfig(Section):
     over_age: Literal["wait", "mask"] = key(
         "wait",
         "wait: wait for the oldest completions. mask: exclude tokens beyond the bound from training",
-        needs="max_staleness > 0",
+        needs=above("staleness.max_staleness", 0),
     )
     in_order: bool = key(
         False, "Train prompts in the order of the data set instead of as they finish: reproducible batches"

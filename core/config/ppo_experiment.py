@@ -9,19 +9,20 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
-from core.algorithms import PRESETS
-from core.algorithms.presets import with_preset
-from core.algorithms.settings import Correction
-from core.config.algorithm_section import AlgorithmConfig
+from core.config.algorithm import AlgorithmConfig, Correction
 from core.config.base import Section, key, section
 from core.config.common import DEFAULT_TOKENS_PER_MB, CommonExperimentConfig
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.needs import Value, above, equals, fact, given, refused_without
 from core.config.ppo import (
+    CRITIC,
+    REFERENCE,
     DemonstrationConfig,
     PPOHyperparameters,
     PromptOnlyDatasetConfig,
     StalenessConfig,
 )
+from core.config.presets import PRESETS, with_preset
 from core.config.push import PushConfig
 from core.config.runtime import (
     EvaluationConfig,
@@ -30,8 +31,9 @@ from core.config.runtime import (
     SamplesConfig,
     WorkflowConfig,
 )
-from core.runs.checkpoints import RunIdentity
 from rollout.data.source import DataSource
+
+_REFERENCE = REFERENCE.else_("it has no reference model")
 
 
 class PPOMATHOptions(Section):
@@ -39,32 +41,38 @@ class PPOMATHOptions(Section):
 
     actor: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The policy")
     critic: ModelTrainEvalConfig = section(
-        ModelTrainEvalConfig, "The value model", needs="ppo.disable_value=false", type={"is_critic": True}
+        ModelTrainEvalConfig, "The value model", needs=CRITIC, type={"is_critic": True}
     )
-    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy", needs="ppo.kl_ctl > 0")
+    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy", needs=_REFERENCE)
     actor_train: MFCConfig = section(MFCConfig, "Training of the actor")
-    critic_train: MFCConfig = section(MFCConfig, "Training of the critic", needs="ppo.disable_value=false")
+    critic_train: MFCConfig = section(MFCConfig, "Training of the critic", needs=CRITIC)
     actor_gen: GenerationRoleConfig = section(GenerationRoleConfig, "Slots of the generators")
     actor_inf: MFCConfig = section(MFCConfig, "Log-probabilities at the start of a batch (old_logprobs)")
-    critic_inf: MFCConfig = section(MFCConfig, "The critic's values", needs="ppo.disable_value=false")
-    ref_inf: MFCConfig = section(MFCConfig, "Log-probabilities of the reference policy", needs="ppo.kl_ctl > 0")
+    critic_inf: MFCConfig = section(MFCConfig, "The critic's values", needs=CRITIC)
+    ref_inf: MFCConfig = section(MFCConfig, "Log-probabilities of the reference policy", needs=_REFERENCE)
     dataset: PromptOnlyDatasetConfig = key(description="Prompts to train on")
     ppo: PPOHyperparameters = section(PPOHyperparameters, "Advantages and loss of PPO and the other algorithms")
     group_size: int = key(1, "Completions sampled per prompt", ge=1)
     group_adv_norm: bool = key(
-        False, "Normalize advantages within each group of completions (GRPO)", needs="group_size > 1"
+        False,
+        "Normalize advantages within each group of completions (GRPO)",
+        needs=equals("algorithm.advantage", "gae") & refused_without("group_size > 1"),
     )
     staleness: StalenessConfig = section(StalenessConfig, "Bound on the age of the weights that sampled a batch")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Algorithm, off-policy correction, KL divergence, entropy")
     demonstrations: DemonstrationConfig = section(
-        DemonstrationConfig, "Expert data beside rollouts", needs="algorithm.demonstration_weight > 0"
+        DemonstrationConfig, "Expert data beside rollouts", needs=above("algorithm.demonstration_weight", 0)
     )
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
     workflow: WorkflowConfig = section(WorkflowConfig, "Workflow")
     reward: RewardConfig = section(RewardConfig, "Scoring of completions")
     samples: SamplesConfig = section(SamplesConfig, "Answers of training as text")
     push: PushConfig = section(PushConfig, "Weight updates, sent by the trainer to the generators")
-    evaluation: EvaluationConfig = section(EvaluationConfig, "Evaluation during training", needs="exp_ctrl.eval_freq_*")
+    evaluation: EvaluationConfig = section(
+        EvaluationConfig,
+        "Evaluation during training",
+        needs=given("evaluation.path") & fact("an evaluation that is due"),
+    )
 
 
 class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
@@ -89,16 +97,35 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def uses_critic(self) -> bool:
-        name = self.algorithm_name
+        name = self.algorithm.name
         # An unknown name has none: the error about the name is the only one that helps.
-        has_critic = (
-            ":" in name or self.algorithm.name is None or (name in PRESETS and self.algorithm.advantage == "gae")
-        )
+        of_preset = (name is None or name in PRESETS) and self.algorithm.advantage == "gae"
+        has_critic = of_preset or (name is not None and ":" in name)
         return not self.ppo.disable_value and has_critic
 
     @property
     def uses_reference(self) -> bool:
         return self.ppo.kl_ctl > 0
+
+    @property
+    def pushes(self) -> PushConfig | None:
+        return self.push
+
+    @property
+    def decided(self) -> dict[str, Value]:
+        return {"algorithm.correction": self.correction}
+
+    @property
+    def preset(self) -> Mapping[str, Value]:
+        return PRESETS[self.algorithm_name].values if self.algorithm_name in PRESETS else {}
+
+    @property
+    def own_algorithm(self) -> str | None:
+        return None if self.algorithm.name in PRESETS else self.algorithm.name
+
+    @property
+    def algorithm_keys(self) -> dict[str, Section]:
+        return {} if self.algorithm.name is None else {"ppo.": self.ppo, "algorithm.": self.algorithm, "": self}
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -122,11 +149,8 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def correction(self) -> Correction:
-        """Off-policy correction; algorithm.decoupled and the staleness bound decide where it is not given."""
-        if self.algorithm.correction is not None:
-            return self.algorithm.correction
-        given = self.algorithm.decoupled
-        return "decoupled" if (self.staleness.max_staleness > 0 if given is None else given) else "bypass"
+        """Off-policy correction; where it is not given, the staleness bound decides."""
+        return self.algorithm.correction or ("decoupled" if self.staleness.max_staleness > 0 else "bypass")
 
     @property
     def max_seqlen(self) -> int:
@@ -186,13 +210,13 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return {f"{key}.max_new_tokens": (prompt, longest) for key, longest in answers.items() if longest is not None}
 
     @property
-    def run_identity(self) -> RunIdentity:
-        return RunIdentity(
-            train_bs_n_seqs=self.dataset.train_bs_n_seqs,
-            group_size=self.group_size,
-            n_nodes=self.n_nodes,
-            algorithm="preset" if self.algorithm_name in PRESETS else self.algorithm_name,
-        )
+    def identity(self) -> dict[str, Any]:
+        return {
+            "train_bs_n_seqs": self.dataset.train_bs_n_seqs,
+            "group_size": self.group_size,
+            "n_nodes": self.n_nodes,
+            "algorithm": "preset" if self.algorithm_name in PRESETS else self.algorithm_name,
+        }
 
     @property
     def generator_device(self) -> str:

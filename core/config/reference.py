@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 from pydantic.fields import FieldInfo
 
-from core.algorithms import PRESETS
-from core.algorithms.effects import readers
 from core.config.base import Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.common import CommonExperimentConfig
 from core.config.dialects.areal_v02 import PPO_ROWS, RENAMED, ROWS
 from core.config.experiments import EXPERIMENTS
-from core.config.show import as_yaml, choices_of, python_type
+from core.config.needs import as_yaml
+from core.config.show import choices_of, python_type
 
 _COMMAND = "python -m core.config.reference > docs/configuration.md"
 _HEAD = ("key", "type", "default", "meaning", "needs")
@@ -36,9 +35,8 @@ A run reads a YAML file and overrides from the command line, which take preceden
 
 - Values may contain `${{oc.env:VAR,default}}` (an environment variable) and `${{a.b.c}}` (another key).
 - Unknown keys, wrong types and contradictions are errors with file and line.
-- The column "needs" contains the setting or hardware without which a key has no effect. Keys of `ppo` and `algorithm`
-  that only some algorithms read have the names of these algorithms there. "Servers" are generators in processes of
-  their own, as on GPUs.
+- The column "needs" contains the setting or hardware without which a key has no effect; the start-up log lists the keys
+  of a run for which it does not hold. "Servers" are generators in processes of their own, as on GPUs.
 - [allocation.md](allocation.md) describes `allocation_mode`, [reliability.md](reliability.md) timeouts and recovery,
   [customization.md](customization.md) custom rewards, workflows and algorithms.
 """
@@ -78,7 +76,7 @@ class _Group:
 
 
 def page() -> str:
-    """Return the content of docs/configuration.md. Imports torch, for the settings that each algorithm reads."""
+    """Return the content of docs/configuration.md."""
     groups = list(_groups())
     top = [_top_level("all experiments", _Group(CommonExperimentConfig, [_Place("", "", "", "", None)]).keys)]
     for experiment, model in EXPERIMENTS.items():
@@ -104,7 +102,7 @@ def _collect(
         if below is None:
             continue
         inner = default_of(defaults, attribute, info)
-        place = _Place(f"{prefix}{name}", experiment, info.description or "", needs_of(info), inner)
+        place = _Place(f"{prefix}{name}", experiment, info.description or "", _needs(info), inner)
         group = found.setdefault(below, _Group(below))
         if place.prefix not in (other.prefix for other in group.places):
             group.places.append(place)
@@ -141,8 +139,12 @@ def _about(place: _Place) -> str:
 
 
 def _row(group: _Group, name: str, attribute: str, info: FieldInfo) -> Sequence[str]:
-    needs = needs_of(info) or _read_by(group, attribute)
-    return f"`{name}`", _type(info), _default(group, name, attribute, info), info.description or "", needs
+    return f"`{name}`", _type(info), _default(group, name, attribute, info), info.description or "", _needs(info)
+
+
+def _needs(info: FieldInfo) -> str:
+    condition = needs_of(info)
+    return condition.text if condition else ""
 
 
 def _type(info: FieldInfo) -> str:
@@ -166,12 +168,6 @@ def _default(group: _Group, name: str, attribute: str, info: FieldInfo) -> str:
         if (shown := as_yaml(default_of(place.defaults, attribute, info))) != usual
     }
     return "; ".join([f"`{usual}`", *(f"`{prefix}.{name}`: `{shown}`" for prefix, shown in others.items())])
-
-
-def _read_by(group: _Group, attribute: str) -> str:
-    """Return the presets that read a key of ppo, if some do and others do not."""
-    names = readers(attribute) if group.places[0].prefix == "ppo" else []
-    return f"algorithm: {', '.join(names)}" if 0 < len(names) < len(PRESETS) else ""
 
 
 def _renamed() -> str:

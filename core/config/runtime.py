@@ -6,12 +6,20 @@ from typing import Literal
 
 from allocation import DeviceChoice
 from core.config.base import Section, key, section
+from core.config.needs import above, equals, fact, given, refused_without, unlike
 from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
 from rollout.errors import OnError
 from rollout.inference.backend import FlagValue, Interrupt, Quantization, WeightFormat
 
-_EVALUATION_DATA = "evaluation.path (sft, dpo: dataset.valid_path)"
+_SAVES = equals("exp_ctrl.benchmark_steps", None).else_("benchmarks save nothing")
+RECOVERS = unlike("recover_mode", "disabled") & _SAVES
+_EVALUATES = (
+    equals("exp_ctrl.benchmark_steps", None).else_("benchmarks do not evaluate after steps")
+    & refused_without("evaluation.path (sft, dpo: dataset.valid_path)")
+)  # fmt: skip
+_SAVES_MODELS = _SAVES & unlike("exp_ctrl.save_hf_checkpoint", "never")
+SERVERS = fact("servers")
 
 
 _DEBUGGED = "a process that waits in a debugger exceeds its deadline; debug workflow and reward by themselves"
@@ -29,24 +37,32 @@ class ExperimentSaveEvalControl(Section):
 
     total_train_epochs: int = key(1, "Epochs over the data set", ge=1)
     total_train_steps: int | None = key(None, "Stop after this many steps, or at the end of the epochs", ge=1)
-    save_freq_epochs: int | None = key(None, "Save the model as a Hugging Face folder every N epochs", ge=1)
-    save_freq_steps: int | None = key(None, "Save the model every N steps", ge=1)
-    save_freq_secs: float | None = key(None, "Save the model every N seconds", gt=0)
+    save_freq_epochs: int | None = key(
+        None, "Save the model as a Hugging Face folder every N epochs", ge=1, needs=_SAVES_MODELS
+    )
+    save_freq_steps: int | None = key(None, "Save the model every N steps", ge=1, needs=_SAVES_MODELS)
+    save_freq_secs: float | None = key(None, "Save the model every N seconds", gt=0, needs=_SAVES_MODELS)
     save_keep: int | None = key(
-        None, "Number of saved models to keep per engine; older ones of this trial are deleted. null: all", ge=1
+        None,
+        "Number of saved models to keep per engine; older ones of this trial are deleted. null: all",
+        ge=1,
+        needs=_SAVES_MODELS,
     )
     save_hf_checkpoint: Literal["always", "last", "never"] = key(
         "always",
         "Which models are saved. always: when due, and at the end or a signal. last: at the end or a signal. never: "
         "none; recover checkpoints can be converted",
+        needs=_SAVES,
     )
-    ckpt_freq_epochs: int | None = key(None, "Write a recover checkpoint every N epochs", ge=1)
-    ckpt_freq_steps: int | None = key(None, "Write a recover checkpoint every N steps", ge=1)
-    ckpt_freq_secs: float | None = key(600.0, "Write a recover checkpoint every N seconds", gt=0)
-    eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1, needs=_EVALUATION_DATA)
-    eval_freq_steps: int | None = key(None, "Evaluate every N steps", ge=1, needs=_EVALUATION_DATA)
-    eval_freq_secs: float | None = key(None, "Evaluate every N seconds", gt=0, needs=_EVALUATION_DATA)
-    eval_at_start: bool = key(True, "Evaluate before the first step, too", needs="evaluation.path (ppo-math only)")
+    ckpt_freq_epochs: int | None = key(None, "Write a recover checkpoint every N epochs", ge=1, needs=RECOVERS)
+    ckpt_freq_steps: int | None = key(None, "Write a recover checkpoint every N steps", ge=1, needs=RECOVERS)
+    ckpt_freq_secs: float | None = key(600.0, "Write a recover checkpoint every N seconds", gt=0, needs=RECOVERS)
+    eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1, needs=_EVALUATES)
+    eval_freq_steps: int | None = key(None, "Evaluate every N steps", ge=1, needs=_EVALUATES)
+    eval_freq_secs: float | None = key(None, "Evaluate every N seconds", gt=0, needs=_EVALUATES)
+    eval_at_start: bool = key(
+        True, "Evaluate before the first step, too", needs=fact("ppo-math") & given("evaluation.path")
+    )
     max_skipped_steps: int = key(
         10, "End the run after this many steps in a row whose updates were all skipped (gradient norm not finite)", ge=1
     )
@@ -73,6 +89,7 @@ class GeneratorConfig(Section):
         "retract",
         "Running requests in a weight update. abort: return them and continue them as new requests. "
         "retract: continue after recomputing the key/value cache. in_place: continue with the old cache",
+        needs=fact("generators that keep their requests"),
     )
     device: DeviceChoice = key(
         "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
@@ -82,15 +99,15 @@ class GeneratorConfig(Section):
         "auto",
         "Format of the weights of linear layers. auto: dtype. fp8_block: FP8 with a factor for each 128 x 128 values, "
         "quantized by the trainer and sent as FP8; use it with algorithm.correction=tis",
-        needs="servers on GPUs",
+        needs=refused_without("servers on GPUs"),
     )
-    mock_seconds_per_token: float = key(0.0, "Seconds per token; 0: no delay", ge=0, needs="mock generator")
+    mock_seconds_per_token: float = key(0.0, "Seconds per token; 0: no delay", ge=0, needs=fact("mock generator"))
     python: str | None = key(
         None,
         "Interpreter that has the backend's library, if that has an environment of its own. null: the run's",
-        needs="servers",
+        needs=SERVERS,
     )
-    flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; added to actor.sglang")
+    flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; added to actor.sglang", needs=SERVERS)
     health_interval_seconds: float = key(5.0, "Interval between health checks of a replica", gt=0)
     health_timeout_seconds: float = key(
         120.0,
@@ -114,7 +131,7 @@ class WorkflowConfig(Section):
     )
     max_error_share: float = key(
         0.1, "End the run when more than this share of the last 100 prompts was skipped", ge=0, le=1,
-        needs="workflow.on_error=skip",
+        needs=equals("workflow.on_error", "skip"),
     )  # fmt: skip
 
 
@@ -160,10 +177,12 @@ class SamplesConfig(Section):
         "Show the best, worst and longest answer in the log, TensorBoard, Weights & Biases and MLflow after the first "
         "step and every N steps. null: never",
         ge=1,
-        needs="samples.share > 0",
+        needs=above("samples.share", 0),
     )
-    max_file_mib: int = key(64, "Begin another file when samples.jsonl has this size", ge=1, needs="samples.share > 0")
-    keep_files: int = key(8, "Files of samples to keep; older ones are deleted", ge=1, needs="samples.share > 0")
+    max_file_mib: int = key(
+        64, "Begin another file when samples.jsonl has this size", ge=1, needs=above("samples.share", 0)
+    )
+    keep_files: int = key(8, "Files of samples to keep; older ones are deleted", ge=1, needs=above("samples.share", 0))
 
 
 class LaunchConfig(Section):
@@ -209,7 +228,7 @@ class DeadlineConfig(Section):
     )
 
 
-_ONLINE = "mode=online or offline"
+_ONLINE = unlike(".mode", "disabled")
 
 
 class WandBConfig(Section):
@@ -229,7 +248,10 @@ class MonitorConfig(Section):
     tensorboard: bool = key(True, "Write TensorBoard files into the log folder")
     mlflow_uri: str | None = key(None, "MLflow tracking server or folder. null: none")
     save_batches: int = key(
-        0, "Save the batch of every this many steps for python -m tools.loss --from-run. 0: none", ge=0
+        0,
+        "Save the batch of every this many steps for python -m tools.loss --from-run. 0: none",
+        ge=0,
+        needs=fact("ppo-math"),
     )
     timeline_mib: float = key(
         8.0, "Spans that each process keeps for python -m tools.timeline, in MiB; the oldest are dropped. 0: none",

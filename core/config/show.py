@@ -9,10 +9,11 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from core.algorithms import PRESETS
-from core.config.base import Problem, Section, as_yaml, default_of, fields_by_key, needs_of, sub_section
+from core.config.base import Problem, Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.dialects.areal_v02 import rows_of
 from core.config.experiments import ExperimentConfig
+from core.config.needs import as_yaml
+from core.config.presets import PRESETS
 
 _WIDTH = 80
 
@@ -129,7 +130,8 @@ def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterat
     for name, (attribute, info) in fields_by_key(model).items():
         below = sub_section(info)
         default = default_of(defaults, attribute, info)
-        needs = f". Needs {needs_of(info)}" if needs_of(info) else ""
+        condition = needs_of(info)
+        needs = f". Needs {condition.text}" if condition else ""
         if below is not None:
             yield f"{prefix}{name}: {info.description}{needs}"
             yield from _keys(below, default, f"{prefix}{name}.")

@@ -16,6 +16,7 @@ from rollout.data.preferences import PreferenceFields
 from rollout.data.source import DatasetError, DataSource, NoneLeftError
 
 if TYPE_CHECKING:
+    from core.config.experiments import DPOConfig, SFTConfig
     from core.data.epochs import EpochBatches
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,18 @@ class OfflineData:
             return PreferenceDataset(source, encoder, fields=self.pair_columns, **limits, **order)
 
         return open_one
+
+
+def offline_data(config: SFTConfig | DPOConfig) -> OfflineData:
+    """Return what decides which rows of a data set the run trains on."""
+    return OfflineData(
+        model=config.model.path,
+        prompt_format=config.prompt.prompt_format(boxed=False),
+        max_seqlen=config.dataset.max_seqlen,
+        seed=config.seed,
+        shuffle=config.shuffle_dataset,
+        pair_columns=config.dataset.pair_columns,
+    )
 
 
 def open_sample(open_one: Callable[..., EpochBatches[Any]], source: DataSource) -> EpochBatches[Any]:

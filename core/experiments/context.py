@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from core.config.ray_address import joined_cluster
 from core.experiments.common import (
     Start,
     check_ends_later,
@@ -23,8 +22,10 @@ from core.launch.cluster import Cluster
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, Monitor, StepTimer
 from core.periodic import Actions, PeriodicActions
+from core.placement.ray_address import joined_cluster
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore
+from core.runs.checkpoints import RunIdentity
 from tracing import record_spans
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class RunContext:
         record_spans("driver", paths.logs, limit_mib=config.monitor.timeline_mib)
         recover = RecoverStore(
             paths.recover,
-            config.run_identity,
+            RunIdentity(**config.identity),
             keep=config.recover_keep,
             timeout_seconds=config.deadlines.call_seconds,
         )

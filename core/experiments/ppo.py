@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core.algorithms.build import build_algorithm
 from core.algorithms.saved_steps import SavedSteps
-from core.config.algorithm import build_algorithm, case_settings
-from core.config.allocation import resolve_allocation
 from core.experiments.context import RunContext
 from core.experiments.workers import (
     PPOWorkers,
@@ -19,6 +18,7 @@ from core.experiments.workers import (
     start_ppo_workers,
 )
 from core.monitoring.skipped_updates import SkippedUpdates
+from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.schedule import schedule_from_control
 from core.trainer import PPOTrainer
@@ -153,3 +153,16 @@ def _algorithm(config: PPOMATHConfig, context: RunContext) -> Algorithm:
         algorithm, folder=context.paths.logs / "batches", every=config.monitor.save_batches,
         step=context.start.state.step, name=config.algorithm.name, settings=case_settings(config),
     )  # fmt: skip
+
+
+def case_settings(config: PPOMATHConfig) -> dict[str, Any]:
+    """Return the settings of this run as those of a case of `python -m tools.loss`, without the entropy bonus: no
+    entropy is saved."""
+    algorithm = config.algorithm.model_dump(exclude={"name"}) | {"entropy_coeff": 0.0}
+    ppo = {f"ppo.{key}": value for key, value in config.ppo.model_dump(exclude={"gen"}).items()}
+    return {
+        **algorithm, **ppo,
+        "ppo.gen.max_new_tokens": config.ppo.gen.max_new_tokens,
+        "staleness.max_staleness": config.staleness.max_staleness,
+        "group_adv_norm": config.group_adv_norm,
+    }  # fmt: skip

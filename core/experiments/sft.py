@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from core.algorithms.base import Objective
 from core.algorithms.sft import SFT
-from core.config.allocation import resolve_allocation
-from core.config.file_experiments import offline_data
+from core.data.offline import offline_data
 from core.experiments.common import Start
 from core.experiments.context import RunContext
 from core.experiments.process_settings import threads_per_process
@@ -20,6 +19,7 @@ from core.experiments.sft_trainer import Data, SFTTrainer
 from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine
 from core.launch.cluster import Cluster
 from core.monitoring.skipped_updates import SkippedUpdates
+from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
-from core.config.push import choose_transport
 from core.experiments.process_settings import (
     backend_settings,
     engine_settings,
@@ -23,6 +22,7 @@ from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool, HealthSettings
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
+from core.placement.transport import choose_transport
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.base import FleetPush, LocalPush, RunPush

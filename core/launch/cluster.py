@@ -22,12 +22,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tracing
 from allocation import Allocation
-from core.config.push import SHARED_MEMORY_NAMES
 from core.errors import LaunchError, first_line
 from core.launch.connection import join, start_own
 from core.launch.wait import Waiter
 from core.monitoring.logs import worker_environment
 from core.monitoring.worker_warnings import WorkerWarnings
+from core.placement.transport import SHARED_MEMORY_NAMES
 from core.processes.meeting import LOOPBACK
 from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import collect_stacks
@@ -36,8 +36,8 @@ from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
 from rollout.plugins import python_path
 
 if TYPE_CHECKING:
-    from core.config.ray_address import JoinedCluster
     from core.config.runtime import DeadlineConfig
+    from core.placement.ray_address import JoinedCluster
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from ray._private import ray_constants
 from ray.exceptions import AuthenticationError, RayError
 from ray.job_config import JobConfig
 
-from core.config.ray_address import AUTO, STARTED, JoinedCluster, connection_error
 from core.errors import LaunchError, first_line
 from core.launch.ray_parts import without_unused_processes
+from core.placement.ray_address import AUTO, STARTED, JoinedCluster, connection_error
 from core.processes.temporary import ray_folder
 from rollout.plugins import ROOT
 

@@ -7,13 +7,12 @@ import re
 import resource
 import shutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from core.config.checks import host, run_checks
-from core.config.load import load_config
+from core.checks import host, run_checks
+from core.checks.load import load_config
 from core.quickstart import main
 from core.recovery.plain_state import write_state
 from core.runs.paths import RunPaths
@@ -157,7 +156,7 @@ def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_star
     fileroot = config.external_configs.cluster_config.fileroot
     recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     recover.mkdir(parents=True)
-    same = asdict(config.run_identity)
+    same = config.identity
     other = {"identity": {**same, field: 6}, "state": {}}
     (recover / "run.json").write_text(json.dumps(other))
     earlier = recover.with_name("globalstep9")
@@ -188,7 +187,7 @@ def test_fewer_steps_than_the_newest_checkpoint_has_are_seen_before_the_start(
     fileroot = config.external_configs.cluster_config.fileroot
     newest = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     newest.mkdir(parents=True)
-    (newest / "run.json").write_text(json.dumps({"identity": asdict(config.run_identity), "state": {"step": 10}}))
+    (newest / "run.json").write_text(json.dumps({"identity": config.identity, "state": {"step": 10}}))
     assert dry_run(path, *words, "exp_ctrl.total_train_steps=10") == 0
     capsys.readouterr()
     assert dry_run(path, *words, "exp_ctrl.total_train_steps=9") == 2
@@ -351,7 +350,7 @@ def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) ->
     fileroot = config.external_configs.cluster_config.fileroot
     recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     recover.mkdir(parents=True, exist_ok=True)
-    (recover / "run.json").write_text(json.dumps({"identity": asdict(config.run_identity), "state": {}}))
+    (recover / "run.json").write_text(json.dumps({"identity": config.identity, "state": {}}))
     write_state(
         recover,
         "rollout",

@@ -8,16 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.config.checks import run_checks
-from core.config.file_experiments import offline_data
-from core.config.load import load_config
+from core.checks import run_checks
+from core.checks.load import load_config
 from core.data import offline
+from core.data.offline import offline_data
 from core.quickstart import main
 from core.recovery.plain_state import write_state
 from core.runs.paths import RunPaths
@@ -182,7 +181,7 @@ def saved_with(dry_run: DryRun, *words: str) -> None:
     recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     shutil.rmtree(recover, ignore_errors=True)
     recover.mkdir(parents=True)
-    (recover / "run.json").write_text(json.dumps({"identity": asdict(config.run_identity), "state": {}}))
+    (recover / "run.json").write_text(json.dumps({"identity": config.identity, "state": {}}))
     write_state(recover, "rollout", offline_data(config).opener()(config.data_sources[0][1]).state_dict())
 
 

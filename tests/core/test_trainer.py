@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from core.algorithms.policy_gradient import PolicyGradient
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 from helpers.fake_training import Answer, PerAnswer, Run, Step, newest_state, recover_store, train
 
 LN2, LN8 = math.log(2.0), math.log(8.0)
@@ -368,7 +368,7 @@ def test_the_decoupled_loss_clips_around_the_old_policy_and_weighs_by_old_over_s
     cap: float | None, weight: float
 ) -> None:
     step = pair(1.0, -1.0, old=OLD, current=shifted(OLD, RATIOS))
-    run = train(step, decoupled=True, ppo_n_minibatches=2, eps_clip=0.25, behave_imp_weight_cap=cap)
+    run = train(step, correction="decoupled", ppo_n_minibatches=2, eps_clip=0.25, behave_imp_weight_cap=cap)
     assert_close(run.trained_on("old_logprobs"), OLD)
     assert_close(run.trained_on("rollout_logprobs"), SAMPLED)
     # Each minibatch is one answer. Above the cap a token is dropped, but still counted in the division.
@@ -389,7 +389,7 @@ def test_the_decoupled_loss_clips_around_the_old_policy_and_weighs_by_old_over_s
 
 def test_without_the_decoupled_loss_the_ratio_is_to_the_sampled_log_probabilities_and_no_cap_applies() -> None:
     step = pair(1.0, -1.0, old=OLD, current=shifted(SAMPLED, RATIOS))
-    run = train(step, decoupled=False, ppo_n_minibatches=2, eps_clip=0.25, behave_imp_weight_cap=0.5)
+    run = train(step, correction="bypass", ppo_n_minibatches=2, eps_clip=0.25, behave_imp_weight_cap=0.5)
     assert run.passes == []
     assert_close(run.trained_on("old_logprobs"), SAMPLED)
     assert_close(run.gradient(), [[0.0, -1 / 2], [1.1 / 3, 1 / 3, 0.0]])
@@ -403,7 +403,7 @@ def test_without_the_decoupled_loss_the_ratio_is_to_the_sampled_log_probabilitie
 
 
 def test_with_one_minibatch_the_decoupled_loss_takes_the_old_policy_from_the_update_itself() -> None:
-    run = train(pair(1.0, -1.0, current=OLD), decoupled=True, behave_imp_weight_cap=5.0)
+    run = train(pair(1.0, -1.0, current=OLD), correction="decoupled", behave_imp_weight_cap=5.0)
     assert run.passes == [] and "old_logprobs" not in run.field_names()
     assert_close(run.gradient(), [[-2 / 5, -0.5 / 5], [1 / 5, 0.0, 1 / 5]])
     assert_metrics(run, {"importance_weight": 1.0, "ppo_approx_kl": 0.0, "behave_approx_kl": LN8 / 5})
@@ -412,7 +412,7 @@ def test_with_one_minibatch_the_decoupled_loss_takes_the_old_policy_from_the_upd
 def test_kl_in_reward_of_the_decoupled_loss_is_that_of_the_old_policy() -> None:
     # old - reference is [1, -0.5], [0.5, 0, -2] as above, old - sampled [0.5, -0.5], [0.5, -0.5, 0].
     old, reference = [[-0.5, -2.5], [-0.5, -1.5, -3.0]], [[-1.5, -2.0], [-1.0, -1.5, -1.0]]
-    run = train(pair(1.0, 2.0, old=old, reference=reference), decoupled=True, kl_ctl=0.5, kl_in="reward")
+    run = train(pair(1.0, 2.0, old=old, reference=reference), correction="decoupled", kl_ctl=0.5, kl_in="reward")
     assert {p.engine for p in run.passes} == {"actor", "ref"}
     assert_close(run.trained_on("advantages"), [[0.75, 1.25], [2.75, 3.0, 3.0]])
     up, down = math.exp(0.5), math.exp(-0.5)
@@ -429,7 +429,7 @@ def test_kl_in_reward_without_the_decoupled_loss_is_that_of_the_sampled_log_prob
 @pytest.mark.parametrize(("max_staleness", "weight"), [(0, 1.0), (1, 2.0)])
 def test_the_loss_is_decoupled_by_default_when_answers_may_be_stale(max_staleness: int, weight: float) -> None:
     step = Step(groups=[[Answer(sampled=[-1.0], reward=1.0)]], old=[[-1.0 + LN2]], current=[[-1.0 + LN2]])
-    run = train(step, decoupled=None, max_staleness=max_staleness)
+    run = train(step, correction=None, max_staleness=max_staleness)
     # Not decoupled, the ratio 2 is clipped: no gradient.
     assert_close(run.gradient(), [[-weight if max_staleness else 0.0]])
     assert_metrics(run, {"behave_imp_weight": weight})
@@ -440,7 +440,7 @@ def test_the_loss_is_decoupled_by_default_when_answers_may_be_stale(max_stalenes
 
 def test_every_log_probability_is_computed_at_the_temperature_of_sampling() -> None:
     step = pair(1.0, 2.0, reference=REFERENCE, values=[[0.0] * 2, [0.0] * 3])
-    run = train(step, temperature=0.7, decoupled=True, kl_ctl=0.5, disable_value=False, ppo_n_minibatches=2)
+    run = train(step, temperature=0.7, correction="decoupled", kl_ctl=0.5, disable_value=False, ppo_n_minibatches=2)
     temperatures = {(p.engine, p.method): p.temperature for p in run.passes}
     assert temperatures == {("actor", "logprobs"): 0.7, ("ref", "logprobs"): 0.7, ("critic", "values"): 1.0}
     assert [update.temperature for update in run.of("actor")] == [0.7, 0.7]
@@ -513,14 +513,18 @@ def test_actor_and_critic_pass_over_the_minibatches_of_a_batch_as_often_as_their
 def test_the_loglinear_proximal_policy_counts_ages_from_the_version_that_is_trained() -> None:
     answers = [Answer(sampled=[-1.0, -1.0, -1.0], reward=1.0, versions=[0, 1, 2])]
     run = train(
-        Step(groups=[answers]), Step(groups=[answers]), Step(groups=[answers]), decoupled=True, proximal="loglinear"
+        Step(groups=[answers]),
+        Step(groups=[answers]),
+        Step(groups=[answers]),
+        correction="decoupled",
+        proximal="loglinear",
     )
     assert_close(run.trained_on("proximal_share", step=2), [[2 / 3, 1 / 2, 0.0]])
 
 
 @pytest.mark.parametrize(("reuse", "passes"), [(1, []), (2, ["actor"])])
 def test_old_log_probabilities_are_computed_when_one_minibatch_is_used_twice(reuse: int, passes: list[str]) -> None:
-    run = train(pair(1.0, -1.0, current=OLD), decoupled=True, actor_sample_reuse=reuse)
+    run = train(pair(1.0, -1.0, current=OLD), correction="decoupled", actor_sample_reuse=reuse)
     assert [p.engine for p in run.passes] == passes
 
 
@@ -546,7 +550,7 @@ def test_more_minibatches_than_sequences_make_one_of_each_sequence() -> None:
 
 def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
     step = pair(1.0, 2.0, reference=REFERENCE, values=[[0.0] * 2, [0.0] * 3])
-    run = train(step, step, decoupled=True, kl_ctl=0.5, disable_value=False, ppo_n_minibatches=2)
+    run = train(step, step, correction="decoupled", kl_ctl=0.5, disable_value=False, ppo_n_minibatches=2)
     scores = {"logprobs actor": "score", "logprobs ref": "score", "values critic": "score"}
     events = [scores.get(event, event) for event in run.events]
 
@@ -628,7 +632,7 @@ def test_the_log_holds_the_lines_of_a_step(caplog: pytest.LogCaptureFixture) -> 
 def test_only_the_policy_replays_the_experts_of_the_generators() -> None:
     answers = [Answer(sampled=SAMPLED[0], reward=1.0, experts=3), Answer(sampled=SAMPLED[1], reward=0.0, experts=5)]
     step = Step(groups=[answers], reference=REFERENCE, values=[[0.0] * 2, [0.0] * 3])
-    run = train(step, decoupled=True, ppo_n_minibatches=2, kl_ctl=0.5, disable_value=False)
+    run = train(step, correction="decoupled", ppo_n_minibatches=2, kl_ctl=0.5, disable_value=False)
     assert {p.engine: "routed_experts" in p.fields for p in run.passes} == {
         "actor": True,
         "ref": False,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config.allocation import resolve_allocation
-from core.config.load import load_config
+from core.checks.load import load_config
+from core.placement.allocation import resolve_allocation
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithms import PRESETS
 from core.algorithms.losses import policy_loss
 from core.algorithms.policy_gradient import PolicyGradient
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
+from core.config.presets import PRESETS
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from mcore_adapter.data.sequences import Sequences
 from rollout.types import PROMPT_VERSION, Trajectory
@@ -25,12 +23,12 @@ PLAIN = AlgorithmSettings()
 
 def settings(**changes: Any) -> AlgorithmSettings:
     """PLAIN with these changes."""
-    return replace(PLAIN, **changes)
+    return PLAIN.model_copy(update=changes)
 
 
 def algorithm(name: str | None, **changes: Any) -> PolicyGradient:
     """The preset `name` without KL divergence and correction, and with these changes of settings."""
-    known = {field.name for field in dataclasses.fields(AlgorithmSettings)}
+    known = AlgorithmSettings.model_fields.keys()
     preset = {key.rpartition(".")[2]: value for key, value in PRESETS[name].values.items()} if name else {}
     plain = {"kl_ctl": 0.0, "correction": "bypass", "disable_value": name not in (None, "ppo")}
     values = {**preset, **plain, **changes}

@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from core.config.algorithm import build_algorithm
-from core.config.algorithm_section import AlgorithmConfig
+from core.algorithms.build import build_algorithm
+from core.config.algorithm import AlgorithmConfig
 from core.config.experiments import PPOMATHConfig
 from core.config.ppo import GenerationHyperparameters, PPOHyperparameters, StalenessConfig
 from core.config.runtime import ExperimentSaveEvalControl
@@ -53,7 +53,7 @@ PerAnswer = Sequence[Sequence[float]]
 PLAIN: Mapping[str, Any] = {
     "adv_norm": False,
     "behave_imp_weight_cap": None,
-    "decoupled": False,
+    "correction": "bypass",
     "disable_value": True,
     "discount": 1.0,
     "entropy_coeff": 0.0,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
-from core.algorithms import PRESETS
-from core.config.algorithm import check_algorithm
-from core.config.load import load_config
+from core.checks.algorithm import check_algorithm
+from core.checks.load import load_config
+from core.config.presets import PRESETS
 from helpers.forks import programs
 from tools.chaos.__main__ import STEPS_BEFORE, Report, RunFailed, main, plan, run_killed
 from tools.chaos.compare import Verdict, compare

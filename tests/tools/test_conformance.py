@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.algorithms import PRESETS
+from core.config.presets import PRESETS
 from tools.conformance.__main__ import main
 from tools.conformance.cases import CASES
 from tools.conformance.golden import GOLDEN, PEERS

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from core.algorithms.build import build_algorithm
 from core.algorithms.saved_steps import SavedSteps
-from core.config.algorithm import build_algorithm, case_settings
 from core.config.experiments import PPOMATHConfig
+from core.experiments.ppo import case_settings
 from helpers.batches import algorithm, batch_of, by_answer
 from mcore_adapter.data.batch import PackedBatch
 from tools.conformance.golden import one_token

@@ -32,7 +32,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from core.algorithms import PRESETS
+from core.config.presets import PRESETS
 from tools import arguments
 from tools.chaos.compare import Verdict, compare
 from tools.chaos.run import (

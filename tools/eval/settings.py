@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from core.checks.load import load_config
 from core.config.base import ConfigError, fields_by_key
 from core.config.experiments import EXPERIMENTS
-from core.config.load import load_config
 from core.config.parsing.yaml_tree import read_yaml
 from core.runs.own import is_own
 from core.runs.record import CONFIG

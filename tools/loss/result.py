@@ -11,14 +11,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from core.algorithms import PRESETS
 from core.algorithms.base import FIELDS
+from core.algorithms.build import build_algorithm
 from core.algorithms.corrections import correction_weights
 from core.algorithms.losses import policy_terms
 from core.algorithms.policy_gradient import PolicyGradient
 from core.algorithms.returned import check_fields
-from core.config.algorithm import build_algorithm, check_algorithm
+from core.checks.algorithm import check_algorithm
 from core.config.experiments import PPOMATHConfig
+from core.config.presets import PRESETS
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens

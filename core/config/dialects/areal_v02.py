@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from core.config.base import Problem, Section, fields_by_key, sub_section
 from core.config.parsing.coerce import describe
-from core.config.parsing.yaml_tree import Node, Scalar, Table, find, move, remove
+from core.config.parsing.yaml_tree import Node, Scalar, Table, find, move, remove, replace
 
 RENAMED: Mapping[str, str] = {
     "cluster.fileroot": "external_configs.cluster_config.fileroot",
@@ -22,13 +22,16 @@ RENAMED: Mapping[str, str] = {
     "critic.layout": "critic_train.layout",
     "mask_no_eos_with_zero": "ppo.mask_no_eos_with_zero",
     "max_head_offpolicyness": "staleness.max_staleness",
-    "ppo.use_decoupled_loss": "algorithm.decoupled",
+    "ppo.use_decoupled_loss": "algorithm.correction",
+    "algorithm.decoupled": "algorithm.correction",
     "ppo.behav_imp_weight_cap": "algorithm.behave_imp_weight_cap",
     "actor.sglang.device": "generator.device",
     "actor.sglang.max_running_requests": "generator.max_running",
     "generator.sglang_python": "generator.python",
 }
 """Other spellings of our keys, with the same meaning."""
+_DECOUPLED = {"true": "decoupled", "false": "bypass"}
+"""Values of the two keys that switch one correction on and off."""
 
 
 class Row(NamedTuple):
@@ -198,7 +201,10 @@ def _rename(tree: Table, old: str, new: str, ignored: list[Problem]) -> Problem 
         remove(tree, old)
         ignored.append(Problem(key=old, message=f"null: the default of {new} holds", where=node.where))
         return None
-    return move(tree, old, new)
+    problem = move(tree, old, new)
+    if new == "algorithm.correction" and problem is None and isinstance(node, Scalar):
+        replace(tree, new, Scalar(_DECOUPLED.get(node.text.lower(), node.text), node.where, node.quoted))
+    return problem
 
 
 def _is_one_of(node: Node, accepted: tuple[str, ...]) -> bool:

@@ -143,14 +143,20 @@ def move(tree: Table, old: str, new: str) -> Problem | None:
     if find(tree, new) is not None:
         message = f"is another name of {new}, which is given too; keep one of them"
         return Problem(key=old, message=message, where=node.where)
+    replace(tree, new, node)
+    return None
+
+
+def replace(tree: Table, path: str, node: Node) -> None:
+    """Put a node at a dotted path, in sections that are made where there are none."""
     table = tree
-    for name in new.split(".")[:-1]:
+    *sections, last = path.split(".")
+    for name in sections:
         below = table.children.get(name)
         if not isinstance(below, Table):
             below = table.children[name] = Table(node.where)
         table = below
-    table.children[new.rpartition(".")[2]] = node
-    return None
+    table.children[last] = node
 
 
 def copied(node: Node) -> Node:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from core.algorithms.effects import keys_read
-from core.algorithms.presets import PRESETS
-from core.algorithms.settings import AlgorithmSettings
-from core.config.algorithm import algorithm_settings
+from core.algorithms.build import algorithm_settings
+from core.checks.facts import unused_keys
+from core.config.algorithm import AlgorithmSettings
+from core.config.presets import PRESETS
 from tools.loss.case import Tokens
 from tools.loss.result import case_config, compute
 
@@ -107,7 +107,9 @@ def wrong_keys(name: str | None, given: Mapping[str, object]) -> dict[str, str]:
         return out["loss"], out["grads"]
 
     config = case_config({**case, "settings": settings}, Tokens.read(case).sampled)
-    now, reads, before = algorithm_settings(config), keys_read(algorithm_settings(config)), result()
+    paths = {f"{prefix}{key}": key for key in OTHERS for prefix in ("ppo.", "algorithm.", "")}
+    without_effect = {paths[path] for path, _ in unused_keys(config, paths.keys())}
+    now, reads, before = algorithm_settings(config), OTHERS.keys() - without_effect, result()
     wrong = {}
     for key, values in OTHERS.items():
         path = f"ppo.{key}" if key in OF_PPO else key
@@ -124,7 +126,7 @@ def wrong_keys(name: str | None, given: Mapping[str, object]) -> dict[str, str]:
 
 
 def test_every_setting_of_an_algorithm_is_walked_or_tested_elsewhere() -> None:
-    assert OTHERS.keys() | NOT_IN_A_LOSS == AlgorithmSettings.__dataclass_fields__.keys()
+    assert OTHERS.keys() | NOT_IN_A_LOSS == AlgorithmSettings.model_fields.keys()
     assert not OTHERS.keys() & NOT_IN_A_LOSS
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.algorithms import PRESETS
+from core.config.presets import PRESETS
 from helpers.batches import algorithm, batch_of
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences

@@ -1,18 +1,16 @@
 """algorithm.name chooses; what the chosen algorithm has no use for is reported before the start."""
 
-import dataclasses
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from core.algorithms import PRESETS
-from core.algorithms.effects import decided_by, keys_read
-from core.algorithms.settings import AlgorithmSettings
-from core.config.algorithm import algorithm_settings, build_algorithm, check_algorithm
+from core.algorithms.build import build_algorithm
+from core.checks.algorithm import check_algorithm
+from core.checks.facts import unused_keys
+from core.checks.load import load_config
+from core.checks.rules import config_warnings
 from core.config.experiments import PPOMATHConfig
-from core.config.load import load_config
-from core.config.rules import config_warnings
+from core.config.presets import PRESETS
 from core.config.show import listing
 from helpers.config_inputs import SMALLEST_PPO, write_run
 
@@ -58,8 +56,8 @@ def test_every_preset_loads_with_its_values_and_none_of_them_is_without_effect(t
         if dotted not in GIVEN:
             assert getattr(getattr(config, above), key) == value
             assert any(line.startswith(f"{dotted} (") and line.endswith(f" - {value}") for line in lines), dotted
-    reads = keys_read(replace(algorithm_settings(config), kl_ctl=0.1))
-    assert {key.rpartition(".")[2] for key in PRESETS[name].values} <= reads
+    config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"kl_ctl": 0.1})})
+    assert not dict(unused_keys(config, set(PRESETS[name].values)))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -128,7 +126,7 @@ def test_without_a_name_group_adv_norm_has_an_effect(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "unread"),
     [
-        ("", ""),
+        ("", "ppo.value_eps_clip"),
         ("algorithm.name=ppo", "ppo.value_eps_clip"),
         ("algorithm.name=grpo", "ppo.disable_value, ppo.value_eps_clip, group_adv_norm"),
         ("algorithm.name=rloo", "ppo.disable_value, ppo.gae_lambda, ppo.value_eps_clip, group_adv_norm"),
@@ -192,7 +190,6 @@ def test_settings_that_others_leave_without_effect_are_reported(tmp_path: Path, 
          "algorithm.aggregation: constant has no scale to mix demonstrations with; write token_mean"),
         ("algorithm.demonstration_weight=0.1 demonstrations.path=x demonstrations.share=0.01 ppo.ppo_n_minibatches=2",
          "demonstrations.share: 0.01: 1 demonstrations of a step are fewer than ppo_n_minibatches=2"),
-        ("algorithm.decoupled=true algorithm.correction=tis", "algorithm.decoupled: true, and algorithm.correction=t"),
         ("algorithm.correction=tis algorithm.correction_level=geometric",
          "algorithm.correction_level: geometric does not exist for correction=tis; write token or sequence"),
         ("algorithm.correction=mis algorithm.correction_min=4", "algorithm.correction_min: 4.0 must be less than corr"),
@@ -246,7 +243,6 @@ def test_a_name_that_is_unknown_is_the_error_and_not_a_critic_that_is_missing(
         ("ppo.kl_ctl=0.1 algorithm.kl_loss_coeff=0.1", {"algorithm.kl_loss_coeff": "algorithm.kl_in=reward"}),
         ("algorithm.name=ppo ppo.value_norm=true", {"ppo.value_norm": "ppo.disable_value=true: it has no critic"}),
         ("algorithm.loss=sapo algorithm.dual_clip=3", {"algorithm.dual_clip": "algorithm.loss=sapo"}),
-        ("algorithm.correction=tis algorithm.decoupled=true", {"algorithm.decoupled": "algorithm.correction=tis"}),
     ],
 )  # fmt: skip
 def test_a_key_without_effect_has_the_reason_that_applies(
@@ -255,15 +251,6 @@ def test_a_key_without_effect_has_the_reason_that_applies(
     config = load(tmp_path, f"group_size=2 {overrides}")
     found = [w.partition(": not used by this run (") for w in config_warnings(config)]
     assert {keys: why.partition("); remove")[0] for keys, _, why in found} == reasons
-
-
-def test_every_key_of_an_algorithm_has_settings_that_decide_about_it(tmp_path: Path) -> None:
-    known = {field.name for field in dataclasses.fields(AlgorithmSettings)} | {"decoupled"}
-    for overrides in ("", "ppo.kl_ctl=0.1", *(f"algorithm.name={name}" for name in PRESETS)):
-        settings = algorithm_settings(load(tmp_path, f"group_size=2 demonstrations.path=x {overrides}"))
-        for key in known - keys_read(settings) - {"max_new_tokens", "correction"}:
-            deciding = decided_by(key, settings)
-            assert deciding and all(hasattr(settings, other) for other in deciding), key
 
 
 OWN = """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from core.checks import run_checks
+from core.checks.load import load_config
 from core.config.base import ConfigError
-from core.config.checks import run_checks
-from core.config.load import load_config
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_run
 
 

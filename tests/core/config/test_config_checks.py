@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from core.config.checks import run_checks
-from core.config.load import load_config
+from core.checks import run_checks
+from core.checks.load import load_config
 from core.runs.paths import RunPaths
 from helpers.config_inputs import (
     SMALLEST_PPO,

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from core.algorithms.effects import readers
 from core.config.base import all_keys
 from core.config.experiments import EXPERIMENTS
 from core.config.reference import page
@@ -40,8 +39,7 @@ def test_a_row_has_type_bounds_default_meaning_and_condition() -> None:
     assert ROWS["recover_retries"].endswith(" | recover_mode=auto")
 
 
-def test_a_key_that_some_algorithms_do_not_read_has_the_names_of_those_that_do() -> None:
-    assert readers("eps_clip") == [
-        "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "mix", "chord",
-    ]  # fmt: skip
-    assert ROWS["eps_clip"].endswith(f" | algorithm: {', '.join(readers('eps_clip'))}")
+def test_a_key_of_an_algorithm_has_the_settings_that_read_it() -> None:
+    condition = " | algorithm.loss=clip, cispo or tv and algorithm.clip_low=null or algorithm.clip_high=null"
+    assert ROWS["eps_clip"].endswith(condition)
+    assert ROWS["sapo_tau_positive"].endswith(" | algorithm.loss=sapo")

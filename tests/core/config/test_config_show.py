@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from core.algorithms import PRESETS
+from core.checks.load import load_config
 from core.config.base import Section, all_keys, fields_by_key, sub_section
 from core.config.dialects.areal_v02 import renamed_of, rows_of
 from core.config.experiments import EXPERIMENTS
-from core.config.load import load_config
 from core.config.models import ModelFamily
+from core.config.presets import PRESETS
 from core.config.show import help_text, listing
 from core.experiments import common as run
 from core.runs.paths import RunPaths
@@ -99,7 +99,7 @@ def test_help_shows_choices_defaults_and_what_is_ignored() -> None:
     assert "  ppo.eps_clip (float; default 0.2)\n" in text
     assert "  dataset.path (str; required)\n" in text
     assert "  critic.type.is_critic (bool; default true)\n" in text
-    assert "One of: wait, mask. Needs max_staleness > 0\n" in text
+    assert "One of: wait, mask. Needs staleness.max_staleness > 0\n" in text
     assert "  torch_cache_mysophobia: device memory is managed by the engine\n" in text
     assert "  ppo.gen.n (only 1): set group_size for the completions per prompt\n" in text
 

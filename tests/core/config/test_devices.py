@@ -9,14 +9,14 @@ import pytest
 
 from allocation import Allocation, AllocationError
 from core import quickstart
-from core.config import allocation as config_allocation
-from core.config.allocation import resolve_allocation
+from core.checks import run_checks
+from core.checks.load import load_config
+from core.checks.rules import config_warnings
 from core.config.base import ConfigError
-from core.config.checks import run_checks
-from core.config.load import load_config
-from core.config.push import choose_transport
-from core.config.rules import config_warnings
 from core.experiments.process_settings import backend_settings
+from core.placement import allocation as config_allocation
+from core.placement.allocation import resolve_allocation
+from core.placement.transport import choose_transport
 from helpers.config_inputs import fake_gpus, write_run
 from rollout.inference.backend import Capabilities
 from rollout.inference.mock.backend import MockBackend

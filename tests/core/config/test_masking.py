@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from core.checks.load import load_config
 from core.config.base import ConfigError
-from core.config.load import load_config
 from core.config.parsing.masking import is_secret, masked_override, masked_urls
 from core.config.show import listing
 from core.runs.paths import RunPaths, private_files, sole_run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config.load import load_config
-from core.config.ray_address import JoinedCluster, joined_cluster, not_joined_note, running_ray
+from core.checks.load import load_config
+from core.placement.ray_address import JoinedCluster, joined_cluster, not_joined_note, running_ray
 from core.quickstart import main
 from helpers.config_inputs import write_run
 

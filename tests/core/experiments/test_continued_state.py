@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from core.config.load import load_config
+from core.checks.load import load_config
 from core.experiments import context
 from core.experiments.common import Start
 from core.processes.supervise import Attempt
 from core.recovery.plain_state import write_state
 from core.recovery.recover import RecoverError, RecoverStore, RunState
+from core.runs.checkpoints import RunIdentity
 from core.runs.paths import RunPaths
 from helpers.config_inputs import write_run
 from tracing import record_spans
@@ -31,7 +31,7 @@ def configured(tmp_path: Path, *words: str) -> Any:
 def loaded(tmp_path: Path, before: str | None, now: str, *words: str) -> RunState:
     """The state that a run of algorithm.name=`now` continues from, of a checkpoint of algorithm.name=`before`; None: of
     an earlier release."""
-    identity = asdict(configured(tmp_path, "group_size=4", f"algorithm.name={before or 'grpo'}").run_identity)
+    identity = configured(tmp_path, "group_size=4", f"algorithm.name={before or 'grpo'}").identity
     if before is None:
         del identity["algorithm"]
     state = {"step": 3, "version": 3, "elapsed_seconds": 1.0, "extra": {"algorithm": {"mean": 1.5}, "memory": {}}}
@@ -40,7 +40,7 @@ def loaded(tmp_path: Path, before: str | None, now: str, *words: str) -> RunStat
     (checkpoint / "run.json").write_text(json.dumps({"identity": identity, "state": state}))
     write_state(checkpoint, "rollout", None)
     config = configured(tmp_path, "group_size=4", f"algorithm.name={now}", *words)
-    store = RecoverStore(tmp_path, config.run_identity)
+    store = RecoverStore(tmp_path, RunIdentity(**config.identity))
     return store.load(checkpoint, ignore_changes=config.recover_ignore_changes).state
 
 

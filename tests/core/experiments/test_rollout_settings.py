@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.config.allocation import resolve_allocation
+from core.checks.load import load_config
 from core.config.experiments import PPOMATHConfig
-from core.config.load import load_config
 from core.experiments.process_settings import rollout_settings
+from core.placement.allocation import resolve_allocation
 from core.rollout_settings import RolloutSettings
 from helpers.config_inputs import SMALLEST_PPO, write_run
 

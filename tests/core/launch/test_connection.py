@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.config.ray_address import JoinedCluster
 from core.errors import LaunchError
 from core.launch import connection
 from core.launch.connection import OwnPackagesFirst, join
+from core.placement.ray_address import JoinedCluster
 from rollout.plugins import ROOT
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.checks.load import load_config
 from core.config.experiments import ExperimentConfig
-from core.config.load import load_config
 from core.experiments import common
 from core.experiments.common import open_trackers
 from core.monitoring.histogram import Histogram

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from core import quickstart
+from core.checks.load import load_config
 from core.config.experiments import ExperimentConfig
-from core.config.load import load_config
 from core.config.show import recorded
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
 from core.runs.own import is_own

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from allocation import parse
-from core.config.push import choose_transport
+from core.placement.transport import choose_transport
 from core.weight_sync.buckets import Buckets, SenderSettings, SendReport, buckets_to_stage
 from core.weight_sync.calls import Deadline, in_background
 from core.weight_sync.colocated import ColocatedPush

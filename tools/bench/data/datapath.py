@@ -26,7 +26,7 @@ from rich.console import Console
 
 from allocation import parse
 from core.algorithms.policy_gradient import PolicyGradient
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 from core.config.runtime import DeadlineConfig
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.data.stored_batch import Arrays, Ref

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from allocation import parse
-from core.config.push import choose_transport
+from core.placement.transport import choose_transport
 from core.weight_sync.servers import SenderPlan, make_sender
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator

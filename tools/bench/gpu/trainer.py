@@ -25,7 +25,7 @@ import torch
 
 from allocation import ParallelLayout, parse
 from core.algorithms.losses import policy_loss
-from core.algorithms.settings import AlgorithmSettings
+from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineSettings, OptimizerSettings

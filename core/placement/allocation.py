@@ -22,7 +22,7 @@ from allocation import (
     parse_device_mappings,
 )
 from core.config.experiments import ExperimentConfig
-from core.config.ray_address import joined_cluster
+from core.placement.ray_address import joined_cluster
 from rollout.inference.gpus import query_gpus
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from allocation import AllocationError
-from core.config.allocation import resolve_allocation
 from core.config.base import Problem
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.ray_address import connection_error, joined_cluster
 from core.config.runtime import NOT_IN_A_RUN
+from core.placement.allocation import resolve_allocation
+from core.placement.ray_address import connection_error, joined_cluster
 from core.processes.temporary import too_long_for_sockets
 from core.runs.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from core.algorithms.settings import AlgorithmSettings
+from core.config.needs import Value
 
 
 class Preset(NamedTuple):
@@ -17,12 +17,12 @@ class Preset(NamedTuple):
 
     about: str
     source: str
-    values: Mapping[str, Any] = {}
+    values: Mapping[str, Value] = {}
     """Dotted key -> value."""
 
 
-_GROUP = {"algorithm.advantage": "group", "ppo.adv_norm": False}
-_OUTCOME = {**_GROUP, "ppo.kl_ctl": 0.0, "algorithm.kl_reward_level": "sequence"}
+_GROUP: Mapping[str, Value] = {"algorithm.advantage": "group", "ppo.adv_norm": False}
+_OUTCOME: Mapping[str, Value] = {**_GROUP, "ppo.kl_ctl": 0.0, "algorithm.kl_reward_level": "sequence"}
 """Advantages from rewards of groups, without a reference model."""
 
 PRESETS: Mapping[str, Preset] = {
@@ -117,12 +117,6 @@ PRESETS: Mapping[str, Preset] = {
         {**_OUTCOME, "algorithm.demonstration_weight": 0.1, "algorithm.demonstration_loss": "chord"},
     ),
 }  # fmt: skip
-
-
-def preset_settings(name: str) -> AlgorithmSettings:
-    """Return the settings of a preset over those that compute nothing else: no KL divergence, nothing normalized."""
-    values = {key.rpartition(".")[2]: value for key, value in PRESETS[name].values.items()}
-    return AlgorithmSettings(**{"disable_value": name != "ppo", **values})
 
 
 def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from core.checks.host import host_checks, is_elsewhere
+from core.checks.recipe import recipe_checks
 from core.config.base import Problem
-from core.config.checks.host import host_checks, is_elsewhere
-from core.config.checks.recipe import recipe_checks
 from core.config.experiments import ExperimentConfig
 
 __all__ = ["run_checks"]

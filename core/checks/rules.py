@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from core.config.algorithm import algorithm_warnings, unread_settings
-from core.config.allocation_rules import check_allocation
+from core.checks.algorithm import algorithm_warnings
+from core.checks.facts import not_used, recomputation_warnings, unused_keys
 from core.config.base import Violation
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelTrainEvalConfig
 from core.config.runtime import NOT_IN_A_RUN
-from core.config.unused import not_used, recomputation_warnings, unused_keys
+from core.placement.rules import check_allocation
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
 """No vocabulary is so large: as a top_k it cuts nothing off."""
@@ -41,10 +41,6 @@ def config_warnings(config: ExperimentConfig) -> Iterator[str]:
     unused: dict[str, list[str]] = {}
     for key, reason in unused_keys(config):
         unused.setdefault(reason, []).append(key)
-    elsewhere = {key for keys in unused.values() for key in keys}
-    for key, reason in [found for find in _UNREAD[config.NAME] for found in find(config)]:
-        if key not in elsewhere:
-            unused.setdefault(reason, []).append(key)
     for reason, keys in unused.items():
         yield not_used(keys, reason)
     for warn in _WARNINGS[config.NAME]:
@@ -168,9 +164,6 @@ _RULES: Mapping[str, tuple[Callable[[Any], Iterator[Violation]], ...]] = {
     "sft": (_sft_model,),
     "dpo": (_sft_model, _reference),
 }
-_UNREAD: Mapping[str, tuple[Callable[[Any], Iterator[tuple[str, str]]], ...]] = {
-    "ppo-math": (unread_settings,), "sft": (), "dpo": ()
-}  # fmt: skip
 _WARNINGS: Mapping[str, tuple[Callable[[Any], Iterator[str]], ...]] = {
     "ppo-math": (_inexact_sampling, _quantized_sampling, algorithm_warnings, recomputation_warnings),
     "sft": (recomputation_warnings,),

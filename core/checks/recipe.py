@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allocation import AllocationError
-from core.config.algorithm import check_algorithm
-from core.config.allocation import resolve_allocation
-from core.config.allocation_rules import nearest_allocation, split_errors
+from core.checks.algorithm import check_algorithm
+from core.checks.facts import keys_of_conversations, not_used
 from core.config.base import Problem
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
-from core.config.file_experiments import offline_data
 from core.config.models import ModelUse
-from core.config.unused import keys_of_conversations, not_used
-from core.data.offline import open_sample, report_steps
+from core.data.offline import offline_data, open_sample, report_steps
+from core.placement.allocation import resolve_allocation
+from core.placement.rules import nearest_allocation, split_errors
 from core.runs.checkpoints import (
     CONFIG_KEYS,
+    RunIdentity,
     cannot_continue,
     has_checkpoint,
     is_checkpoint,
@@ -401,7 +401,7 @@ def _recover(config: ExperimentConfig, *, read: _ReadStream) -> Iterator[Problem
         step = int(str(state.get("step", 0)))
     except _NOT_OF_A_RUN:
         return
-    changes = config.run_identity.changes_since(identity)
+    changes = RunIdentity(**config.identity).changes_since(identity)
     for field, change in changes.items():
         yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(newest)}")
     limit = config.exp_ctrl.total_train_steps

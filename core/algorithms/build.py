@@ -1,0 +1,68 @@
+"""From a configuration to the algorithm of a run, and the options of one of the user. Loads torch with the algorithm
+alone: the checks of a configuration import this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from core.config.algorithm import AlgorithmSettings
+from core.config.experiments import PPOMATHConfig
+from core.config.presets import PRESETS
+from rollout.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from core.algorithms.base import Algorithm
+
+T = TypeVar("T")
+POLICY_GRADIENT = "core.algorithms.policy_gradient:PolicyGradient"
+"""module:class of all PRESETS; it takes (AlgorithmSettings, options) and has the attributes of base.Algorithm."""
+
+
+def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
+    """Return what an algorithm reads of the configuration, with what null leaves open filled in."""
+    decided = {
+        "correction": config.correction,
+        "disable_value": not config.uses_critic,
+        "value_norm": config.ppo.value_norm and config.uses_critic,
+        "group_adv_norm": config.group_adv_norm,
+        "max_new_tokens": config.ppo.gen.max_new_tokens,
+    }
+    keys = {
+        name: getattr(section, name)
+        for section in (config.ppo, config.algorithm)
+        for name in AlgorithmSettings.model_fields.keys() & type(section).model_fields.keys()
+    }
+    return AlgorithmSettings(**keys | decided)
+
+
+def load_algorithm(name: str) -> Any:
+    """Return the class of an algorithm: a key of PRESETS or package.module:Class. Imports torch. Raises
+    PluginError."""
+    return load_plugin(
+        POLICY_GRADIENT if name in PRESETS else name, kind="algorithm", arguments=("settings", "options")
+    )
+
+
+def build_algorithm(config: PPOMATHConfig) -> Algorithm:
+    """Return the algorithm of this run. Imports torch. Raises ValueError for a name or options that do not exist."""
+    return load_algorithm(config.algorithm_name)(algorithm_settings(config), config.algorithm.options)
+
+
+def read_options(section: type[T], options: Mapping[str, Any]) -> T:
+    """Return the frozen dataclass `section`, filled with algorithm.options. Raises ValueError for unknown names or
+    types."""
+    known = {field.name: field for field in dataclasses.fields(section)}  # type: ignore[arg-type]
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(known) or 'none'}"
+            raise ValueError(f"algorithm.options.{name}: unknown option; {hint}")
+        default = known[name].default
+        expected = (int, float) if isinstance(default, float) else (type(default),)
+        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, expected):
+            raise ValueError(f"algorithm.options.{name}: must be a {type(default).__name__}, got {value!r}")
+    return section(**options)
