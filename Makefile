@@ -24,7 +24,7 @@ help:
 	@echo "make test   run the test suite (PYTEST_ARGS='tests/rollout' for a part)"
 	@echo "make quick  run the tests that start neither Ray nor trainer ranks"
 	@echo "make mutants  break promises and changed lines on purpose and run the tests (docs/testing.md)"
-	@echo "make nightly  what continuous integration leaves out; writes its results into docs/testing.md"
+	@echo "make nightly  what continuous integration leaves out (docs/testing.md)"
 	@echo "make lint   ruff and mypy"
 	@echo "make setup  only create $(VENV)"
 	@echo "make clean  remove $(VENV) and the demo's output"
@@ -43,7 +43,7 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants --changed main
 
 nightly: $(STAMP)
-	$(BIN)/python -m tools.nightly --write
+	$(BIN)/python -m tools.nightly
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

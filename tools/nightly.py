@@ -2,7 +2,6 @@
 
     python -m tools.nightly                          # all parts
     python -m tools.nightly --parts chaos mutants
-    python -m tools.nightly --write                  # also into docs/testing.md, where the rows of other parts stay
 
 Every layout of every model family, whole runs in new interpreters, the live SGLang suites where SLIPSTREAM_SGLANG_ENV
 is set, 50 kills of a run, and the catalogue of bugs. Exit code 1: a part failed.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -24,8 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- last nightly: written by tools/nightly.py -->\n", "<!-- end of last nightly -->\n"
 SGLANG_ENV = "SLIPSTREAM_SGLANG_ENV"
 LIVE_SUITES = (
     "tests/rollout/inference/sglang",
@@ -37,7 +33,6 @@ WHOLE_RUNS = ("tests/core/experiments", "tests/core/processes/test_attempts.py",
 FRESH = "SLIPSTREAM_TEST_FRESH"
 """Set: tests start whole runs in new interpreters, not as forks of one that has imported the libraries."""
 
-_HEAD = "| part | result | minutes | when, where |\n|---|---|---|---|"
 _SIDE_BY_SIDE = max(1, (os.cpu_count() or 1) // 8)
 """Test processes: a layout has up to eight ranks."""
 
@@ -95,50 +90,18 @@ def run_part(part: Part, console: Console) -> Outcome:
     return Outcome(name=part.name, result=result, failed=code != 0, seconds=seconds)
 
 
-def row(outcome: Outcome, *, when: str, where: str) -> str:
-    """Return the result of a part as a row of the documentation's table."""
-    result = outcome.result.replace("|", " ")
-    return f"| {outcome.name} | {result} | {_minutes(outcome.seconds)} | {when}, {where} |"
-
-
-def with_results(page: str, rows: Sequence[str]) -> str:
-    """Return the page with these rows between its marks; rows of other parts stay. Raises ValueError without marks."""
-    if BEGIN not in page or END not in page:
-        raise ValueError(f"{PAGE} must have the lines {BEGIN.strip()!r} and {END.strip()!r}")
-    before, _, rest = page.partition(BEGIN)
-    old, _, after = rest.partition(END)
-    parts = {line.split("|")[1].strip(): line for line in [*old.splitlines(), *rows] if line.startswith("|")}
-    table = [_HEAD, *(parts[part.name] for part in PARTS if part.name in parts)]
-    return before + BEGIN + "\n" + "\n".join(table) + "\n\n" + END + after
-
-
-def _minutes(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds / 60:.1f}"
-
-
-def _where() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    commit = f"commit {found.stdout.strip()}, " if found.returncode == 0 else ""
-    return f"{commit}{os.cpu_count()} cores ({platform.machine()})"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.nightly", description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these (default: all)")
-    parser.add_argument("--write", action="store_true", help="write the results into docs/testing.md")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, markup=False)
     outcomes = [run_part(part, console) for part in PARTS if not options.parts or part.name in options.parts]
     table = Table("part", "result", title="Nightly", title_justify="left")
     table.add_column("minutes", justify="right")
     for outcome in outcomes:
-        table.add_row(outcome.name, outcome.result, _minutes(outcome.seconds))
+        minutes = "-" if outcome.seconds is None else f"{outcome.seconds / 60:.1f}"
+        table.add_row(outcome.name, outcome.result, minutes)
     console.print(table)
-    if options.write:
-        rows = [row(outcome, when=time.strftime("%Y-%m-%d"), where=_where()) for outcome in outcomes]
-        PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return int(any(outcome.failed for outcome in outcomes))
 
 

@@ -1,4 +1,4 @@
-"""The nightly command: what it reports of its parts, and where it writes that."""
+"""The nightly command: what it reports of its parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tools import nightly
-from tools.nightly import BEGIN, END, PAGE, PARTS, Outcome, Part, row, run_part, with_results
+from tools.nightly import PARTS, Outcome, Part, run_part
 
 QUIET = Console(quiet=True)
 
@@ -44,23 +44,6 @@ def test_one_failed_part_fails_the_run_and_all_parts_are_run(
     assert nightly.main(["--parts", "good"]) == 0
 
 
-def test_results_replace_those_of_the_same_parts_and_nothing_else() -> None:
-    head = "| part | result | minutes | when, where |\n|---|---|---|---|\n"
-    chaos = Outcome(name="chaos", result="50 kills: 0 | lost", failed=False, seconds=90.0)
-    layouts = Outcome(name="layouts", result="left out", failed=False, seconds=None)
-    now = "| chaos | 50 kills: 0   lost | 1.5 | today, 2 cores |"
-    assert row(chaos, when="today", where="2 cores") == now
-    page = with_results(f"before\n{BEGIN}\nNot run yet.\n\n{END}after\n", [now])
-    assert page == f"before\n{BEGIN}\n{head}{now}\n\n{END}after\n"
-    later = [row(layouts, when="later", where="8 cores"), row(chaos, when="later", where="8 cores")]
-    assert with_results(page, later[:1]) == f"before\n{BEGIN}\n{head}{later[0]}\n{now}\n\n{END}after\n"
-    assert with_results(page, later) == f"before\n{BEGIN}\n{head}{later[0]}\n{later[1]}\n\n{END}after\n"
-    with pytest.raises(ValueError, match="must have the lines"):
-        with_results("no marks", [now])
-
-
-def test_the_page_has_the_place_for_results_and_every_part_names_tests_that_exist() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert with_results(text, ["| chaos | x |"]) != text
+def test_every_part_names_tests_that_exist() -> None:
     files = [word for part in PARTS for word in part.arguments if word.startswith("tests/")]
     assert files and all((nightly.ROOT / file).exists() for file in files)
