@@ -35,7 +35,7 @@ def is_same(gold: Answer, answer: Answer) -> bool:
         return True
     match gold.kind, answer.kind:
         case ("unread", _) | (_, "unread"):
-            return "".join(gold.parts[0].split()) == "".join(str(answer.parts[0]).split())
+            return gold.kind == answer.kind and "".join(gold.parts).split() == "".join(answer.parts).split()
         case ("choice", _):
             return _is_option(gold, answer)
         case (_, "choice"):
@@ -205,9 +205,8 @@ def _is_constant(formula: str) -> bool:
 def _gives(equation: Answer, other: Answer) -> bool:
     """Return whether the right side is `other`, and what is computed on the way to it is right."""
     sides, _, value = equation.parts
-    return is_same(other, value) and all(
-        is_same_formula(value.parts[0], side) for side in sides[:-1] if _is_constant(side)
-    )
+    computed = [side for side in sides[:-1] if _is_constant(side)] if value.kind == "quantity" else []
+    return is_same(other, value) and all(is_same_formula(value.parts[0], side) for side in computed)
 
 
 def _is_curve(equation: Answer) -> bool:
@@ -270,7 +269,7 @@ def _as_set(answer: Answer) -> Any | None:
                 return sympy.FiniteSet(*(value_of(item.parts[0]) for item in items))
             case "group", ("", items):
                 return _joined([_as_set(item) for item in items], ["or"] * (len(items) - 1))
-            case "group", (brackets, (left, right)):
+            case "group", (brackets, (left, right)) if brackets != "M":
                 ends = value_of(left.parts[0]), value_of(right.parts[0])
                 return sympy.Interval(*ends, left_open=brackets[0] == "(", right_open=brackets[1] == ")")
     except (TypeError, ValueError, NotImplementedError, AttributeError):  # not real, not solved, not of numbers

@@ -234,8 +234,9 @@ def _relation(text: str) -> Answer | None:
     if signs == [r"\in"]:
         return _read(sides[1])
     if {*signs} != {"="}:
-        is_known = all(map(_is_formula, sides[not sides[0] :]))
-        return Answer("relation", (tuple(sides), tuple(signs), None)) if is_known else None
+        known = [_as_formula(side) for side in sides if side]
+        first = ("",) if not sides[0] else ()
+        return None if None in known else Answer("relation", ((*first, *known), tuple(signs), None))
     if re.fullmatch(r"[a-zA-Z\d\\ ]+(?::[a-zA-Z\d\\ ]+)+", sides[0]):  # of a ratio
         return _read(sides[-1]) if len(sides) == 2 else None
     if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
@@ -243,18 +244,22 @@ def _relation(text: str) -> Answer | None:
     value = _read(sides[-1])
     names = split(sides[0].strip("()"), ",")[0] if re.fullmatch(r"\(.*\)", sides[0]) else [sides[0]]
     if all(_NAME.fullmatch(name) for name in names):
-        if len(sides) > 2 and all(map(_is_formula, sides[1:])):
-            value = Answer("relation", (tuple(sides[1:]), tuple(signs[1:]), value))
+        if len(sides) > 2:
+            value = _equation(sides[1:], signs[1:], value)
         if len(names) == 1:
             name = re.sub(r"^[a-z]\s*\(x\)$", "y", names[0])
             return Answer("named", ((name,), (value,)))
         if value.kind == "group" and value.parts[0] == "()" and len(value.parts[1]) == len(names):
             return Answer("named", (tuple(names), value.parts[1]))
         return value
-    left = _read(sides[0])
-    if not all(map(_is_formula, sides[:-1])) or value.kind == "unread" or left.kind == "unread":
-        return None
-    return Answer("relation", (tuple(sides), tuple(signs), value))
+    return _equation(sides, signs, value)
+
+
+def _equation(sides: list[str], signs: list[str], value: Answer) -> Answer:
+    known = [_as_formula(side) for side in sides[:-1]]
+    if None in known or value.kind == "unread":
+        return Answer("unread", ("=".join(sides),))
+    return Answer("relation", ((*known, _as_formula(sides[-1]) or sides[-1]), tuple(signs), value))
 
 
 def _bracketed(text: str) -> Answer | None:
@@ -338,8 +343,12 @@ def _formula(text: str) -> str | None:
     return text if _KNOWN.fullmatch(text) and not _ADJACENT.search(text) else None
 
 
-def _is_formula(text: str) -> bool:
-    return _read(text).kind == "quantity"
+def _as_formula(text: str) -> str | None:
+    """Return the formula of a side of a relation, with the unit that it may have."""
+    answer = _read(text)
+    if answer.kind != "quantity":
+        return None
+    return text if answer.parts[1].known or answer.parts[1].others else answer.parts[0]
 
 
 def _flat(text: str) -> str:

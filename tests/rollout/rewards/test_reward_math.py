@@ -112,6 +112,12 @@ def test_what_is_not_understood_as_a_whole_is_not_right_and_every_spelling_is(ki
     assert [row for row in rows if is_right(row[0], row[1]) != (row[2] == "equal")] == []
 
 
+def test_a_solution_of_any_kind_and_an_answer_of_any_other_are_compared() -> None:
+    of_kinds = {(kind, verdict): (gold, text) for gold, text, verdict, kind in PAIRS + KINDS}.values()
+    rights = sum(is_right(gold, text) for gold, _ in of_kinds for _, text in of_kinds if text.startswith("\\boxed"))
+    assert 0 < rights < 0.1 * len(of_kinds) ** 2
+
+
 def test_a_completion_goes_on_with_the_thought_that_its_prompt_has_opened() -> None:
     opened = replace(prompt("3"), text="<|assistant|><think>\n")
     assert math_reward(opened, "so \\boxed{2}</think>It is \\boxed{3}.") == RIGHT
