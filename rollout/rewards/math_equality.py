@@ -231,7 +231,9 @@ def _is_same_relation(gold: Answer, answer: Answer) -> bool:
     if not len(sides) == len(other_sides) == 2:
         return False
     differences: list[Any] = [value_of(f"({left})-({right})") for left, right in (sides, other_sides)]
-    rows = [] if None in differences else values_at_points(*differences)
+    if None in differences:
+        return False
+    rows = values_at_points(*differences)
     ratios = [left / right for left, right in rows if right != 0]
     if not ratios or any(abs(ratio - ratios[0]) > abs(ratios[0]) / 10**9 for ratio in ratios) or ratios[0] == 0:
         return _is_equation(gold) and _has_same_solutions(sides, other_sides)

@@ -42,8 +42,9 @@ _SET_SIGN = r"\\(?:cup|cap|setminus)(?![a-z])"
 _RELATION_SIGN = r"[=<>]|\\(?:le|ge|ne|approx|in)(?![a-z])"
 _RATIO_SIGN = r":|\\text\{\s*to\s*\}"
 _NAME = re.compile(
-    r"(?:[a-zA-Z]|\\(?:theta|alpha|beta|gamma|lambda|phi|mu|sigma|omega|angle|triangle|Delta)(?:\s*[A-Z]+)?)(?:_\{\w+\})?'?"
-    r"(?:\s*\([^()]*\))?|\\frac\s*\{d\w*\}\{d\w+\}|\\(?:vec|overline|hat|bar|overrightarrow)\s*\{[^{}]*\}|(?:\\text\{[^{}]*\}\s*)+|[A-Z]{2,3}"
+    r"(?:[a-zA-Z]|\\(?:theta|alpha|beta|gamma|lambda|phi|mu|sigma|omega|angle|triangle|Delta)(?:\s*[A-Z]+)?)(?:_\{\w+\})?'?(?:\^\{-1\})?"
+    r"(?:\s*\([^()]*\))?|\\frac\s*\{d\w*\}\{d\w+\}|\\(?:vec|overline|hat|bar|overrightarrow)\s*\{[^{}]*\}"
+    r"|(?:\\text\{[^{}]*\}\s*)+|[A-Z]{2,3}|\|[a-zA-Z]+\|"
 )
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _REVERSED = re.compile(r"([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])")

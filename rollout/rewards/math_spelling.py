@@ -96,6 +96,7 @@ _FORMULAS: list[_Rewriting] = [
         lambda m: rf"{m[1]} \times 10^{{{_SCALES[m[2]]}}}\text{{{m[3]}}}",
     ),
     (r"\\text\{\s*\}", ""),
+    (r"\\lg(?![a-z])", r"\\log_{10}"),
     (r"_\s*([a-zA-Z0-9])", r"_{\1}"),
     (
         r"\(\s*\\text\{mod\}\s*([^()]*)\)|\\pmod\s*(\d+|\{[^{}]*\})",
