@@ -137,6 +137,8 @@ def test_the_tests_of_a_changed_file_mirror_it(tree: Path) -> None:
     assert changed_files(tree, "main") == ["core/half.py"]
     assert mirror_of("core/half.py", tree) == "tests/core/test_half.py"
     assert mirror_of("core/deeper/third.py", tree) == "tests/core"
+    with pytest.raises(CatalogueError, match="no-such-branch.*name a branch"):
+        changed_files(tree, "no-such-branch")
 
 
 def test_cosmic_ray_mutates_the_changed_lines_alone(tree: Path, tmp_path: Path) -> None:

@@ -83,17 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         mutants = catalogue.select(catalogue.load(ROOT), ids=options.ids, areas=options.area)
+        if not mutants:
+            raise CatalogueError("no entry matches --ids and --area")
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            tree = copy_tree(ROOT, Path(folder) / "tree")
+            if options.changed:
+                return try_changes(options.changed, tree, options.timeout)
+            return report(try_promises(mutants, tree, options.timeout))
     except CatalogueError as error:
         print(error, file=sys.stderr)
         return 2
-    if not mutants:
-        print("no entry matches --ids and --area", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = copy_tree(ROOT, Path(folder) / "tree")
-        if options.changed:
-            return try_changes(options.changed, tree, options.timeout)
-        return report(try_promises(mutants, tree, options.timeout))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ CATALOGUE = "tests/mutants.toml"
 
 
 class CatalogueError(ValueError):
-    """An entry that is malformed; the message names it."""
+    """A malformed entry or a choice that cannot be tried; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)

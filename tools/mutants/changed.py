@@ -9,16 +9,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.mutants.catalogue import CatalogueError
 from tools.mutants.trial import environment, pytest_command
 
 PACKAGES = ("allocation", "core", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools", "tracing")
 
 
 def changed_files(root: Path, branch: str) -> list[str]:
-    """Return the Python files of the packages that differ from `branch`."""
+    """Return the Python files of the packages that differ from `branch`. Raises CatalogueError if git has no such
+    branch."""
     command = ["git", "-C", str(root), "diff", "--name-only", "--diff-filter=d", branch, "--", *PACKAGES]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.splitlines() if name.endswith(".py")]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        raise CatalogueError(f"--changed {branch}: {listed.stderr.strip()}; name a branch or commit of this repository")
+    return [name for name in listed.stdout.splitlines() if name.endswith(".py")]
 
 
 def mirror_of(file: str, root: Path) -> str:
