@@ -89,6 +89,7 @@ class RunContext:
             startup_timeout_seconds=config.launch.startup_timeout_seconds,
             deadlines=config.deadlines,
             log_folder=self.paths.logs,
+            before_end=[tracker.close for tracker in self.trackers],
         )
 
     def monitor(self, schedule: Schedule, *, consumed: bool = False, sample_steps: int | None = None) -> Monitor:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,9 +64,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         startup_timeout_seconds: float,
         deadlines: DeadlineConfig,
         log_folder: Path,
+        before_end: Sequence[Callable[[], None]] = (),
     ):
         """`joined`: a cluster that runs; None: start one on this machine. `envs`: external_configs.envs, for every
-        worker on every node; those that this process has keep their value."""
+        worker on every node; those that this process has keep their value. `before_end`: called before the
+        processes that this one has started are killed."""
+        self._before_end = before_end
         self._joined = joined
         self.gpus_allowed = "all" if joined else allowed_gpus()
         """CUDA_VISIBLE_DEVICES as this program got it; it does not apply to the machines of an existing cluster."""
@@ -135,6 +138,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         """End Ray and the watchdog, which ends what is left; a signal interrupts neither, unless Ray hangs."""
         begin_shutdown()
         try:
+            for call in self._before_end:
+                call()
             ray.shutdown()
         finally:
             self._interrupts.install_again()  # Ray has taken the handler of SIGTERM away

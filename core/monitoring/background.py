@@ -43,6 +43,7 @@ class BackgroundTracker:
         self._tracker, self._close_seconds = tracker, close_seconds
         self._rows: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         self._lost = 0
+        self._closed = False
         self._failing = False
         self._thread = threading.Thread(target=self._send, name=f"tracker {tracker.name}", daemon=True)
         self._thread.start()
@@ -56,8 +57,10 @@ class BackgroundTracker:
         self._put(partial(self._tracker.write_samples, step, list(samples)))
 
     def close(self) -> None:
-        """Send what waits, within the limit, and log what was lost."""
-        name = self._tracker.name
+        """Send what waits, within the limit, and log what was lost. Further calls do nothing."""
+        if self._closed:
+            return
+        self._closed, name = True, self._tracker.name
         try:
             self._rows.put(None, timeout=self._close_seconds)
         except queue.Full:

@@ -1,4 +1,5 @@
-"""The timeouts of a driver: it is killed without heartbeats, and where it does not end after a signal."""
+"""The timeouts of a driver, which is killed without heartbeats or where it does not end after a signal, and the end of
+what it has started."""
 
 from __future__ import annotations
 
@@ -6,16 +7,20 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from core.processes.forwarding import Forwarding
-from core.processes.orphans import END_SECONDS
 from core.processes.stacks import FOLDER, collect_stacks
 
 logger = logging.getLogger(__name__)
 
+END_SECONDS = 30.0
+"""For the processes of a lost attempt to go by themselves (its watchdog ends them); then they are killed."""
 DRIVER = "driver"
 """Name of its stacks."""
 _LONGEST_LOOK_SECONDS = 1.0
@@ -67,3 +72,25 @@ class Watch:
         self.verdict = f"the driver ({state}) {verb} {reason}{key} and was killed; its stacks are in {where}"
         logger.error("%s", self.verdict)  # now: a process that waits for a device may stay for long
         os.kill(self._child, signal.SIGKILL)
+
+
+def end_orphans(others: Collection[psutil.Process]) -> None:
+    """Return when all children but `others` have ended, with their descendants: nothing is left of the attempt."""
+    deadline = time.monotonic() + END_SECONDS
+    while left := [process for child in psutil.Process().children() if child not in others for process in _tree(child)]:
+        if time.monotonic() > deadline:
+            for process in left:
+                logger.warning("Killing process %d, left over from an attempt", process.pid)
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.05)
+
+
+def _tree(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and its descendants; it alone where it has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return [process]

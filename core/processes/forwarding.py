@@ -5,27 +5,22 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 import time
 from contextlib import AbstractContextManager, suppress
 from types import FrameType
-from typing import Any
 
 from core.processes.signals import SIGNALS, handle
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Signals go to the child, which ends in order; also those that come before there is one, or between two
-    of them: the next one gets them at once."""
+    """Signals go to the child, which ends in order; also those that come before there is one, or between two of them:
+    the next one gets them at once. To be entered in the main thread."""
 
     def __enter__(self) -> Forwarding:
-        self.in_main_thread = threading.current_thread() is threading.main_thread()
         self._child: int | None = None
         self._numbers: list[int] = []
         self._first = math.inf
-        self._before: dict[int, Any] = {}
-        if self.in_main_thread:  # Python has signals handled there only
-            self._before = handle(self._forward)
+        self._before = handle(self._forward)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -85,14 +84,13 @@ def is_command() -> bool:
 
 
 class Interrupts(AbstractContextManager["Interrupts"]):
-    """While entered, the first signal raises KeyboardInterrupt in the main thread and all are remembered. In any other
-    thread this does nothing: Python leaves signals to the main one."""
+    """While entered, the first signal raises KeyboardInterrupt in the main thread and all are remembered. To
+    be entered in the main thread."""
 
     def __enter__(self) -> Interrupts:
         global _shutdown_began
         _shutdown_began = None
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._before = handle(_interrupt) if in_main_thread else {}
+        self._before = handle(_interrupt)
         return self
 
     def install_again(self) -> None:

@@ -9,7 +9,6 @@ started.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -19,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,9 +27,8 @@ from typing import Any, NoReturn
 import psutil
 
 from core.errors import could_not_write
-from core.processes.driver_watch import DRIVER, Limits, Watch
+from core.processes.driver_watch import DRIVER, Limits, Watch, end_orphans
 from core.processes.forwarding import Forwarding
-from core.processes.orphans import end_orphans
 from core.processes.signals import INTERRUPTED, Interrupts, begin_shutdown, is_command
 from core.processes.stacks import register_process
 from core.processes.temporary import make_temporary, use_temporary
@@ -178,17 +175,7 @@ def _run_as_driver(
             attempt.report(done=True)
     except KeyboardInterrupt:
         code = interrupted(attempt)
-    except BaseException:
-        if forwarding.in_main_thread:
-            raise
-        traceback.print_exc()
-    if forwarding.in_main_thread:
-        raise SystemExit(code)
-    # The thread that forked is the only one here, and an exception in it would end the thread alone.
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    raise SystemExit(code)
 
 
 def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) -> int:

@@ -17,7 +17,6 @@ import re
 import shlex
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -155,8 +154,8 @@ def _start(command: Sequence[str]) -> dict[str, Any]:
 
 def _lasting(command: Sequence[str], paths: RunPaths) -> list[str]:
     """Return the command with the record in place of the temporary configuration file of slipstream.train()."""
-    words, prefix = list(command), str(Path(tempfile.gettempdir()) / "slipstream-")
-    for i, word in enumerate(words[1:], start=1):
-        if words[i - 1] == "--config" and word.startswith(prefix):
-            words[i] = str(paths.logs / CONFIG)
-    return words
+    after_config = [False, *(word == "--config" for word in command)]
+    return [
+        str(paths.logs / CONFIG) if is_file and Path(word).parent.name.startswith("slipstream-") else word
+        for is_file, word in zip(after_config, command, strict=False)
+    ]

@@ -113,11 +113,14 @@ def test_sigterm_while_ray_starts_is_an_interrupt_and_ends_the_watchdog(
         monkeypatch.setattr(launch_cluster, name, fake)
     before = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(
-        joined=None, envs={}, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(), log_folder=tmp_path
-    )
+        joined=None, envs={}, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(),
+        log_folder=tmp_path, before_end=[lambda: ended.append("tracker")],
+    )  # fmt: skip
     with pytest.raises(KeyboardInterrupt), cluster:
         pass
-    assert ended == ["ray", "watchdog"] and signal.getsignal(signal.SIGTERM) == before
+    assert ended == ["tracker", "ray", "watchdog"], (
+        "what has processes ends before they are killed" and signal.getsignal(signal.SIGTERM) == before
+    )
 
 
 @pytest.mark.parametrize(("seconds", "last"), [(9.0, None), (11.0, EndNow)], ids=["ends", "hangs"])

@@ -47,6 +47,7 @@ def test_rows_arrive_in_order_and_are_there_when_it_is_closed() -> None:
     tracker.write_samples(1, [])
     tracker.write(2, metrics)
     tracker.close()
+    tracker.close()
     assert service.taken == [(1, {"loss": 1.0}), (1, []), (2, {"loss": 2.0}), "closed"]
     assert isinstance(tracker, SampleSink)
 

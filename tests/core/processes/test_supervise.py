@@ -318,35 +318,6 @@ def test_without_retries_there_is_one_attempt_with_its_exit_code_and_cause(end: 
     assert ("The run failed after step 0: the driver was killed by SIGKILL" in said) == ("kill" in end)
 
 
-def test_a_run_can_be_started_from_any_thread() -> None:
-    """As from a notebook or a web server: Python leaves signals to the main thread, and a fork has the thread that made
-    it alone."""
-    body = """
-import threading
-from core.processes.signals import Interrupts
-
-def attempt(self):
-    with Interrupts():
-        self.report(step=self.number, cause=f"cause {self.number}")
-        return 0 if self.number == 2 else 1
-
-def in_thread(attempt, **settings):
-    codes = []
-    thread = threading.Thread(target=lambda: codes.append(started(attempt, **settings)))
-    thread.start()
-    thread.join()
-    return codes[0]
-
-started, run_attempts = run_attempts, in_thread
-"""
-    code, said = run(body, retries=1)
-    assert code == DONE, said
-    assert "Attempt 1 failed after step 1: cause 1" in said and "Traceback" not in said
-    failing = body.replace("return 0 if self.number == 2 else 1", "1 / 0")
-    code, said = run(failing, retries=0)
-    assert code == FAILED and said.count("ZeroDivisionError: division by zero") == 1
-
-
 def test_a_signal_that_is_lost_before_the_run_handles_signals_is_found_later() -> None:
     """As in a destructor during an import, where Python prints the exception and goes on."""
     body = """
@@ -430,8 +401,8 @@ def attempt(self):
     return 0
 
 def called(attempt, **settings):
-    from core.processes import orphans
-    orphans.END_SECONDS = 0
+    from core.processes import driver_watch
+    driver_watch.END_SECONDS = 0
     code = started(attempt, **settings)
     print("it ended with", earlier.poll())
     earlier.kill()
