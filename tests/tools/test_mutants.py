@@ -137,6 +137,7 @@ def test_the_tests_of_a_changed_file_mirror_it(tree: Path) -> None:
     assert changed_files(tree, "main") == ["core/half.py"]
     assert mirror_of("core/half.py", tree) == "tests/core/test_half.py"
     assert mirror_of("core/deeper/third.py", tree) == "tests/core"
+    assert mirror_of("core/half/third.py", tree) == "tests/core/test_half.py"
     with pytest.raises(CatalogueError, match="no-such-branch.*name a branch"):
         changed_files(tree, "no-such-branch")
 

@@ -26,14 +26,17 @@ def changed_files(root: Path, branch: str) -> list[str]:
 
 
 def mirror_of(file: str, root: Path) -> str:
-    """Return the tests that mirror a file: its test module if there is one, else the nearest folder of tests."""
-    folder = Path("tests") / Path(file).parent
-    module = folder / f"test_{Path(file).stem}.py"
-    if (root / module).is_file():
-        return str(module)
-    while not (root / folder).is_dir():
-        folder = folder.parent
-    return str(folder)
+    """Return the tests that mirror a file: the module named for it or for its folder, else the nearest folder of
+    tests."""
+    path = Path(file).with_suffix("")
+    while True:
+        folder = Path("tests") / path.parent
+        module = folder / f"test_{path.name}.py"
+        if (root / module).is_file():
+            return str(module)
+        if (root / folder).is_dir():
+            return str(folder)
+        path = path.parent
 
 
 def mutate(file: str, root: Path, tree: Path, *, branch: str, limit_seconds: float) -> tuple[int, list[str]]:
