@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from core.algorithms.build import read_options as read_options
     from core.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from core.config.algorithm import AlgorithmSettings as AlgorithmSettings
+    from core.config.base import Section as Section
+    from core.config.base import key as key
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.weights import sequence_mean as sequence_mean
@@ -53,6 +55,7 @@ _HOME = {
     "Algorithm": "core.algorithms.base",
     "PolicyGradient": "core.algorithms.policy_gradient",
     "AlgorithmSettings": "core.config.algorithm",
+    **dict.fromkeys(("Section", "key"), "core.config.base"),
     "read_options": "core.algorithms.build",
     "ModelOutput": "mcore_adapter.forward",
     "RolloutBatch": "core.data.rollout_batch",

@@ -9,8 +9,12 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ValidationError
+
 from core.config.algorithm import AlgorithmSettings
+from core.config.base import ConfigError, Problem, Section, broken_bound, fields_by_key
 from core.config.experiments import PPOMATHConfig
+from core.config.parsing.coerce import CoerceError, coerce, to_node
 from core.config.presets import PRESETS
 from rollout.plugins import load_plugin
 
@@ -49,7 +53,41 @@ def load_algorithm(name: str) -> Any:
 
 def build_algorithm(config: PPOMATHConfig) -> Algorithm:
     """Return the algorithm of this run. Imports torch. Raises ValueError for a name or options that do not exist."""
-    return load_algorithm(config.algorithm_name)(algorithm_settings(config), config.algorithm.options)
+    options = own_options(config.algorithm_name, config.algorithm.options)
+    return load_algorithm(config.algorithm_name)(
+        algorithm_settings(config), config.algorithm.options if options is None else options
+    )
+
+
+def own_options(name: str, options: Mapping[str, object]) -> Section | None:
+    """Return algorithm.options as the `Config` of the algorithm `name`; None where it has none. Raises ConfigError with
+    every problem there is."""
+    own = getattr(load_algorithm(name), "Config", None)
+    if own is None:
+        return None
+    known, prefix = fields_by_key(own), "algorithm.options."
+    values: dict[str, object] = {}
+    problems: list[Problem] = []
+    for name, value in options.items():
+        try:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(known) or 'none'}"
+                raise CoerceError(f"unknown option; {hint}")
+            values[name] = coerce(to_node(value), known[name][1].annotation)
+        except CoerceError as error:
+            problems.append(Problem(key=prefix + name, message=str(error)))
+    try:
+        section: Section = own.model_validate(values)
+    except ValidationError as error:
+        problems += [
+            Problem(key=prefix + str(item["loc"][0]), message=broken_bound(item))
+            for item in error.errors()
+            if item["loc"][0] in values or item["loc"][0] not in options
+        ]
+    if problems:
+        raise ConfigError(problems)
+    return section
 
 
 def read_options(section: type[T], options: Mapping[str, Any]) -> T:

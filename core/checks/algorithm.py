@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from core.algorithms.build import algorithm_settings, build_algorithm
 from core.config.algorithm import BOUNDS, AlgorithmSettings
-from core.config.base import Problem
+from core.config.base import ConfigError, Problem
 from core.config.experiments import EXPERIMENTS, PPOMATHConfig
 from core.config.presets import PRESETS
 from rollout.plugins import PluginError, unknown_name
@@ -37,6 +37,9 @@ def _check_own(config: PPOMATHConfig, name: str) -> Iterator[Problem]:
         algorithm = build_algorithm(config)
     except PluginError as error:
         yield Problem(key="algorithm.name", message=str(error))
+        return
+    except ConfigError as error:
+        yield from error.problems
         return
     except ValueError as error:
         key, _, message = str(error).partition(": ")

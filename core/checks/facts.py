@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from core.algorithms.build import load_algorithm
+from core.algorithms.build import load_algorithm, own_options
 from core.config.algorithm import AlgorithmSettings
 from core.config.base import Section, all_keys, default_of, fields_by_key, needs_of
 from core.config.experiments import ExperimentConfig
@@ -21,6 +21,7 @@ from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from rollout.data.left_out import has_chat_template
 from rollout.inference.registry import BACKENDS
 
+_OPTIONS = "algorithm.options."
 _OF_CHAT_TEMPLATES = ("prompt.system", "prompt.chat_template", "prompt.chat_options")
 """Keys that conversations and prompts in the chat template use; prompt.instruction is for the latter alone."""
 
@@ -28,8 +29,9 @@ _OF_CHAT_TEMPLATES = ("prompt.system", "prompt.chat_template", "prompt.chat_opti
 class RunFacts:
     """The settings of a run, what follows from them, and its models: what `needs` of keys are asked of."""
 
-    def __init__(self, config: ExperimentConfig) -> None:
-        self._config = config
+    def __init__(self, config: ExperimentConfig, options: Section | None = None) -> None:
+        """`options`: the keys of an algorithm of the user."""
+        self._config, self._options = config, options
         self._allocation = resolve_allocation(config)
         self._models = {use.key: use for use in config.model_uses}
         self._decided = dict(config.decided)
@@ -40,8 +42,8 @@ class RunFacts:
         """Return a setting; one that null leaves open, as it was decided."""
         if path in self._decided:
             return self._decided[path]
-        found: Any = self._config
-        for name in path.split("."):
+        found: Any = self._options if path.startswith(_OPTIONS) else self._config
+        for name in path.removeprefix(_OPTIONS).split("."):
             found = getattr(found, name)
         return found if isinstance(found, bool | int | float | str | None) else str(found)
 
@@ -185,7 +187,9 @@ def unused_keys(config: ExperimentConfig, keys: Set[str] | None = None) -> Itera
     have as a whole. `keys`: to ask about instead of those that were given."""
     asked = given_keys(config) if keys is None else keys
     own, of_algorithm = config.own_algorithm, _keys_of_algorithm(config)
-    for path, reason in _unused(RunFacts(config), config, asked, ""):
+    options = None if own is None else own_options(own, config.algorithm_options)
+    run = RunFacts(config, options)
+    for path, reason in _unused(run, config, asked, ""):
         if own is None or path not in of_algorithm:
             yield path, reason.shown(set_by=_set_by_name(config, reason))
     if own is not None and (reads := load_algorithm(own).reads) is not None:
@@ -193,6 +197,10 @@ def unused_keys(config: ExperimentConfig, keys: Set[str] | None = None) -> Itera
         for path in sorted(asked & of_algorithm):
             if path.rpartition(".")[2] not in read:
                 yield path, f"algorithm.name={own} does not read it"
+    if options is not None:
+        asked = {f"{_OPTIONS}{name}" for name in options.model_fields_set}
+        for path, reason in _unused(run, options, asked, _OPTIONS):
+            yield path, reason.shown()
 
 
 def _unused(run: RunFacts, section: Section, asked: Set[str], prefix: str) -> Iterator[tuple[str, Reason]]:

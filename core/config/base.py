@@ -118,3 +118,22 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         lines = [str(p) for p in problems if p not in lacking]
         super().__init__("\n".join([*lines, *([host_section(lacking)] if lacking else ())]))
+
+
+_BOUNDS = {
+    "missing": "required; it has no default",
+    "greater_than": "must be greater than {gt}, got {input}",
+    "greater_than_equal": "must be at least {ge}, got {input}",
+    "less_than": "must be less than {lt}, got {input}",
+    "less_than_equal": "must be at most {le}, got {input}",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must be letters, digits and . _ + = -, a letter or digit first, got {input!r}",
+}
+
+
+def broken_bound(error: Mapping[str, Any]) -> str:
+    """Return an error of pydantic about one field in the words of a message."""
+    # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
+    bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
+    return _BOUNDS.get(error["type"], error["msg"]).format(**bounds, input=error["input"])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from allocation import TRAINER_ROLE
 from core.config.base import Section, key, section
 from core.config.common import DEFAULT_TOKENS_PER_MB, N_GPUS, CommonExperimentConfig
-from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.needs import Value
 from core.config.ppo import (
     DPOHyperparameters,
@@ -118,6 +118,11 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     def own_algorithm(self) -> str | None:
         """The import path of an algorithm of the user."""
         return None
+
+    @property
+    def algorithm_options(self) -> Mapping[str, FlagValue]:
+        """Keys of an algorithm of the user."""
+        return {}
 
     @property
     def algorithm_keys(self) -> dict[str, Section]:

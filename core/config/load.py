@@ -17,7 +17,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from core.config.base import ConfigError, Problem, Section, Violation, all_keys, default_of, fields_by_key, sub_section
+from core.config.base import (
+    ConfigError,
+    Problem,
+    Section,
+    Violation,
+    all_keys,
+    broken_bound,
+    default_of,
+    fields_by_key,
+    sub_section,
+)
 from core.config.dialects.areal_v02 import translate
 from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
@@ -136,6 +146,8 @@ class _Binder:
             if resolved is None:
                 continue
             if below is None:
+                if isinstance(resolved, Table):
+                    self.sources |= {f"{path}.{entry}": value.where for entry, value in resolved.children.items()}
                 self._value(values, name, path, resolved, info.annotation)
             elif isinstance(resolved, Table):
                 values[name] = self._bind(below, resolved, default_of(defaults, attribute, info), f"{path}.")
@@ -244,7 +256,7 @@ def _validate(
                 dotted = ".".join(path)
                 where = _where(sources, dotted) or file
                 if dotted not in sources or item["type"] != "missing":
-                    problems.append(Problem(key=dotted, message=_rule(item), where=where))
+                    problems.append(Problem(key=dotted, message=broken_bound(item), where=where))
                 _repair(values, path, item["type"] == "missing")
     raise AssertionError(f"defaults are valid, yet {problems}")
 
@@ -257,21 +269,3 @@ def _repair(values: dict[str, Any], path: Sequence[str], missing: bool) -> None:
         values[path[-1]] = "missing"
     else:
         values.pop(path[-1])
-
-
-_RULES = {
-    "missing": "required; it has no default",
-    "greater_than": "must be greater than {gt}, got {input}",
-    "greater_than_equal": "must be at least {ge}, got {input}",
-    "less_than": "must be less than {lt}, got {input}",
-    "less_than_equal": "must be at most {le}, got {input}",
-    "string_too_short": "must not be empty",
-    "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": "must be letters, digits and . _ + = -, a letter or digit first, got {input!r}",
-}
-
-
-def _rule(error: Mapping[str, Any]) -> str:
-    # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
-    bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
-    return _RULES.get(error["type"], error["msg"]).format(**bounds, input=error["input"])

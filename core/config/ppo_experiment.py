@@ -12,7 +12,7 @@ from allocation import GENERATOR_ROLE, TRAINER_ROLE
 from core.config.algorithm import AlgorithmConfig, Correction
 from core.config.base import Section, key, section
 from core.config.common import DEFAULT_TOKENS_PER_MB, CommonExperimentConfig
-from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.needs import Value, above, equals, fact, given, refused_without
 from core.config.ppo import (
     CRITIC,
@@ -122,6 +122,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def own_algorithm(self) -> str | None:
         return None if self.algorithm.name in PRESETS else self.algorithm.name
+
+    @property
+    def algorithm_options(self) -> Mapping[str, FlagValue]:
+        return self.algorithm.options
 
     @property
     def algorithm_keys(self) -> dict[str, Section]:
