@@ -6,16 +6,17 @@ question settles: a unit, a base, the half of the day, the name of a value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import and_, or_, sub
 from typing import Any
 
 import sympy
-from math_verify import verify
 
 from rollout.rewards.math_formulas import is_same_formula, is_same_value, value_of, values_at_points
 from rollout.rewards.math_reading import Answer
-from rollout.rewards.math_units import Unit
+from rollout.rewards.math_units import Unit, unit_of
 
 _PERCENT = ("%", 1)
 _ORDERED = ({"()"}, {"<>"}, {"[]"}, {"[)"}, {"(]"}, {"()", "<>"}, {"()", ""}, {"<>", ""})
@@ -89,6 +90,8 @@ def _are_same_in_any_order(gold: Sequence[Answer], answer: Sequence[Answer]) -> 
 
 def _is_same_quantity(gold: Answer, answer: Answer) -> bool:
     (formula, unit, beside), (other, other_unit, other_beside) = gold.parts, answer.parts
+    if unit.known and other_unit == Unit() and (letter := re.fullmatch(r"(.*[\d})])\s*([b-zA-Z])", other)):
+        other, other_unit = letter[1], unit_of(letter[2]) or Unit()  # 5 m, where metres were asked for
     is_percent, is_other_percent = _PERCENT in unit.known, _PERCENT in other_unit.known
     unit, other_unit = (Unit(each.known - {_PERCENT}, each.others) for each in (unit, other_unit))
     if beside != other_beside or not unit.agrees(other_unit):
@@ -233,10 +236,12 @@ def _is_same_relation(gold: Answer, answer: Answer) -> bool:
     differences: list[Any] = [value_of(f"({left})-({right})") for left, right in (sides, other_sides)]
     if None in differences:
         return False
+    if _is_equation(gold):  # x y = 2 is y = 2/x
+        differences = [sympy.together(difference).as_numer_denom()[0] for difference in differences]
     rows = values_at_points(*differences)
     ratios = [left / right for left, right in rows if right != 0]
     if not ratios or any(abs(ratio - ratios[0]) > abs(ratios[0]) / 10**9 for ratio in ratios) or ratios[0] == 0:
-        return _is_equation(gold) and _has_same_solutions(sides, other_sides)
+        return False
     flipped = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
     expected = signs[0] if ratios[0].is_positive else flipped.get(signs[0], signs[0])
     return bool(other_signs[0] == expected)
@@ -245,11 +250,6 @@ def _is_same_relation(gold: Answer, answer: Answer) -> bool:
 def _names(formulas: Sequence[str]) -> set[str]:
     values = [value_of(formula) for formula in formulas if formula]
     return {str(name) for value in values if value is not None for name in value.free_symbols}
-
-
-def _has_same_solutions(gold: Sequence[str], answer: Sequence[str]) -> bool:
-    gold_equation, equation = (sympy.Eq(*map(value_of, sides), evaluate=False) for sides in (gold, answer))
-    return bool(verify(gold_equation, equation, timeout_seconds=None))
 
 
 def _as_set(answer: Answer) -> Any | None:
@@ -282,12 +282,8 @@ def _as_set(answer: Answer) -> Any | None:
 def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
     joined = sets[0]
     for operand, sign in zip(sets[1:], signs, strict=True):
-        if sign in {"or", r"\cup"}:
-            joined = joined | operand
-        elif sign == r"\setminus":
-            joined = joined - operand
-        else:
-            joined = joined & operand
+        join = {"or": or_, r"\cup": or_, r"\setminus": sub}.get(sign, and_)
+        joined = join(joined, operand)
     return joined
 
 

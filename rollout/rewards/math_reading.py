@@ -103,7 +103,8 @@ def _read(text: str) -> Answer:
 
 
 def split(text: str, sign: str) -> tuple[list[str], list[str]]:
-    """Return the parts of `text` between the signs outside of all brackets, and these signs."""
+    """Return the parts of `text` between the signs outside of all brackets, and these signs; no parts where a bracket
+    closes that did not open."""
     parts: list[str] = []
     signs: list[str] = []
     start = depth = 0
@@ -113,6 +114,8 @@ def split(text: str, sign: str) -> tuple[list[str], list[str]]:
             signs.append(match["sign"])
             start = match.end()
         depth += (match["opening"] is not None) - (match["closing"] is not None)
+        if depth < 0:
+            return [], []
     return [*parts, text[start:].strip()], signs
 
 
@@ -268,13 +271,10 @@ def _bracketed(text: str) -> Answer | None:
     if not opening or not closing or opening[0].startswith(r"\begin") or closing.start() < opening.end():
         return None
     content = text[opening.end() : closing.start()]
-    depth = 0
-    for match in re.finditer(rf"(?P<opening>{_OPENING})|(?P<closing>{_CLOSING})|\\.", content):
-        depth += (match["opening"] is not None) - (match["closing"] is not None)
-        if depth < 0:
-            return None
     brackets = (opening[0] + closing[0]).replace(r"\langle", "<").replace(r"\rangle", ">").replace("\\", "")
     parts, _ = split(content, _ITEM_SIGN)
+    if not parts:  # (1, 2) \\cup (3, 4) begins and ends with brackets that are no pair
+        return None
     if brackets == "{}" and (len(parts) == 1 and "\\" not in opening[0]):
         return _read(content)
     return _combined(brackets, parts, "and") if content.strip() else Answer("sets", ((r"\emptyset",), ()))
@@ -356,20 +356,6 @@ def _flat(text: str) -> str:
     return re.sub(r"(?<=\() | (?=[):.])", "", " ".join(_TEXT.sub(r" \1 ", text).split()))
 
 
-_READERS: tuple[Callable[[str], Answer | None], ...] = (
-    _after_lead,
-    _choice,
-    _clock,
-    _date,
-    _congruence,
-    _matrix,
-    _builder,
-    _listed,
-    _relation,
-    _bracketed,
-    _sets,
-    _ratio,
-    _based,
-    _words,
-    _quantity,
-)
+_SPECIAL = (_after_lead, _choice, _clock, _date, _congruence, _matrix, _builder, _based)
+_GENERAL = (_listed, _relation, _bracketed, _sets, _ratio, _words, _quantity)
+_READERS: tuple[Callable[[str], Answer | None], ...] = (*_SPECIAL, *_GENERAL)
