@@ -21,7 +21,7 @@ from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.runtime import NOT_IN_A_RUN
 from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import connection_error, joined_cluster
-from core.processes.temporary import too_long_for_sockets
+from core.processes.temporary import unusable_temporary
 from core.runs.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
@@ -104,8 +104,8 @@ def _existing(folder: Path) -> Path:
 
 
 def _temporary(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield a folder for temporary files in which a Ray cluster that the run starts cannot have its sockets."""
-    if not joined_cluster(config) and (message := too_long_for_sockets()):
+    """Yield a folder for temporary files that a run which starts Ray cannot use."""
+    if not joined_cluster(config) and (message := unusable_temporary()):
         yield Problem(key="RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR", message=message)
 
 

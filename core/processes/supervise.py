@@ -103,7 +103,7 @@ def run_attempts(
     An attempt that began no further than the one before counts as one without progress; after `retries` restarts
     without progress the run ends with a summary of all attempts. A driver that sent no heartbeat for
     `driver_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed; so is one that
-    still runs `end_seconds` after Ctrl-C or SIGTERM. `retries` 0: one attempt, whose exit code is returned.
+    still runs `end_seconds` after a signal. `retries` 0: one attempt, whose exit code is returned.
     `interrupted(attempt)`: in place of `run`, for a Ctrl-C that comes before `run` can handle it.
     """
     with Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone

@@ -21,8 +21,12 @@ _LONGEST_SOCKET = 107
 """Bytes of the path of a socket in Linux."""
 
 
-def too_long_for_sockets() -> str | None:
-    """Return why this process's folder for temporary files cannot hold the sockets of Ray; None: it can."""
+def unusable_temporary() -> str | None:
+    """Return why an attempt cannot have such a folder, or Ray its sockets in it; None: they can."""
+    try:
+        os.rmdir(make_temporary())
+    except OSError as error:
+        return f"no folder for temporary files: {error}; write a folder that you may write in, as /tmp"
     folder, most = _parent(), _LONGEST_SOCKET - len(_SOCKET)
     if (length := len(os.fsencode(folder))) <= most:
         return None

@@ -262,3 +262,11 @@ def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_is_an_error(
             assert (f"TMPDIR: {folder}: the sockets of Ray need a path of at most 31" in done.stderr) == (code == 2)
         finally:
             folder.rmdir()
+
+
+def test_a_folder_for_temporary_files_that_does_not_exist_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
+    done = run("ppo-math", "--config", str(write_run(tmp_path)), "--preflight")
+    assert done.returncode == 2 and "RAY_TMPDIR: no folder for temporary files: " in done.stderr
