@@ -10,10 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
-from model_specs.untrusted import UntrustedFileError, read_json
+from model_specs.untrusted import UntrustedFileError, read_json, read_json_object
 from model_specs.weight_files import WeightsError, check_tensors, stored_tensors
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What a saved model gets from the folder that it was trained from."""
 
 
 class ModelFolderError(ValueError):
@@ -46,6 +59,14 @@ def _read(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None)
         raise ModelFolderError(str(error)) from None
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelFolderError(f"{path}: no tokenizer; one of {', '.join(_TOKENIZERS)} must be in the folder")
+    if tokenizer:
+        tokenizer_files(folder)
+        beyond = [end for end in read_end_token_ids(folder) if end >= config.vocab_size]
+        if beyond:
+            raise ModelFolderError(
+                f"{folder / 'generation_config.json'}: eos_token_id={beyond[0]}, but vocab_size={config.vocab_size} in "
+                "config.json: the file is of another model"
+            )
     try:
         if tokenizer and (folder / _TOKENIZERS[0]).is_file():
             _check_tokenizer(folder / _TOKENIZERS[0], config.vocab_size)
@@ -54,6 +75,37 @@ def _read(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None)
     except (ModelConfigError, WeightsError) as error:
         raise ModelFolderError(str(error)) from None
     return config
+
+
+def tokenizer_files(folder: str | Path) -> list[Path]:
+    """Return the files of TOKENIZER_FILES that a folder has. Raises ModelFolderError for a link to a file elsewhere,
+    whose content would become part of saved models, which people publish."""
+    folder = Path(folder)
+    found = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    own = folder.resolve()
+    blobs = (own / "../../blobs").resolve()  # of a Hugging Face cache
+    for path in found:
+        if not path.is_file() or path.resolve().parent not in (own, blobs):
+            raise ModelFolderError(
+                f"{path}: a link to {path.resolve()}, outside of the model's folder; copy the file into the folder"
+            )
+    return found
+
+
+def read_end_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """Return the token ids of eos_token_id in generation_config.json; none without the file or the key. Raises
+    ModelFolderError for a file that holds anything else."""
+    path = Path(folder) / "generation_config.json"
+    if not path.exists():
+        return ()
+    try:
+        ends = read_json_object(path).get("eos_token_id")
+    except UntrustedFileError as error:
+        raise ModelFolderError(f"{error}; download the file again, or remove it") from None
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(type(end) is not int or end < 0 for end in listed):
+        raise ModelFolderError(f"{path}: eos_token_id={ends!r} must be a token id or a list of them")
+    return tuple(listed)
 
 
 def _check_tokenizer(file: Path, vocab_size: int) -> None:

@@ -30,6 +30,7 @@ from allocation.grammar import parse_layout
 from core.recovery.manifest import MANIFEST, DamagedError, verify
 from core.runs.checkpoints import MARKER
 from model_specs.hf_config import read_config
+from model_specs.model_folder import tokenizer_files
 from model_specs.tensors import CORRECTION_BIAS
 from tools.arguments import program
 from tools.eval.engines import ENGINE_NAMES, default_engine, engine_folders
@@ -187,7 +188,7 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
         open_checkpoint,
         open_folder,
     )
-    from mcore_adapter.hf.safetensors_folder import SafetensorsFolder, replacing_folder, tokenizer_bytes
+    from mcore_adapter.hf.safetensors_folder import SafetensorsFolder, replacing_folder
 
     if args.layout and not args.to_megatron:
         raise ValueError(f"--layout={args.layout} goes with --to-megatron; a checkpoint of any layout can be read")
@@ -202,7 +203,11 @@ def _convert(args: argparse.Namespace, source: Path) -> None:
     with _one_rank() as parallel:
         model = ModelFile(config, dtype, parallel=parallel)
     chunks = num_chunks(model, layout) if args.to_megatron else len(model.specs)
-    small = _METADATA_BYTES + chunks * _METADATA_BYTES_PER_CHUNK + tokenizer_bytes(source)
+    small = (
+        _METADATA_BYTES
+        + chunks * _METADATA_BYTES_PER_CHUNK
+        + sum(path.stat().st_size for path in tokenizer_files(source))
+    )
     _check_space(args.output_path, model.num_bytes + small)
     with replacing_folder(args.output_path) as target:
         with _progress("converting", model.num_bytes) as progress:

@@ -5,8 +5,11 @@ Key names and defaults follow the AReaL 0.2 schema that tutorials for this kind 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import field_validator
 
 from core.config.base import Section, key, section
 from core.config.needs import equals, fact, given, refused_without, unlike
@@ -128,6 +131,12 @@ class ModelTrainEvalConfig(Section):
     def fp8_recipe(self) -> Fp8Recipe | None:
         """How matrix products are scaled in FP8. None: they are not in FP8."""
         return ("tensorwise" if self.fp8 else None) if isinstance(self.fp8, bool) else self.fp8
+
+    @field_validator("path")
+    @classmethod
+    def _expand(cls, path: str) -> str:
+        """Replace a leading ~ by the user's home folder."""
+        return os.path.expanduser(path)
 
     def dtype(self, *, on_gpu: bool) -> WeightFormat:
         """Return the format of the weights of a trainer on GPUs or on the CPU."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from core.runs.checkpoints import MARKER
+from model_specs.untrusted import UntrustedFileError, read_json_object
 
 MANIFEST = "manifest.json"
 _BLOCK_BYTES = 64 * 2**20
@@ -71,9 +72,11 @@ def verify(folder: Path, *, inside: str = "") -> None:
     """Raise DamagedError unless every file is present, whole and unchanged, the manifest and the marker included.
     `inside`: only those of this folder in it."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        marker = _read_json(folder / MARKER)
-        _compare(folder / MANIFEST, marker, pool)
-        for name, entry in _read_json(folder / MANIFEST)["files"].items():
+        _compare(folder / MANIFEST, _read_json(folder / MARKER), pool)
+        files = _read_json(folder / MANIFEST).get("files")
+        if not isinstance(files, dict) or not files:
+            raise DamagedError(f"{MANIFEST} lists no files")
+        for name, entry in files.items():
             if not inside or name.startswith(f"{inside}/"):
                 _compare(folder / name, entry, pool)
 
@@ -112,12 +115,12 @@ def _compare(path: Path, expected: Any, pool: Executor) -> None:
         raise DamagedError(f"{path.name} cannot be checked: {error!r}") from error
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
+        return read_json_object(path)
     except FileNotFoundError:
         raise DamagedError(f"{path.name} is missing: it was never committed") from None
-    except (OSError, ValueError) as error:
+    except (OSError, UntrustedFileError) as error:
         raise DamagedError(f"{path.name} cannot be read: {error}") from error
 
 

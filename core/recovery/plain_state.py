@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from core.runs.checkpoints import MAX_STATE_BYTES, MAX_STATE_DEPTH
+from model_specs.untrusted import open_regular, read_json
 
 _KINDS = "biuf"
 """Of arrays that can be stored: bool, int, unsigned int, float."""
@@ -39,8 +43,10 @@ def write_state(folder: Path, name: str, state: object) -> None:
 def read_state(folder: Path, name: str) -> Any:
     """Return the state that was written. Raises OSError, and StateError where the files do not hold one."""
     try:
-        tree = json.loads((folder / f"{name}.json").read_bytes())
-        with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
+        tree = read_json(folder / f"{name}.json", max_bytes=MAX_STATE_BYTES, max_depth=MAX_STATE_DEPTH)
+        with open_regular(folder / f"{name}.npz") as file, np.load(file, allow_pickle=False) as stored:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in stored.zip.infolist()):
+                raise ValueError("its arrays are compressed, so that a small file could take all memory")
             return _decode(tree, {key: stored[key] for key in stored.files})
     except OSError:
         raise

@@ -9,7 +9,8 @@
                                           COMMITTED      seals the manifest (core/recovery/manifest.py)
 
 `begin` returns when everything is copied to host memory; a thread writes it into a temporary folder and commits that by
-one rename. Invariant: what `newest` answers was verified byte for byte; a failed write is raised by the next call.
+one rename. Invariant: what `newest` answers was verified byte for byte and can be read; a failed write is raised by the
+next call.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ class RecoverStore:
         for path in reversed(recover_checkpoints(self._folder)):
             try:
                 verify(path)
+                _read_all(path)
                 return path
-            except DamagedError as error:
+            except (DamagedError, RecoverError, OSError) as error:
                 self._invalid.add(path)
                 logger.warning("Recover checkpoint %s is not used: %s. Trying the previous one.", path.name, error)
         return None
@@ -258,18 +260,30 @@ class RecoverStore:
         if "algorithm" in changes:
             logger.warning("%s: the state of that algorithm is dropped.", changes["algorithm"])
             state = replace(state, extra={key: value for key, value in state.extra.items() if key != "algorithm"})
-        try:
-            rollout_state = read_state(checkpoint, _ROLLOUT)
-        except StateError as error:
-            raise RecoverError(f"{error}; remove {checkpoint} to continue from the checkpoint before it") from error
+        rollout_state = _read_rollout(checkpoint)
         return Recovered(state=state, rollout_state=rollout_state, identity=identity, changes=tuple(changes.values()))
+
+
+def _read_all(checkpoint: Path) -> None:
+    """Raise RecoverError or OSError where a checkpoint holds another content than a run writes. load() has its own
+    message for those of earlier releases."""
+    if not (checkpoint / _PICKLED_ROLLOUT).exists():
+        _read_run(checkpoint)
+        _read_rollout(checkpoint)
+
+
+def _read_rollout(checkpoint: Path) -> object:
+    try:
+        return read_state(checkpoint, _ROLLOUT)
+    except StateError as error:
+        raise RecoverError(f"{error}; remove {checkpoint} to continue from the checkpoint before it") from error
 
 
 def _read_run(checkpoint: Path) -> tuple[RunIdentity, RunState]:
     try:
         identity, state = read_run(checkpoint)
         return identity, RunState(**state)  # type: ignore[arg-type]
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError) as error:
         raise RecoverError(
             f"{checkpoint / 'run.json'}: not what a run writes ({error!r}); remove its folder to continue from the "
             "checkpoint before it"

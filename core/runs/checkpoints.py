@@ -3,18 +3,19 @@
     {fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/run.json     identity and state of the run
                                                                  COMMITTED    written last (core/recovery/manifest.py)
 
-Standard library only.
+Standard library and model_specs only.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from model_specs.untrusted import read_json_object
 
 CONFIG_KEYS = {
     "train_bs_n_seqs": "dataset.train_bs_n_seqs",
@@ -27,6 +28,8 @@ CONFIG_KEYS = {
 _NAME = re.compile(r"globalstep(\d+)")
 MARKER = "COMMITTED"
 """What appears last in a recover checkpoint."""
+MAX_STATE_BYTES, MAX_STATE_DEPTH = 1 << 34, 400
+"""Of files that hold the state of a run: rows of data sets, as deep as those may be, inside lists of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +92,14 @@ def named_near_trials(recover: Path) -> str:
 def read_run(checkpoint: Path) -> tuple[RunIdentity, Mapping[str, object]]:
     """Return the identity of the run that wrote a checkpoint, and its driver's state.
 
-    Raises OSError, and ValueError, TypeError, LookupError or RecursionError for a file that no run wrote."""
-    saved = json.loads((checkpoint / "run.json").read_bytes())
-    return RunIdentity(**saved["identity"]), dict(saved["state"])
+    Raises OSError, and ValueError, TypeError or LookupError for a file that no run wrote."""
+    saved = _read(checkpoint / "run.json")
+    state = dict(saved["state"])
+    for key in ("step", "version"):
+        number = state.get(key, 0)
+        if type(number) is not int or not 0 <= number < 2**53:
+            raise ValueError(f"{key}={number!r} is no number of steps")
+    return RunIdentity(**saved["identity"]), state
 
 
 def read_stream(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -99,10 +107,14 @@ def read_stream(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
     the settings of its experience (rollout/experience/build.py), which sft and dpo do not have.
 
     Raises as read_run()."""
-    saved = json.loads((checkpoint / "rollout.json").read_bytes())
+    saved = _read(checkpoint / "rollout.json")
     if "producer" not in saved:
         return dict(saved), {}
     return dict(saved["producer"]["dataset"]), dict(saved["producer"]["settings"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_object(path, max_bytes=MAX_STATE_BYTES, max_depth=MAX_STATE_DEPTH)
 
 
 def cannot_continue(checkpoint: Path) -> str:

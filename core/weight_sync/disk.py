@@ -33,6 +33,7 @@ from core.weight_sync.calls import Deadline, call_all
 from core.weight_sync.comparing import compare_checksums
 from core.weight_sync.errors import PushError
 from model_specs.block_fp8 import QUANTIZATION_CONFIG, SCALE
+from model_specs.untrusted import read_json_object
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
 from rollout.inference.errors import GeneratorCallError
@@ -242,7 +243,7 @@ class WholeWriter:
         """Write the index, the configuration of the model in `model_path`, and the identity of the push."""
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(Path(model_path) / "config.json")
         if any(name.endswith(SCALE) for name in self._weight_map):
             config["quantization_config"] = dict(QUANTIZATION_CONFIG)
         (self._folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

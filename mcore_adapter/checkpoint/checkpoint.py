@@ -14,7 +14,6 @@ import gc
 import io
 import json
 import logging
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from mcore_adapter.checkpoint.files import CopiedCheckpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy, gathered_by, gathered_sizes
-from mcore_adapter.checkpoint.restricted import RestrictedStrategy
+from mcore_adapter.checkpoint.restricted import RestrictedStrategy, load_common
 from mcore_adapter.hf.saving import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.optimizer import TrainOptimizer
@@ -47,6 +46,8 @@ from mcore_adapter.parallel import ParallelState
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = "weights"
+_SAVED = {"layout": str, "num_updates": int, "has_optimizer": bool}
+"""What the common part of a checkpoint has to hold, of what type."""
 _ALIGNMENT = 64
 _MOST_PARTS = 4
 """That a checkpoint has of one matrix, which lie apart in the copy: gate and up are two."""
@@ -172,10 +173,9 @@ def load_checkpoint(
     path = Path(path)
     if not (path / "metadata.json").is_file():
         raise FileNotFoundError(f"{path}: no complete checkpoint in this folder (metadata.json is missing)")
-    try:
-        saved = dist_checkpointing.load_common_state_dict(str(path))["slipstream"]
-    except (RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:  # damaged, or names forbidden classes
-        raise OSError(f"{path / 'common.pt'}: cannot be read: {error}") from error
+    saved = load_common(path).get("slipstream")
+    if not isinstance(saved, dict) or any(type(saved.get(key)) is not kind for key, kind in _SAVED.items()):
+        raise OSError(f"{path / 'common.pt'}: cannot be read: it holds {saved!r}, which no engine has written")
     if optimizer is not None and not saved["has_optimizer"]:
         raise ValueError(f"{path}: this checkpoint has no optimizer state; it was saved by an inference-only engine")
     with gathered_by(HostCopy(), optimizer.megatron.chained_optimizers if optimizer else []):

@@ -1,19 +1,22 @@
 """Reading of torch's distributed checkpoints without running code from them.
 
-torch and Megatron unpickle `.metadata` and stored objects without restriction. Here `.metadata` may name only the
-classes that describe tensors, objects are read with weights_only=True, and shards lie in the checkpoint's own folder.
-Source: "Restricting globals" of the documentation of pickle.
+torch and Megatron unpickle `.metadata` and stored objects without restriction. Here `.metadata` may hold only instances
+of the classes that describe tensors, with nothing but their fields; objects are read with weights_only=True; and files
+lie in the checkpoint's own folder. Source: "Restricting globals" of the documentation of pickle.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -26,42 +29,143 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
 
-_DCP = "torch.distributed.checkpoint"
-_CLASSES = {
-    (f"{_DCP}.metadata", "BytesStorageMetadata"),
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-    (f"{_DCP}.metadata", "Metadata"),
-    (f"{_DCP}.metadata", "MetadataIndex"),
-    (f"{_DCP}.metadata", "StorageMeta"),
-    (f"{_DCP}.metadata", "TensorProperties"),
-    (f"{_DCP}.metadata", "TensorStorageMetadata"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    (f"{_DCP}.storage", "WriteResult"),
+from model_specs.untrusted import open_regular, read_json_object
+
+METADATA_FILE = ".metadata"
+UNREADABLE = (
+    OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError,
+    TypeError, AssertionError, MemoryError,
+)  # fmt: skip
+"""What unpickling a damaged file raises: it depends on the byte."""
+_DATACLASSES = {
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    WriteResult,
+    _StorageInfo,
+}
+_NAMES = {(kind.__module__, kind.__name__) for kind in _DATACLASSES} | {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
     ("builtins", "OSError"),
     ("builtins", "RuntimeError"),
 }
+_OPCODES = (
+    "PROTO FRAME MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS BINGET LONG_BINGET "
+    "BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD"
+)
+"""What dataclasses, numbers, texts, tuples, lists and dicts are pickled as, by protocols 2 to 5."""
+_Python: Any = pickle._Unpickler  # type: ignore[attr-defined]
+"""The reader in Python: that in C cannot refuse state for a class."""
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
+class _PlainUnpickler(_Python):  # type: ignore[misc]
+    """Makes instances of _DATACLASSES and plain values, and changes nothing that was there before."""
+
+    dispatch = {code: _Python.dispatch[code] for name in _OPCODES.split() for code in getattr(pickle, name)}
+
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None
-        if (module, name) in _CLASSES or isinstance(found, torch.dtype):
+        if (module, name) in _NAMES or isinstance(found, torch.dtype):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's list of tensors")
 
+    def load_build(self) -> None:
+        """Set the fields of an instance: never of a class, a function or anything else that this file did not make."""
+        instance, state = self.stack[-2:]
+        names = {field.name for field in fields(instance)} if type(instance) in _DATACLASSES else set()
+        as_tuple = type(instance) is TensorProperties and type(state) is tuple
+        if not names or not (as_tuple or (type(state) is dict and state.keys() <= names)):
+            raise pickle.UnpicklingError(
+                f"it holds state for a {type(instance).__name__}, which no list of tensors does"
+            )
+        super().load_build()
+
+    def load_reduce(self) -> None:
+        """Call one of _NAMES with numbers and texts."""
+        self._check_arguments()
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self._check_arguments()
+        super().load_newobj()
+
+    def _check_arguments(self) -> None:
+        arguments = self.stack[-1]
+        inner = [x for value in arguments for x in (value if isinstance(value, tuple | list) else [value])]
+        if any(type(x) not in (int, str) for x in inner):
+            raise pickle.UnpicklingError(f"it calls {self.stack[-2]} with arguments that no list of tensors has")
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:
+            self._check_key(key)
+        super().load_setitems()
+
+    def load_setitem(self) -> None:
+        self._check_key(self.stack[-2])
+        super().load_setitem()
+
+    def _check_key(self, key: object) -> None:
+        """Refuse keys that take for ever to hash, as do tuples of the same tuple twice, many times over."""
+        if type(key) is MetadataIndex and type(key.fqn) is str and type(key.offset) in (torch.Size, type(None)):
+            return
+        if type(key) is not str:
+            raise pickle.UnpicklingError(f"it has a {type(key).__name__} as a key")
+
+
+_PlainUnpickler.dispatch |= {
+    pickle.BUILD[0]: _PlainUnpickler.load_build,
+    pickle.REDUCE[0]: _PlainUnpickler.load_reduce,
+    pickle.NEWOBJ[0]: _PlainUnpickler.load_newobj,
+    pickle.SETITEM[0]: _PlainUnpickler.load_setitem,
+    pickle.SETITEMS[0]: _PlainUnpickler.load_setitems,
+}
+
 
 def load_plain(content: bytes) -> Any:
-    """Unpickle the classes that describe tensors. Raises pickle.UnpicklingError for any other."""
-    return _RestrictedUnpickler(io.BytesIO(content)).load()
+    """Unpickle the classes that describe tensors. Raises one of UNREADABLE, a pickle.UnpicklingError for any other."""
+    try:
+        return _PlainUnpickler(io.BytesIO(content)).load()
+    except KeyError as error:
+        raise pickle.UnpicklingError(f"it has the opcode {error}, which no list of tensors has") from error
+
+
+def load_common(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds beside its tensors. Raises OSError where common.pt or metadata.json is damaged."""
+    try:
+        read_json_object(folder / "metadata.json")
+        open_regular(folder / "common.pt").close()
+        found = dist_checkpointing.load_common_state_dict(str(folder))
+        return {str(key): value for key, value in found.items()}
+    except (*UNREADABLE, dist_checkpointing.core.CheckpointingException) as error:
+        raise OSError(f"{folder}: common.pt or metadata.json cannot be read: {in_one_line(error)}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the type and the first line of an error: unpickling explains at length how to treat intact files."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 class RestrictedReader(dcp.FileSystemReader):
@@ -70,22 +174,81 @@ class RestrictedReader(dcp.FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the list of tensors. Raises OSError, pickle.UnpicklingError."""
+        """Return the list of tensors. Raises one of UNREADABLE."""
         if self._metadata is None:
-            self._metadata = _checked(load_plain((Path(self.path) / ".metadata").read_bytes()))
+            with open_regular(Path(self.path) / METADATA_FILE) as file:
+                self._metadata = _checked(load_plain(file.read()), Path(self.path))
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
 
-def _checked(metadata: Any) -> Metadata:
-    if not isinstance(metadata, Metadata):
+_PLAIN = {
+    type(None), bool, int, str, tuple, list, dict, type(Path()), torch.Size, torch.dtype, torch.layout,
+    torch.memory_format,
+}  # fmt: skip
+
+
+def _checked(metadata: Any, folder: Path) -> Metadata:
+    """Return a list of tensors in which everything has exactly the type that it should have, and every shard is a file
+    of the folder itself."""
+    if type(metadata) is not Metadata:
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not a list of tensors")
-    for info in metadata.storage_data.values():
-        name = info.relative_path
-        if name in ("", "..") or name != Path(name).name or info.transform_descriptors:
+    for part in _parts(metadata):
+        if type(part) not in _PLAIN | _DATACLASSES:
+            raise pickle.UnpicklingError(f"it holds a {type(part).__name__}, which is no part of a list of tensors")
+    tensors, storage = metadata.state_dict_metadata, metadata.storage_data
+    if type(tensors) is not dict or type(storage) is not dict:
+        raise pickle.UnpicklingError("it holds no list of tensors and of their places")
+    for entry in tensors.values():
+        if type(entry) is TensorStorageMetadata:
+            _require(torch.Size, entry.size)
+            _require(list, entry.chunks)
+            for chunk in entry.chunks:
+                _require(ChunkStorageMetadata, chunk)
+                _require(torch.Size, chunk.offsets, chunk.sizes)
+        else:
+            _require(BytesStorageMetadata, entry)
+    for index, info in storage.items():
+        _require(MetadataIndex, index)
+        _require(_StorageInfo, info)
+        _require(int, info.offset, info.length)
+        _require(str, info.relative_path)
+        if info.transform_descriptors or min(info.offset, info.length) < 0:
+            raise pickle.UnpicklingError(f"{index.fqn} is stored in a way that no checkpoint of a run is")
+    for name in {info.relative_path for info in storage.values()}:
+        if name in ("", "..") or name != Path(name).name or _leads_out(folder / name):
             raise pickle.UnpicklingError(f"it names {name!r}, which is no file of the checkpoint's folder")
     return metadata
+
+
+def _require(kind: type, *values: object) -> None:
+    for value in values:
+        if type(value) is not kind:
+            raise pickle.UnpicklingError(f"it holds a {type(value).__name__} in place of a {kind.__name__}")
+
+
+def _leads_out(path: Path) -> bool:
+    """Return whether there is something that is no file of this folder: a link to elsewhere, a pipe, a device."""
+    return path.exists() and not (path.is_file() and path.resolve().parent == path.parent.resolve())
+
+
+def _parts(root: object) -> Iterator[object]:
+    """Yield every object inside another once."""
+    seen: set[int] = set()
+    left = [root]
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part, dict):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, tuple | list):
+            left += part
+        elif is_dataclass(part):
+            left += vars(part).values()
 
 
 class _RestrictedPlanner(MCoreLoadPlanner):

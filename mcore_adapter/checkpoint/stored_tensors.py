@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from mcore_adapter.checkpoint.checkpoint import model_state
-from mcore_adapter.checkpoint.restricted import RestrictedReader
+from mcore_adapter.checkpoint.restricted import METADATA_FILE, UNREADABLE, RestrictedReader, in_one_line
 from mcore_adapter.device import Device
 from mcore_adapter.hf.file_rows import FileRows, write_rows
 from mcore_adapter.models.conversions import Conversion
@@ -39,13 +39,6 @@ from mcore_adapter.models.gpt import build_model, named_conversions
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig
 from model_specs.weight_files import WeightsError
-
-METADATA_FILE = ".metadata"
-UNREADABLE = (
-    OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError,
-    TypeError, AssertionError,
-)  # fmt: skip
-"""What unpickling a damaged file raises: it depends on the byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +88,6 @@ def stored_parts(
             )
         )
     return parts
-
-
-def in_one_line(error: Exception) -> str:
-    """Return the type and the first line of an error: unpickling explains at length how to treat intact files."""
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 class StoredTensors:

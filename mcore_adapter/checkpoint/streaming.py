@@ -14,26 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from allocation import ParallelLayout
 from mcore_adapter.checkpoint.checkpoint import converted_common, small_files
 from mcore_adapter.checkpoint.files import mark_complete, write_small_files
+from mcore_adapter.checkpoint.restricted import METADATA_FILE, load_common
 from mcore_adapter.checkpoint.stored_tensors import (
-    METADATA_FILE,
-    UNREADABLE,
     StoredPart,
     StoredTensors,
     StoredTensorsWriter,
-    in_one_line,
     rows_of,
     stored_parts,
 )
 from mcore_adapter.device import get_device
 from mcore_adapter.hf.file_rows import FileRows
 from mcore_adapter.hf.safetensors_folder import (
-    TOKENIZER_FILES,
     SafetensorsFolder,
     ShardWriter,
     copy_tokenizer,
@@ -45,6 +41,7 @@ from mcore_adapter.models.tables import EMBEDDING, outer_table
 from mcore_adapter.models.transformer_config import layers_of_chunks
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig
+from model_specs.model_folder import TOKENIZER_FILES
 from model_specs.tensors import hf_shapes
 from model_specs.weight_files import INDEX_FILE, check_tensors
 
@@ -200,9 +197,9 @@ def why_no_conversion(folder: Path) -> str | None:
         return "it has no config.json next to the tensors"
     if is_checkpoint:
         try:
-            common = dist_checkpointing.load_common_state_dict(str(folder))
-        except (*UNREADABLE, dist_checkpointing.core.CheckpointingException) as error:
-            return f"its common.pt or metadata.json cannot be read: {in_one_line(error)}"
+            common = load_common(folder)
+        except OSError as error:
+            return str(error)
         if common != converted_common():
             return "it holds an engine's checkpoint"
     return None
@@ -231,10 +228,7 @@ def different_tensors(
 
 def open_checkpoint(source: Path, model: ModelFile) -> StoredTensors:
     """Open a checkpoint. Raises OSError, and WeightsError where it is damaged or not of this model."""
-    try:
-        dist_checkpointing.load_common_state_dict(str(source))
-    except (*UNREADABLE, dist_checkpointing.core.CheckpointingException) as error:
-        raise OSError(f"{source}: common.pt or metadata.json cannot be read: {in_one_line(error)}") from error
+    load_common(source)
     stored = StoredTensors(source)
     stored.check([part for parts in model.parts.values() for part in parts])
     return stored

@@ -22,23 +22,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mcore_adapter.hf.file_rows import FileRows, write_all, write_rows
+from model_specs.model_folder import ModelFolderError, tokenizer_files
 from model_specs.weight_files import INDEX_FILE, SINGLE_FILE, WeightsError, stored_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-TOKENIZER_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 class SafetensorsFolder:
@@ -231,15 +220,10 @@ class ShardWriter:
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
-    """Copy the tokenizer and generation settings that `source` has."""
-    for path in _tokenizer(source):
+    """Copy the tokenizer and generation settings that `source` has. Raises OSError."""
+    try:
+        found = tokenizer_files(source)
+    except ModelFolderError as error:
+        raise OSError(str(error)) from None
+    for path in found:
         shutil.copyfile(path, target / path.name)
-
-
-def tokenizer_bytes(source: str | Path) -> int:
-    """Return the number of bytes that copy_tokenizer() would write."""
-    return sum(path.stat().st_size for path in _tokenizer(source))
-
-
-def _tokenizer(source: str | Path) -> list[Path]:
-    return [path for name in TOKENIZER_FILES if (path := Path(source) / name).exists()]

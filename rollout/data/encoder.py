@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from model_specs.model_folder import ModelFolderError, read_end_token_ids
 from model_specs.untrusted import read_json_object
 from rollout.data.chat_template import ChatTemplate, Tools
 from rollout.data.messages import Messages
@@ -66,7 +67,7 @@ class Encoder:
         given = self._format.chat_template
         self.chat_template = None if given is None else _chat_template(given)
         """Content of prompt.chat_template; None: the tokenizer's own is used, if it has one."""
-        self.end_token_ids = end_token_ids(tokenizer, read_generation_config(folder))
+        self.end_token_ids = _end_token_ids(tokenizer, folder)
         self._start = _start_tokens(tokenizer)
         has_chat_template = bool(given is not None or tokenizer.chat_template)
         self.chat = (
@@ -173,17 +174,15 @@ class Encoder:
         return self.end_token_ids[0]
 
 
-def end_token_ids(tokenizer: Any, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+def _end_token_ids(tokenizer: Any, folder: str | Path) -> tuple[int, ...]:
     """Return the token ids that end an answer: the tokenizer's end and pad tokens, and the end tokens of
-    generation_config.json (a chat model's turn has its own end token)."""
-    ends = generation_config.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [ends]
-    return tuple(sorted({t for t in (tokenizer.eos_token_id, tokenizer.pad_token_id, *listed) if t is not None}))
-
-
-def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
-    """Return generation_config.json of a model's folder; empty without one. Raises DatasetError."""
-    return _read_json(folder, "generation_config.json")
+    generation_config.json (a chat model's turn has its own end token). Raises DatasetError."""
+    try:
+        of_model = read_end_token_ids(folder) if folder else ()
+    except (OSError, ModelFolderError) as error:
+        raise DatasetError(str(error)) from error
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *of_model} - {None}
+    return tuple(sorted(ends))
 
 
 def _read_json(folder: str | Path, name: str) -> Mapping[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from model_specs.untrusted import read_json_object
 from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, Replica
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class EmbeddedBackend:
         from rollout.inference.embedded.generator import EmbeddedGenerator
 
         folder = Path(settings.model_path)
-        model = folder if settings.load_weights else json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model = folder if settings.load_weights else read_json_object(folder / "config.json")
         return EmbeddedGenerator(
             model, max_running=settings.max_running, interrupt=settings.interrupt, dtype=settings.dtype
         )

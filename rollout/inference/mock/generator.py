@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from model_specs.untrusted import read_json_object
 from rollout.types import Completion, FinishReason, GenerateRequest, Health, WeightBucket
 
 
@@ -32,7 +32,7 @@ class MockGenerator:
 
     def __init__(self, model_path: str, *, seconds_per_token: float = 0.0) -> None:
         """Of the model folder only the vocabulary size of config.json is read."""
-        self._vocab_size: int = json.loads((Path(model_path) / "config.json").read_text())["vocab_size"]
+        self._vocab_size: int = read_json_object(Path(model_path) / "config.json")["vocab_size"]
         self._seconds_per_token = seconds_per_token
         self._version = 0
         self._running: dict[str, _Sampling] = {}

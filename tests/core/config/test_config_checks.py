@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -243,6 +244,43 @@ def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
     index["weight_map"]["model.norm.weight"] = "../../other.safetensors"
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model.norm.weight is in '../../other.safetensors', which is no file of the folder" in problems(path)[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"eos_token_id": [0, 1]}', ""),
+        ("{}", ""),
+        ('{"eos_token_id": ', "generation_config.json: not valid JSON"),
+        ("[]", "generation_config.json: expected a json object, found list"),
+        ('{"eos_token_id": [0, null, "1"]}', "eos_token_id=[0, None, '1'] must be a token id or a list of them"),
+        ('{"eos_token_id": [0, 64]}', "eos_token_id=64, but vocab_size=64 in config.json"),
+    ],
+)
+def test_a_broken_generation_config_is_named(tmp_path: Path, content: str, said: str) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    assert [said in message for message in problems(path)] == ([True] if said else [])
+
+
+def test_a_tokenizer_file_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -> None:
+    path, link = write_run(tmp_path), tmp_path / "model" / "special_tokens_map.json"
+    link.symlink_to(tmp_path / "run.yaml")
+    (message,) = problems(path)
+    assert "special_tokens_map.json: a link to run.yaml, outside of the model's folder; copy the file" in message
+    link.unlink()
+    snapshot = tmp_path / "cache" / "snapshots" / "abc"
+    shutil.copytree(tmp_path / "model", snapshot)
+    os.renames(snapshot / "tokenizer.json", tmp_path / "cache" / "blobs" / "def")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/def")
+    assert problems(path, f"actor.path={snapshot}") == []
+
+
+def test_a_models_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert problems(path, "actor.path=~/model") == []
+    assert "~nobody99/model: no such folder" in problems(path, "actor.path=~nobody99/model")[0]
 
 
 def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The rollout's state on disk: equal after a round trip, and data only."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.recovery.manifest import seal
 from core.recovery.plain_state import StateError, read_state, write_state
 from core.recovery.recover import RecoverError, RecoverStore, RunState
-from core.runs.checkpoints import RunIdentity
+from core.runs.checkpoints import RunIdentity, read_run
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 
@@ -127,8 +129,57 @@ def test_a_structure_that_fits_no_array_is_refused(tmp_path: Path, tree: object)
 def test_structure_that_is_too_deep_is_refused(tmp_path: Path) -> None:
     write_state(tmp_path, "state", [])
     (tmp_path / "state.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(StateError, match="RecursionError"):
+    with pytest.raises(StateError, match="nested more than 400 deep"):
         read_state(tmp_path, "state")
+
+
+def test_compressed_arrays_and_pipes_are_refused(tmp_path: Path) -> None:
+    write_state(tmp_path, "state", [np.arange(3, dtype=np.int32)])
+    np.savez_compressed(tmp_path / "state.npz", **{"<i4": np.zeros(1 << 20, dtype=np.int32)})
+    with pytest.raises(StateError, match="compressed"):
+        read_state(tmp_path, "state")
+    for name in ("state.npz", "state.json"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(StateError, match="a pipe or a device"):
+            read_state(tmp_path, "state")
+
+
+HOSTILE = ["[" * 100_000, "[]", "null", "{}", '{"files": {}}', '{"files": []}', '{"size": "1"}', ""]
+
+
+@pytest.mark.parametrize("name", ["COMMITTED", "manifest.json", "run.json", "rollout.json", "rollout.npz"])
+@pytest.mark.parametrize("content", [*HOSTILE, None, "-5", "1e30", "6"], ids=lambda c: f"{str(c)[:15]}")
+def test_a_checkpoint_that_holds_anything_else_is_passed_over_for_the_one_before(
+    tmp_path: Path, name: str, content: str | None
+) -> None:
+    """Also where it was sealed like that."""
+    store = RecoverStore(tmp_path, IDENTITY)
+    for step in (1, 2):
+        store.begin(RunState(step=step, version=step, elapsed_seconds=1.0, extra={}), list, engines, began=0.0)
+        store.wait()
+    newest = tmp_path / "globalstep2"
+    assert store.newest() == newest
+    (newest / name).unlink()
+    if content is None:
+        os.mkfifo(newest / name)
+    elif content in ("-5", "1e30", "6"):
+        (newest / name).write_text(f'{{"identity": {{}}, "state": {{"step": "{content}"}}}}')
+    else:
+        (newest / name).write_text(content)
+    if name not in ("COMMITTED", "manifest.json"):
+        (newest / "COMMITTED").unlink()
+        seal(newest)
+    passed_over = name != "rollout.json" or content not in ("[]", "null", "{}", *HOSTILE[4:7], "-5", "1e30", "6")
+    assert store.newest() == (tmp_path / "globalstep1" if passed_over else newest)
+
+
+@pytest.mark.parametrize("step", [-5, 10**30, "6", True, None, 1.5])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, step: object) -> None:
+    identity = dataclasses.asdict(IDENTITY)
+    (tmp_path / "run.json").write_text(json.dumps({"identity": identity, "state": {"step": step, "version": 0}}))
+    with pytest.raises(ValueError, match="step=.* is no number of steps"):
+        read_run(tmp_path)
 
 
 def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_ways_to_go_on(tmp_path: Path) -> None:

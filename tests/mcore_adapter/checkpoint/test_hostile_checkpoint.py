@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import os
 import pickle
 import shutil
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +115,117 @@ def test_an_object_with_a_forbidden_class_is_refused_with_its_name(
     assert "names pathlib.Path.touch, which is no part of a checkpoint" in err
 
 
-@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "", ".."])
+def metadata_of(checkpoint: Path) -> Metadata:
+    found: Metadata = load_plain((checkpoint / ".metadata").read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "", "..", "link.distcp", "pipe.distcp"])
 def test_shards_lie_in_the_folder_of_the_checkpoint(whole: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    metadata = load_plain((whole[1] / ".metadata").read_bytes())
+    (tmp_path / "link.distcp").symlink_to(whole[1] / "__0_0.distcp")
+    os.mkfifo(tmp_path / "pipe.distcp")
+    metadata = metadata_of(whole[1])
     next(iter(metadata.storage_data.values())).relative_path = name
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(pickle.UnpicklingError, match="no file of the checkpoint's folder"):
         RestrictedReader(tmp_path).read_metadata()
+
+
+def built(module: str, name: str, state: object) -> bytes:
+    """A pickle of one name, with state for what it names."""
+    text = b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name))
+    return b"\x80\x04" + text + b"\x93" + pickle.dumps(state, protocol=4)[2:-1] + b"b."
+
+
+@pytest.mark.parametrize("state", [(None, {"patched": "x"}), {"patched": "x"}], ids=["slots", "attributes"])
+@pytest.mark.parametrize("name", ["PosixPath", "_get_layout", "Metadata", "Size"])
+def test_state_for_a_class_or_a_function_is_refused_and_changes_nothing(name: str, state: object) -> None:
+    places = {"PosixPath": "pathlib", "_get_layout": "torch.serialization", "Metadata": Metadata.__module__}
+    module = places.get(name, "torch")
+    with pytest.raises(pickle.UnpicklingError, match="it holds state for a"):
+        load_plain(built(module, name, state))
+    assert not hasattr(getattr(importlib.import_module(module), name), "patched")
+
+
+class Shadowed(dict):  # type: ignore[type-arg]
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {"values": list}
+
+
+def doubled(times: int) -> tuple[Any, ...]:
+    value: tuple[Any, ...] = ()
+    for _ in range(times):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: setattr(m, "storage_data", Shadowed()), "names collections.OrderedDict"),
+        (lambda m: setattr(m, "storage_data", [1]), "no list of tensors"),
+        (lambda m: setattr(m, "planner_data", doubled(60)), ""),
+        (lambda m: setattr(m, "planner_data", {1, 2}), "opcode"),
+        (lambda m: setattr(m, "other", 1), "state for a Metadata"),
+        (lambda m: setattr(first_info(m), "offset", "0"), "a str in place of a int"),
+        (lambda m: setattr(first_info(m), "offset", -1), "in a way that no checkpoint"),
+        (lambda m: setattr(first_info(m), "relative_path", Path("x")), "a PosixPath in place of a str"),
+        (lambda m: m.storage_data.update({"x": first_info(m)}), "a str in place of a MetadataIndex"),
+        (lambda m: m.state_dict_metadata.update({"x": "y"}), "a str in place of a BytesStorageMetadata"),
+    ],
+)
+def test_a_list_of_tensors_has_exactly_the_types_that_it_should_have(
+    whole: tuple[Path, Path], tmp_path: Path, change: Callable[[Metadata], object], said: str
+) -> None:
+    metadata = metadata_of(whole[1])
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if not said:
+        RestrictedReader(tmp_path).read_metadata()
+        return
+    with pytest.raises(pickle.UnpicklingError, match=said):
+        RestrictedReader(tmp_path).read_metadata()
+
+
+def test_a_key_that_takes_for_ever_to_hash_is_refused() -> None:
+    key = pickle.dumps(doubled(60), protocol=4)[2:-1]
+    for content in (b"}" + key + b"Ns.", b"}(" + key + b"Nu."):
+        with pytest.raises(pickle.UnpicklingError, match="a tuple as a key"):
+            load_plain(b"\x80\x04" + content)
+
+
+def first_info(metadata: Metadata) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata", "config.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(
+    ranks: RankPool, whole: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(whole[1], tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / name).unlink()
+    os.mkfifo(tmp_path / "checkpoint" / name)
+    status, _, err = convert(ranks, tmp_path / "checkpoint", tmp_path / "hf")
+    assert status == 2 and ("a pipe or a device" in err or name == "metadata.json"), err
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "config.json"])
+def test_deep_json_is_refused(ranks: RankPool, whole: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    shutil.copytree(whole[1], tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / name).write_text("[" * 100_000)
+    status, _, err = convert(ranks, tmp_path / "checkpoint", tmp_path / "hf")
+    assert status == 2 and "nested more than 100 deep" in err
+
+
+def test_a_link_to_a_file_elsewhere_is_not_published(ranks: RankPool, whole: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(whole[1], tmp_path / "checkpoint")
+    (tmp_path / "secret").write_text("secret")
+    link = tmp_path / "checkpoint" / "special_tokens_map.json"
+    link.symlink_to(tmp_path / "secret")
+    status, _, err = convert(ranks, tmp_path / "checkpoint", tmp_path / "hf")
+    assert status == 2 and "special_tokens_map.json: a link to" in err and not (tmp_path / "hf").exists()
+    link.unlink()
+    assert convert(ranks, tmp_path / "checkpoint", tmp_path / "hf")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["Metadata.__init__", "system", "os.system", "load"])

@@ -128,7 +128,7 @@ def test_an_answer_ends_with_the_tokens_of_the_tokenizer_and_of_the_generation_c
     encoder = Encoder(tokenizer(), folder=tmp_path)
     assert [encoder.tokenizer.decode(token) for token in encoder.end_token_ids] == ends
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(DatasetError, match=r"generation_config\.json: not readable"):
+    with pytest.raises(DatasetError, match=r"generation_config\.json: not valid JSON"):
         Encoder(tokenizer(), folder=tmp_path)
 
 
