@@ -174,6 +174,15 @@ def test_what_a_save_needs_of_host_memory_is_known_before(ranks, folder, tmp_pat
         assert all(used[name] <= said[name] <= 1.1 * used[name] + 65536 for name in used)
 
 
+def test_memory_of_a_name_is_used_again_where_it_has_the_bytes_and_replaced_where_not() -> None:
+    copy, cpu = host_copy.HostCopy(), torch.device("cpu")
+    first = copy.room("x", 8, torch.float32, on=cpu)
+    again = copy.room("x", 16, torch.int16, on=cpu)
+    assert again.shape == (16,) and again.data_ptr() == first.data_ptr()
+    larger = copy.room("x", 16, torch.float64, on=cpu)  # fewer elements than bytes that are there, and more bytes
+    assert larger.shape == (16,) and larger.untyped_storage().nbytes() == 128
+
+
 def test_a_process_that_ends_while_memory_is_reserved_ends_with_its_own_exit_code() -> None:
     script = (
         "import atexit, sys, torch; from mcore_adapter.checkpoint import host_copy;"
