@@ -61,7 +61,7 @@ _DATACLASSES = {
     WriteResult,
     _StorageInfo,
 }
-_NAMES = {(kind.__module__, kind.__name__) for kind in _DATACLASSES} | {
+_CLASSES = {(kind.__module__, kind.__name__) for kind in _DATACLASSES} | {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -87,7 +87,7 @@ class _PlainUnpickler(_Python):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None
-        if (module, name) in _NAMES or isinstance(found, torch.dtype):
+        if (module, name) in _CLASSES or isinstance(found, torch.dtype):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's list of tensors")
 
@@ -103,7 +103,7 @@ class _PlainUnpickler(_Python):  # type: ignore[misc]
         super().load_build()
 
     def load_reduce(self) -> None:
-        """Call one of _NAMES with numbers and texts."""
+        """Call one of _CLASSES with numbers and texts."""
         self._check_arguments()
         super().load_reduce()
 
